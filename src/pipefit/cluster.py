@@ -1,0 +1,226 @@
+"""The devices a model must fit on, the hosts behind them, and the links between them.
+
+A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
+`emulated:4x256MiB`, CPU workers whose memory is capped.
+
+A link joins two members or many. `device3` and `host0` name its members; any two members talk at
+`lanes * bytes_per_second`, each way. Two members share one full-duplex wire; more than two meet in a switch, where every
+member has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.units import format_bytes, parse_bytes
+
+Backend = Literal["emulated", "cpu", "cuda"]
+_MEMBER = re.compile(r"(device|host)(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """What a kind of device can do at best.
+
+    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    flops: dict[str, float]
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.memory_bandwidth <= 0 or not self.flops or min(self.flops.values()) <= 0:
+            raise UsageError(f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure")
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device: its kind, its memory budget in bytes, and the host it sits in."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: DeviceKind
+    memory_bytes: int
+    host: int = 0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 1:
+            raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    memory_bytes: int
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 1 or self.disk_bytes < 0:
+            raise UsageError("a host needs positive memory_bytes, and disk_bytes of zero or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between members such as `device0`, `device3`, `host0`.
+
+    `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    members: tuple[str, ...]
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    lanes: int = 1
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.members)) < 2 or any(not _MEMBER.fullmatch(member) for member in self.members):
+            raise UsageError(f"a link joins two or more different members named like device0 or host0, not {list(self.members)}")
+        if self.bytes_per_second <= 0 or self.latency_seconds < 0 or self.lanes < 1:
+            raise UsageError(f"link {'-'.join(self.members)}: bytes_per_second and lanes must be positive, latency not negative")
+
+
+class Route(NamedTuple):
+    """How bytes get from one member to another: how fast, after what delay, occupying which wires."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    wires: tuple[str, ...]
+
+    def seconds(self, nbytes: int) -> float:
+        """Time for `nbytes` on idle wires."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices, hosts and links. Device and host numbers are positions in the tuples."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    backend: Backend
+    devices: tuple[Device, ...]
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise UsageError(f"cluster {self.name!r} has no devices")
+        for number, device in enumerate(self.devices):
+            if not 0 <= device.host < len(self.hosts):
+                raise UsageError(f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts")
+        known = {"device": len(self.devices), "host": len(self.hosts)}
+        for link in self.links:
+            for member in link.members:
+                what, number = member.rstrip("0123456789"), int(member[len(member.rstrip("0123456789")) :])
+                if number >= known[what]:
+                    raise UsageError(f"a link of cluster {self.name!r} names {member}; it has {known[what]} {what}s")
+
+    @staticmethod
+    def preset(name: str) -> Cluster:
+        """The cluster that ships with pipefit under `name`; `pipefit.presets.preset_names()` lists them.
+
+        Raises:
+            UsageError: there is none of that name; says which exist.
+        """
+        from pipefit.presets import load_preset  # presets are clusters: each needs the other, so this one imports late
+
+        return load_preset(name)
+
+    @staticmethod
+    def emulated(*groups: tuple[int, int]) -> Cluster:
+        """CPU workers with capped memory: `Cluster.emulated((2, 256 * MIB), (2, 128 * MIB))`, pairs of count and bytes."""
+        if any(count < 1 for count, _ in groups):
+            raise UsageError("an emulated cluster needs at least one device in every group")
+        devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
+        members = (*(f"device{number}" for number in range(len(devices))), "host0")
+        name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
+        shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
+        host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)))
+        return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Memory of every device, in bytes."""
+        return tuple(device.memory_bytes for device in self.devices)
+
+    def route(self, source: str, target: str) -> Route:
+        """The fastest link that joins the two members; without one, by way of the hosts.
+
+        Raises:
+            UsageError: nothing joins them.
+        """
+        return _route(self.links, tuple(device.host for device in self.devices), source, target)
+
+    def __str__(self) -> str:
+        sizes = Counter((device.kind.name, device.memory_bytes) for device in self.devices)
+        return f"{self.name}: " + ", ".join(f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items())
+
+
+def parse_emulated(text: str) -> Cluster:
+    """`emulated:4x256MiB` or `emulated:2x256MiB+2x128MiB`.
+
+    Raises:
+        UsageError: not of that form, no devices, or no memory.
+    """
+    groups = []
+    for part in text.removeprefix("emulated:").split("+"):
+        count, times, size = part.partition("x")
+        if not times or not count.strip().isdigit():
+            raise UsageError(f"{text!r} is not an emulated cluster: write count x memory, such as emulated:4x256MiB or emulated:2x256MiB+2x128MiB")
+        groups.append((int(count), parse_bytes(size)))
+    if sum(count for count, _ in groups) > 4096:
+        raise UsageError(f"{text!r} asks for more than 4096 devices")
+    return Cluster.emulated(*groups)
+
+
+_EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10)
+
+
+def _short(nbytes: int) -> str:
+    """The shortest exact way to write a size: `256MiB`, `1000B`."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return f"{nbytes}B"
+
+
+@cache
+def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: str, target: str) -> Route:
+    direct = [(number, link) for number, link in enumerate(links) if source in link.members and target in link.members]
+    if direct:
+        number, link = max(direct, key=lambda item: item[1].bytes_per_second * item[1].lanes)
+        return Route(link.bytes_per_second * link.lanes, link.latency_seconds, _wires(number, link, source, target))
+    ends = [f"host{hosts[int(member[6:])]}" if member.startswith("device") else member for member in (source, target)]
+    path = list(dict.fromkeys([source, *ends, target]))
+    if len(path) < 3:
+        raise UsageError(f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host")
+    hops = [_route(links, hosts, a, b) for a, b in zip(path, path[1:], strict=False)]
+    wires = tuple(dict.fromkeys(wire for hop in hops for wire in hop.wires))
+    return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
+
+
+def _wires(number: int, link: Link, source: str, target: str) -> tuple[str, ...]:
+    """The wires a transfer occupies, by direction: links are full duplex."""
+    name = link.wire or f"link{number}"
+    if len(link.members) == 2:
+        upward = link.members.index(source) == 0
+        return (f"{name}:{'up' if upward else 'down'}",)
+    return (f"{name}:{source}:out", f"{name}:{target}:in")

@@ -1,0 +1,207 @@
+"""Memory of a run of layers on one device, composed exactly from the costs of the layers.
+
+`StageMemory` walks the layers of a stage once and gives every storage an identity, the set of layers that save it and the
+boundaries it crosses. From that follow, for every compute action, two numbers:
+
+    peak_bytes    the most that is allocated above what existed when the action began
+    after_bytes   what is left above that when it ends (negative when it freed more than it made)
+
+When a forward begins, its inputs exist. It leaves what its layers saved and its outputs. When a backward begins, what the
+forward left and the gradients of its outputs exist. It leaves the gradients of its inputs and, after the step's first
+microbatch, those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from pipefit.profile import LayerCost, Measurement, Origin, Value
+
+
+class ActionMemory(NamedTuple):
+    """Bytes above the level at which an action begins."""
+
+    peak_bytes: int
+    after_bytes: int
+
+
+class StepMemory(NamedTuple):
+    """The optimizer step: peaks above the level at which it begins (gradients exist) and what it leaves besides."""
+
+    first_peak_bytes: int
+    peak_bytes: int
+    state_bytes: int
+
+
+class _Storage:
+    """One storage in a stage: its bytes, and the first of the layers that save it (the last whose backward needs it)."""
+
+    __slots__ = ("first_saver", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.first_saver: int | None = None
+
+
+class StageMemory:
+    """Layers `start` to `stop - 1` on one device; with `measurement.loss` behind the model's last layer.
+
+    Costs: one walk over the layers and what they save, microseconds per saved tensor.
+    """
+
+    def __init__(self, measurement: Measurement, start: int, stop: int, *, microbatches: int = 1) -> None:
+        costs = measurement.costs
+        self.start, self.stop = start, stop
+        self.last = stop == len(costs)
+        self.layers: Sequence[LayerCost] = (*costs[start:stop], measurement.loss) if self.last else costs[start:stop]
+        self.inputs = costs[start].inputs
+        self.outputs = costs[stop - 1].outputs
+        self.targets = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
+        self.microbatches = microbatches
+        self._saved_bytes = [0] * len(self.layers)
+        self._boundaries = self._walk()
+        self._held_bytes = [0, *accumulate(self._saved_bytes)]
+
+    # ---------------------------------------------------------------- what stays for the whole step
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Parameters and buffers."""
+        return sum(cost.parameter_bytes + cost.buffer_bytes for cost in self.layers)
+
+    @property
+    def loss_bytes(self) -> int:
+        """On the last stage, the losses of all microbatches and the seed of the backward, four bytes each."""
+        return 4 * (self.microbatches + 1) if self.last else 0
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Parameter gradients, from the first backward of a step to its end."""
+        return sum(cost.gradient_bytes for cost in self.layers)
+
+    @cached_property
+    def step(self) -> StepMemory:
+        """The optimizer step, which updates one layer after the other."""
+        first = grown = highest = 0
+        for cost in self.layers:
+            first = max(first, grown + cost.update_first_peak_bytes)
+            highest = max(highest, cost.update_peak_bytes)
+            grown += cost.state_bytes
+        return StepMemory(first, highest, grown)
+
+    # ---------------------------------------------------------------- boundary buffers
+
+    @property
+    def input_bytes(self) -> int:
+        """What receiving (or loading) the inputs of one microbatch allocates."""
+        return sum(value.nbytes for value in self.inputs)
+
+    @property
+    def target_bytes(self) -> int:
+        """What loading the targets of one microbatch allocates."""
+        return sum(value.nbytes for value in self.targets)
+
+    @property
+    def output_gradient_bytes(self) -> int:
+        """What receiving the gradients of the outputs allocates; nothing on the last stage."""
+        return 0 if self.last else gradient_bytes(self.outputs)
+
+    @property
+    def input_gradient_bytes(self) -> int:
+        """What a backward leaves to be sent to the stage before; nothing on the first stage."""
+        return gradient_bytes(self.inputs) if self.start else 0
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """What joining the send of the outputs frees: output storages that no layer saved."""
+        return 0 if self.last else sum(s.nbytes for s in set(self._boundaries[-1]) if s.first_saver is None)
+
+    # ---------------------------------------------------------------- compute actions
+
+    def forward(self, start: int | None = None, stop: int | None = None) -> ActionMemory:
+        """The forward of layers `start` to `stop - 1`, by default of the whole stage."""
+        first, end = self._segment(start, stop)
+        peak = max(self._live(number) + self.layers[number].forward_peak_bytes for number in range(first, end))
+        before = self._live(first)
+        return ActionMemory(peak - before, self._live(end) - before)
+
+    def backward(self, start: int | None = None, stop: int | None = None, *, first_microbatch: bool = False) -> ActionMemory:
+        """The backward of layers `start` to `stop - 1`, by default of the whole stage."""
+        first, end = self._segment(start, stop)
+        entry = peak = self._held(end) + self._gradients(end)
+        born = 0
+        for number in reversed(range(first, end)):
+            cost = self.layers[number]
+            level = self._held(number + 1) + self._gradients(number + 1) + born
+            for span in cost.backward_first if first_microbatch else cost.backward_later:
+                gone = {self._boundaries[number][k] for k in span.released}
+                released = sum(storage.nbytes for storage in gone if storage.first_saver == number)
+                peak = max(peak, level + span.peak_bytes - released)
+            born += cost.gradient_bytes if first_microbatch else 0
+        return ActionMemory(peak - entry, self._held(first) + self._gradients(first) + born - entry)
+
+    # ---------------------------------------------------------------- the walk
+
+    def _walk(self) -> list[tuple[_Storage, ...]]:
+        """The storages of the values at every boundary: before layer 0, 1, ... of the stage, and behind the last.
+
+        Targets wait at every boundary until the loss takes them; the loss itself goes into the preallocated losses.
+        """
+        targets = tuple(_Storage(value.nbytes) for value in self.targets)
+        values = tuple(_Storage(value.nbytes) for value in self.inputs)
+        boundaries = [values + targets]
+        for number, cost in enumerate(self.layers):
+            own = [_Storage(nbytes) for nbytes in cost.storages]
+            inputs = boundaries[-1]
+            for origin in cost.saved_storages:
+                storage = own[origin.index] if origin.kind == "own" else inputs[origin.index]
+                if storage.first_saver is None:
+                    storage.first_saver = number
+                    self._saved_bytes[number] += storage.nbytes
+            values = tuple(_find(origin, own, inputs) for origin in cost.output_origins)
+            boundaries.append(values + targets)
+        if self.last:
+            boundaries[-1] = ()
+        return boundaries
+
+    def _segment(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        """Positions in `layers`; the loss belongs to the segment that ends the model."""
+        first = 0 if start is None else start - self.start
+        end = len(self.layers) if stop is None or stop == self.stop else stop - self.start
+        return first, end
+
+    def _held(self, number: int) -> int:
+        """Bytes saved by the layers before position `number`: all that is left of a forward when their backward is next."""
+        return self._held_bytes[number]
+
+    def _live(self, number: int) -> int:
+        """Bytes that exist when layers before position `number` have run forward: saved by one of them, or values there."""
+        waiting = {s for s in self._boundaries[number] if s.first_saver is None or s.first_saver >= number}
+        return self._held(number) + sum(storage.nbytes for storage in waiting)
+
+    def _gradients(self, number: int) -> int:
+        """Bytes of the gradients of the values at the boundary before position `number`."""
+        if number == 0:
+            return self.input_gradient_bytes
+        if self.last and number >= len(self.layers) - 1:
+            return gradient_bytes(self.outputs) if number == len(self.layers) - 1 else 0
+        return gradient_bytes(self.layers[number].inputs if number < len(self.layers) else self.outputs)
+
+
+def gradient_bytes(values: Sequence[Value]) -> int:
+    """Bytes of the gradients of `values`: as large as they, for those that need one."""
+    return sum(value.nbytes for value in values if value.requires_grad)
+
+
+def _find(origin: Origin, own: Sequence[_Storage], inputs: Sequence[_Storage]) -> _Storage:
+    """The storage an output lives in; one of no bytes for parameters and constants, which exist anyway."""
+    match origin.kind:
+        case "own":
+            return own[origin.index]
+        case "input":
+            return inputs[origin.index]
+        case _:
+            return _Storage(0)

@@ -1,0 +1,334 @@
+"""Memory of every range of layers at once: the vectorised twin of `cost.memory.StageMemory`.
+
+`Ranges(measurement).band(width)` holds, for every start i and every stop j up to i + width, the same bytes that
+`StageMemory(measurement, i, j)` finds, as integer arrays of shape (width, starts): row w is the ranges of w + 1 layers,
+column c those that start at layer `first + c`. `stage_peak(band, situations)` is then the peak of a stage that holds the
+range at one position of a schedule, to the byte what the simulator finds.
+
+    static        parameters and buffers, and the losses on the last stage
+    gradients     parameter gradients; state: optimizer state
+    retained      what a forward leaves for its backward, saved inputs included
+    inputs        what a forward needs: received or loaded inputs, and targets on the last stage
+
+A band of 1,000 layers and width 100 takes about 20 ms and 100 bytes per range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from numpy.typing import NDArray
+
+from pipefit.cost.memory import gradient_bytes
+from pipefit.cost.storages import NEVER, Life, Lives, lives, released_bytes
+from pipefit.profile import Measurement, Span
+from pipefit.program import Kind
+
+if TYPE_CHECKING:  # a situation is plain data of a higher layer; only its name is needed here
+    from pipefit.schedule.situations import Situation
+
+Ints = NDArray[np.int64]
+Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
+_NOTHING = -(1 << 60)  # the peak of a backward without a span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Bytes of the ranges [i, j), i from `first`, j up to i + width; arrays of shape (width, starts)."""
+
+    first: int
+    valid: NDArray[np.bool_]  # the range ends within the model
+    static: Ints
+    gradients: Ints
+    state: Ints
+    retained: Ints
+    inputs: Ints
+    received: Ints
+    output_gradients: Ints
+    input_gradients: Ints
+    sent: Ints
+    forward_peak: Ints
+    backward_first_peak: Ints
+    backward_later_peak: Ints
+    update_first_peak: Ints
+    update_peak: Ints
+    _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
+
+    def step_peak(self) -> Ints:
+        """The highest of the optimizer step, the first one or a later one."""
+        if "step" not in self._sums:
+            above = np.maximum(self.update_first_peak, self.state + self.update_peak)
+            self._sums["step"] = self.static + self.gradients + above
+        return self._sums["step"]
+
+    def around(self, kind: Kind, gradients: bool, receiving: Kind | None, sending: Kind | None) -> Ints:
+        """Peak of one compute action in these surroundings, without the other microbatches in flight."""
+        key = (kind, gradients, receiving, sending)
+        if key not in self._sums:
+            total = self.static + self.state + self._own(kind, gradients)
+            if receiving is not None:
+                total += self.received if receiving is Kind.FORWARD else self.output_gradients
+            if sending is not None:
+                total += self.sent if sending is Kind.FORWARD else self.input_gradients
+            self._sums[key] = total
+        return self._sums[key]
+
+    def _own(self, kind: Kind, gradients: bool) -> Ints:
+        """What the action itself and its microbatch take, and the gradients that exist before it."""
+        if kind is Kind.FORWARD:
+            own = self.inputs + self.forward_peak
+        else:
+            own = self.retained + self.output_gradients
+            own += self.backward_later_peak if gradients else self.backward_first_peak
+        return own + self.gradients if gradients else own
+
+    def highest(self, situations: Sequence[Situation]) -> Ints:
+        """The highest of `around` over situations with the same number in flight."""
+        key = frozenset((s.kind, s.gradients, s.receiving, s.sending) for s in situations)
+        if key not in self._sums:
+            self._sums[key] = np.maximum.reduce([self.around(*part) for part in key])
+        return self._sums[key]
+
+
+Window = tuple[slice, slice]
+EVERYWHERE: Window = (slice(None), slice(None))
+
+
+def stage_peak(band: Band, situations: Iterable[Situation], window: Window = EVERYWHERE) -> Ints:
+    """Highest bytes of a stage at the position that meets `situations`, for every range of a band (or a window of it).
+
+    Covers every compute action and the optimizer step, in the first step of training and in later ones. Cells where
+    `band.valid` is false mean nothing.
+    """
+    peak: Ints = band.step_peak()[window]
+    groups: dict[int, list[Situation]] = {}
+    for situation in situations:
+        groups.setdefault(situation.in_flight, []).append(situation)
+    for in_flight, members in groups.items():
+        level = band.highest(members)[window]
+        peak = np.maximum(peak, level + in_flight * band.retained[window] if in_flight else level)
+    return peak
+
+
+class Ranges:
+    """The sums over layers and the lives of storages from which bands are made. The loss is the layer behind the last."""
+
+    def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
+        model = lives(measurement)
+        costs = model.layers
+        self.count = len(costs) - 1
+        self.loss_bytes = 4 * (microbatches + 1)
+        self.static = _cumulated(cost.parameter_bytes + cost.buffer_bytes for cost in costs)
+        self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
+        self.state = _cumulated(cost.state_bytes for cost in costs)
+        self.forward_peak = _array(cost.forward_peak_bytes for cost in costs)
+        self.update_first = self.state[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
+        self.update = _array(cost.update_peak_bytes for cost in costs)
+        self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
+        boundaries = [*(cost.inputs for cost in costs[:-1]), costs[-2].outputs, ()]
+        self.boundary_gradients = _array(map(gradient_bytes, boundaries))
+        targets = model.fresh[-1][len(costs[-2].outputs) :]
+        self.target_bytes = sum(life.nbytes for life in targets)
+        self.kept_targets = sum(life.nbytes for life in targets if life.saver != NEVER)
+        self.born = _array([0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))])
+        own = [life for layer in model.own for life in layer]
+        fresh = [life for layer in model.fresh[:-1] for life in layer]
+        self.own_saved, self.own_gone = _saved(own), _gone(own)
+        self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
+        self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
+        self.spans_later = _span_table(model, [cost.backward_later for cost in costs])
+
+    def band(self, width: int, *, first: int = 0, last: int | None = None) -> Band:
+        """Every range of up to `width` layers that starts at layer `first` to `last` (by default every layer)."""
+        last = self.count - 1 if last is None else last
+        return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
+
+    def floor(self) -> tuple[Ints, Ints]:
+        """Two rising sums; `retained` of [i, j) is at least saved[j] - born[i], whatever the cuts do to the storages there."""
+        stop, birth, nbytes = self.own_saved
+        saved, born = np.zeros(self.count + 2, np.int64), np.zeros(self.count + 2, np.int64)
+        np.add.at(saved, stop, nbytes)
+        np.add.at(born, birth + 1, nbytes)
+        return np.cumsum(saved)[:-1], np.cumsum(born)[:-1]
+
+
+class _BandMaker:
+    """Row w, column c of a boundary table is boundary i + w of a range that starts at i = first + c; of a layer table, layer i + w.
+
+    Rows reach one further than the widest range: where a range ends the model, the loss is in it.
+    """
+
+    def __init__(self, ranges: Ranges, width: int, first: int, starts: int) -> None:
+        self.ranges, self.width, self.first, self.starts = ranges, width, first, starts
+        self.rows = width + 2
+        self.columns = starts + self.rows - 1  # boundaries in reach
+        ends = ranges.count - 1 - np.arange(first, first + starts)  # the row of the range that ends the model
+        inside = ends < width
+        self.ends = ends[inside], np.arange(starts)[inside]
+
+    def make(self) -> Band:
+        """All arrays."""
+        r, at, ended = self.ranges, self._at, self._ended
+        held, live, born = self._held(), self._live(), at(r.gradients)
+        waiting = at(r.boundary_gradients)
+        entry = held + waiting
+        early = entry[1:] - born[1:] + self._spans(r.spans_first)
+        later = entry[1:] + self._spans(r.spans_later)
+        return Band(
+            first=self.first,
+            valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts) <= r.count,
+            static=self._plus_loss(ended(at(r.static)) - self._start(r.static), r.loss_bytes),
+            gradients=ended(born) - self._start(r.gradients),
+            state=ended(at(r.state)) - self._start(r.state),
+            retained=ended(held),
+            inputs=self._plus_loss(self._start(r.input_bytes).repeat(self.width, axis=0), r.target_bytes),
+            received=self._behind_first(r.input_bytes),
+            output_gradients=ended(waiting),
+            input_gradients=self._behind_first(r.boundary_gradients),
+            sent=self._but_last((live - held)[1:-1]),
+            forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
+            backward_first_peak=np.maximum(self._highest(early) + ended(born) - ended(entry), 0),
+            backward_later_peak=np.maximum(self._highest(later) - ended(entry), 0),
+            update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.state), 0),
+            update_peak=self._highest(at(r.update)[:-1]),
+        )
+
+    # ---------------------------------------------------------------- tables
+
+    def _at(self, vector: Ints) -> Ints:
+        """`vector[i + w]`; 0 behind the vector's end."""
+        padded = np.zeros(self.columns, np.int64)
+        there = vector[self.first : self.first + self.columns]
+        padded[: len(there)] = there
+        return sliding_window_view(padded, self.starts)
+
+    def _held(self) -> Ints:
+        """Bytes saved by the layers before the boundary."""
+        held: Ints = np.cumsum(self._summed(self.ranges.own_saved, self.ranges.fresh_saved), axis=0)
+        self._plus_loss(held[2:], self.ranges.kept_targets)
+        return held
+
+    def _live(self) -> Ints:
+        """Bytes that exist when the layers before the boundary have run forward: saved by one of them, or values there."""
+        change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
+        change[0] = self._start(self.ranges.input_bytes)
+        return np.cumsum(change, axis=0)
+
+    def _summed(self, own: Events, fresh: Events) -> Ints:
+        """Bytes of the events at the boundary: of own storages born in the range, of fresh ones received at its start."""
+        boundary, birth, nbytes = _where(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
+        table = np.zeros((self.rows, self.columns), np.int64)
+        np.add.at(table, (boundary - birth, boundary - self.first), nbytes)
+        total = _diagonal(np.cumsum(table, axis=0), self.starts).copy()
+        boundary, birth, nbytes = _where(fresh, (fresh[0] - fresh[1] < self.rows) & self._started(fresh[1]))
+        np.add.at(total, (boundary - birth, birth - self.first), nbytes)
+        return total
+
+    def _spans(self, spans: tuple[Ints, Events]) -> Ints:
+        """Highest bytes above entry of the layer's backward, in a range that starts w layers before it."""
+        usual, (layer, depth, value) = spans[0], spans[1]
+        row = np.full(self.columns, _NOTHING, np.int64)
+        there = usual[self.first : self.first + self.columns]
+        row[: len(there)] = there
+        table = row[None].repeat(self.rows - 1, axis=0)
+        layer, depth, value = _where((layer, depth, value), (depth < self.rows - 1) & self._reached(layer))
+        table[depth, layer - self.first] = value
+        return _diagonal(table, self.starts)
+
+    def _reached(self, boundary: Ints) -> NDArray[np.bool_]:
+        return (boundary >= self.first) & (boundary < self.first + self.columns)
+
+    def _started(self, start: Ints) -> NDArray[np.bool_]:
+        return (start >= self.first) & (start < self.first + self.starts)
+
+    # ---------------------------------------------------------------- from tables to ranges
+
+    def _start(self, vector: Ints) -> Ints:
+        """The vector at the start of every range, as one row."""
+        return vector[None, self.first : self.first + self.starts]
+
+    def _ended(self, table: Ints) -> Ints:
+        """A boundary table at the end of every range: behind the loss where a range ends the model."""
+        rows, columns = self.ends
+        out = table[1:-1].copy()
+        out[self.ends] = table[rows + 2, columns]
+        return out
+
+    def _highest(self, table: Ints) -> Ints:
+        """The highest of a layer table over the layers of every range, and the loss where a range ends the model."""
+        rows, columns = self.ends
+        highest = np.maximum.accumulate(table, axis=0)
+        out = highest[:-1].copy()
+        out[self.ends] = highest[rows + 1, columns]
+        return out
+
+    def _plus_loss(self, array: Ints, nbytes: int) -> Ints:
+        array[self.ends] += nbytes
+        return array
+
+    def _but_last(self, array: Ints) -> Ints:
+        array[self.ends] = 0
+        return array
+
+    def _behind_first(self, vector: Ints) -> Ints:
+        """The vector at the start of every range, 0 for ranges that begin the model, which receive and send back nothing."""
+        row = self._start(vector).copy()
+        if self.first == 0:
+            row[0, 0] = 0
+        return np.broadcast_to(row, (self.width, self.starts))
+
+
+# -------------------------------------------------------------------- arrays from lives
+
+
+def _saved(storages: Sequence[Life]) -> Events:
+    """Storages at the boundary behind their first saver."""
+    return _events((s.saver + 1, s.birth, s.nbytes) for s in storages if s.saver != NEVER)
+
+
+def _gone(storages: Sequence[Life]) -> Events:
+    """Storages that nobody saves, at the first boundary where they are no value any more."""
+    fresh_or_output = (s for s in storages if s.saver == NEVER and (s.fresh or s.end > s.birth))
+    return _events((s.end + 1, s.birth, s.nbytes) for s in fresh_or_output)
+
+
+def _span_table(model: Lives, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
+    """Each layer's highest backward bytes in a range that starts far before it; and (layer, depth, bytes) where nearer ones differ."""
+    peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
+    nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
+    return _array(by_depth[-1] for by_depth in peaks), _events(nearer)
+
+
+def _span_peaks(model: Lives, number: int, spans: tuple[Span, ...]) -> list[int]:
+    """Highest backward bytes of a layer in a range that starts 0, 1, ... layers before it; the last holds for all earlier."""
+    freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
+    depths = range(max(map(len, freed.values()), default=1))
+    return [max((s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans), default=_NOTHING) for d in depths]
+
+
+def _events(rows: Iterable[tuple[int, int, int]]) -> Events:
+    table = np.array(list(rows), np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _where(events: Events, mask: NDArray[np.bool_]) -> Events:
+    return events[0][mask], events[1][mask], events[2][mask]
+
+
+def _diagonal(table: Ints, starts: int) -> Ints:
+    """Cell (w, c) of the result is cell (w, c + w) of `table`."""
+    down, across = table.strides
+    return as_strided(table, (table.shape[0], starts), (down + across, across), writeable=False)
+
+
+def _array(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def _cumulated(values: Iterable[int]) -> Ints:
+    """Sums of the first 0, 1, 2, ... values."""
+    return np.concatenate(([0], np.cumsum(_array(values))))

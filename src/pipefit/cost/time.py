@@ -1,0 +1,46 @@
+"""Seconds of a piece of work: measured where the profile holds seconds, otherwise estimated from the device's figures.
+
+The estimate is the roofline: the longer of computing at the device's peak FLOP/s and moving bytes at its memory bandwidth,
+both derated, because kernels reach a part of either (Williams et al., 2009). It orders layers and splits well; it is not a
+promise of seconds. Measure (`pipefit profile --device cpu|cuda`) for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipefit.cluster import DeviceKind
+from pipefit.profile import LayerCost, Measurement, Work
+
+FLOPS_REACHED = 0.6  # part of peak FLOP/s that large matrix products reach
+BANDWIDTH_REACHED = 0.8  # part of peak bandwidth that elementwise kernels reach
+
+
+def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
+    """Time of `work` on a device of `kind`."""
+    if work.seconds is not None:
+        return work.seconds
+    compute = work.flops / (kind.peak_flops(dtype) * FLOPS_REACHED)
+    return max(compute, work.moved_bytes / (kind.memory_bandwidth * BANDWIDTH_REACHED))
+
+
+def layers_of(measurement: Measurement, start: int, stop: int) -> Iterable[LayerCost]:
+    """Layers `start` to `stop - 1`, and the loss behind the model's last layer."""
+    yield from (measurement.kinds[kind] for kind in measurement.layers[start:stop])
+    if stop == len(measurement.layers):
+        yield measurement.loss
+
+
+def forward_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
+    """Forward of one microbatch through layers `start` to `stop - 1`."""
+    return sum(seconds(cost.forward, kind, dtype) for cost in layers_of(measurement, start, stop))
+
+
+def backward_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
+    """Backward of one microbatch through layers `start` to `stop - 1`."""
+    return sum(seconds(cost.backward, kind, dtype) for cost in layers_of(measurement, start, stop))
+
+
+def update_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
+    """Optimizer step over layers `start` to `stop - 1`."""
+    return sum(seconds(cost.update, kind, dtype) for cost in layers_of(measurement, start, stop))

@@ -1,0 +1,55 @@
+"""Everything pipefit raises on purpose, and the exit code each one becomes.
+
+    PipefitError            1   base class: catch this one
+    ├── UsageError          2   the question itself is wrong: an option, a size, a name
+    ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
+    ├── OutOfMemory         4   a run passed a device's cap; says where, at which action, what held the bytes
+    ├── WorkerFailed        5   a worker died, hung or raised; names the culprit
+    │   └── PeerLost            what the others see of it: a message that does not come
+    └── FileError           6   a document is missing, truncated, of another version, or for another model
+
+A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
+message to stderr and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+class PipefitError(Exception):
+    """Base class of every deliberate failure."""
+
+    exit_code = 1
+
+
+class UsageError(PipefitError, ValueError):
+    """The question is wrong: an unknown name, a size that cannot be, options that exclude each other."""
+
+    exit_code = 2
+
+
+class InfeasibleError(PipefitError):
+    """No plan fits the cluster: which device, how many bytes short, and the cheapest changes that would fit."""
+
+    exit_code = 3
+
+
+class OutOfMemory(PipefitError):
+    """A run passed a device's cap: where, at which action, and what held the bytes."""
+
+    exit_code = 4
+
+
+class WorkerFailed(PipefitError):
+    """A worker died, hung or raised: the culprit's name and what it was doing."""
+
+    exit_code = 5
+
+
+class PeerLost(WorkerFailed):
+    """Another worker does not answer any more. The one that says so is a victim, not the culprit."""
+
+
+class FileError(PipefitError):
+    """A document cannot be used: missing, truncated, of another version, invalid, or for another model."""
+
+    exit_code = 6

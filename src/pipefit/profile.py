@@ -1,0 +1,208 @@
+"""What every layer of a model costs: the answer of the profiler, and all that planners and simulator know of the model.
+
+Layers that are alike share one `LayerCost`, so a file holds each kind of layer once. Costs are exact for one microbatch
+size (a `Measurement`); a profile may hold several.
+
+How memory composes. A layer's forward leaves *storages*. Each has one origin: the layer's own allocation, the storage of
+one of its inputs, a parameter or buffer, or a constant from elsewhere. Outputs and saved tensors name their origin, so
+that a storage that two layers hold, such as an activation that one returns and the next one saves, is counted once,
+whichever layers end up on one device. `pipefit.cost.memory` does the composition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.errors import UsageError
+
+Target = Literal["cpu", "cuda"]
+OriginKind = Literal["own", "input", "parameter", "constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Whose storage a tensor uses: the layer's `own` number `index`, its `input` number `index`, or neither."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: OriginKind
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor that crosses a layer boundary. `nbytes` is its dense size: what a transfer moves and a receiver allocates."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One tensor that a layer's forward keeps for its backward."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    index: int  # order in which the forward saved it
+    nbytes: int
+    dtype: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of a layer, by its name in the layer."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A part of a backward pass: its highest bytes above entry, were all inputs kept, and which inputs it had released before.
+
+    An input's storage is released when nothing in the layer needs it any more. If nothing outside holds it either, the
+    device has that much less in this span and the later ones.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    peak_bytes: int
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a pass of a layer computes: floating-point operations, bytes its kernels read and write, seconds where measured."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    flops: int
+    moved_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Everything one kind of layer costs, for one microbatch (update: for one step).
+
+    Peaks are bytes above what was allocated at entry. At the entry of a forward its inputs exist; at the entry of a
+    backward what the forward left and the gradients of the outputs exist.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    module: str  # the class, for people
+    parameters: tuple[Parameter, ...]
+    buffer_bytes: int
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    output_origins: tuple[Origin, ...]
+    storages: tuple[int, ...]  # bytes of each own storage that outlives the forward
+    saved: tuple[SavedTensor, ...]
+    forward_peak_bytes: int
+    backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
+    backward_later: tuple[Span, ...]  # the others: gradients are added to
+    gradient_bytes: int  # parameter gradients left by a backward
+    state_bytes: int  # optimizer state, from the first step on
+    update_first_peak_bytes: int
+    update_peak_bytes: int
+    forward: Work
+    backward: Work
+    update: Work
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, trainable or not."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def saved_storages(self) -> tuple[Origin, ...]:
+        """The distinct storages, own or of inputs, that the saved tensors hold."""
+        return tuple(dict.fromkeys(s.origin for s in self.saved if s.origin.kind in ("own", "input")))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the distinct storages that the saved tensors hold, inputs included."""
+        return sum(self.storages[o.index] if o.kind == "own" else self.inputs[o.index].nbytes for o in self.saved_storages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    microbatch_size: int
+    kinds: tuple[LayerCost, ...]
+    layers: tuple[int, ...]
+    loss: LayerCost  # (output..., target...) -> scalar; lives on the last stage
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size < 1:
+            raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
+        if not self.layers or not all(0 <= kind < len(self.kinds) for kind in self.layers):
+            raise UsageError("a measurement needs at least one layer, and every layer must name one of its kinds")
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        """The cost of every layer, in order."""
+        return tuple(self.kinds[kind] for kind in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What a profile took for granted; another device, thread count or torch release may cost otherwise."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    target: Target  # whose kernels autograd's choices follow
+    device: str  # fake, or the device the seconds were measured on
+    precision: str
+    optimizer: str
+    torch: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A model's layers and what they cost."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    model: str
+    fingerprint: str  # of layer names, classes, parameter shapes and dtypes
+    layers: tuple[str, ...]
+    measurements: tuple[Measurement, ...]
+    assumptions: Assumptions
+
+    def __post_init__(self) -> None:
+        if not self.measurements:
+            raise UsageError(f"the profile of {self.model!r} holds no measurement")
+        if any(len(m.layers) != len(self.layers) for m in self.measurements):
+            raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number")
+
+    def at(self, microbatch_size: int) -> Measurement:
+        """The measurement at `microbatch_size` samples.
+
+        Raises:
+            UsageError: this size was not profiled; says which were.
+        """
+        for measurement in self.measurements:
+            if measurement.microbatch_size == microbatch_size:
+                return measurement
+        sizes = ", ".join(str(m.microbatch_size) for m in self.measurements)
+        raise UsageError(
+            f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: "
+            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of microbatches"
+        )

@@ -1,0 +1,34 @@
+"""From a task to a profile: what every layer costs."""
+
+from __future__ import annotations
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.profile import ModelProfile, Target
+from pipefit.profiler.fake import Progress, profile_fake
+
+__all__ = ["Progress", "profile"]
+
+
+def profile(
+    task: Task,
+    *,
+    microbatch_size: int,
+    device: str = "fake",
+    target: Target = "cpu",
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> ModelProfile:
+    """What every layer of `task` costs for one microbatch of `microbatch_size` samples.
+
+    Args:
+        device: `fake` allocates nothing and measures bytes and FLOPs; `cpu` and `cuda` also measure seconds there.
+        target: whose kernels autograd's choices follow; with a real device, that device's.
+        threads: CPU threads of a worker (their kernels' temporary memory depends on it).
+        progress: called with (layers done, layers in all, name of the next one).
+    """
+    if microbatch_size < 1:
+        raise UsageError(f"a microbatch has at least one sample, not {microbatch_size}")
+    if threads < 1:
+        raise UsageError(f"a worker needs at least one thread, not {threads}")
+    return profile_fake(task, microbatch_size=microbatch_size, target=target, threads=threads, progress=progress)

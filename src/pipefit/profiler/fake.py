@@ -1,0 +1,91 @@
+"""The fake profiler: what every layer costs, from shapes alone. No hardware, no data, no bytes allocated for the model.
+
+Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. Exact in
+bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, single
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, Target
+from pipefit.profiler.gauge import dtype_name
+from pipefit.profiler.layer import LayerMeter
+from pipefit.profiler.likeness import likeness
+from pipefit.runtime.target import FakeTarget
+from pipefit.runtime.twins import fake_chain, sample
+
+Progress = Callable[[int, int, str], None]
+
+
+def profile_fake(task: Task, *, microbatch_size: int, target: Target, threads: int, progress: Progress | None = None) -> ModelProfile:
+    """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
+    inputs, targets = sample(task, microbatch_size)
+    with FakeTarget(target) as fake:
+        chain = fake_chain(task, fake)
+        survey = _Survey(task, threads if target == "cpu" else None)
+        values: Sequence[Tensor] = [fake.fake(value) for value in inputs]
+        for number, layer in enumerate(chain.layers):
+            if progress is not None:
+                progress(number, len(chain.layers), layer.name)
+            values = survey.layer(layer.module, layer, values)
+        loss = survey.loss(values, [fake.fake(value) for value in targets])
+        measurement = Measurement(microbatch_size=microbatch_size, kinds=tuple(survey.kinds), layers=tuple(survey.layers), loss=loss)
+        return describe(task, chain, measurement, target=target, device="fake", threads=threads)
+
+
+def describe(task: Task, chain: Chain, measurement: Measurement, *, target: Target, device: str, threads: int) -> ModelProfile:
+    """The profile around a measurement: names, fingerprint, assumptions."""
+    dtypes = [p.dtype for layer in chain.layers for p in layer.module.parameters()] or [torch.float32]
+    optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
+    assumptions = Assumptions(
+        target=target,
+        device=device,
+        precision=dtype_name(max(set(dtypes), key=dtypes.count)),
+        optimizer=type(optimizer).__name__,
+        torch=torch.__version__,
+        threads=threads,
+    )
+    names = tuple(layer.name for layer in chain.layers)
+    return ModelProfile(
+        model=chain.name, fingerprint=chain.fingerprint, layers=names, measurements=(measurement,), assumptions=assumptions
+    )
+
+
+class _Survey:
+    """The kinds of layers met so far, and what each returned."""
+
+    def __init__(self, task: Task, threads: int | None) -> None:
+        self.task, self.threads = task, threads
+        self.kinds: list[LayerCost] = []
+        self.layers: list[int] = []
+        self._known: dict[object, tuple[int, Sequence[Tensor]]] = {}
+
+    def layer(self, module: nn.Module, call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the layer returns for `values`; its cost is looked up or measured."""
+        key = (likeness(module), tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values))
+        if key not in self._known:
+            meter = LayerMeter(call, module, values, self.threads)
+            self.kinds.append(meter.measure(self.task.optimizer))
+            self._known[key] = len(self.kinds) - 1, meter.outputs
+        kind, outputs = self._known[key]
+        self.layers.append(kind)
+        return outputs
+
+    def loss(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
+        """The cost of the loss on the last layer's outputs."""
+        count, loss = len(values), self.task.loss
+
+        def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            result = loss(single(inputs[:count]), single(inputs[count:]))
+            if not isinstance(result, Tensor) or result.numel() != 1:
+                raise UsageError("the loss must be a scalar tensor: return the mean over the samples")
+            return (result,)
+
+        return LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True).measure(self.task.optimizer)

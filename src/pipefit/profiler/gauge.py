@@ -1,0 +1,92 @@
+"""The gauge: a meter that also counts work, and notes when a backward releases the inputs it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from pipefit.profile import Span, Work
+from pipefit.runtime.meter import Meter, Tracked
+
+
+class Gauge(Meter):
+    """Measures one pass of one layer: peak and spans above the level at which it began, and its work."""
+
+    def __init__(self, threads: int | None) -> None:
+        super().__init__(device=0, threads=threads)
+        self._base = 0
+        self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
+        self._released: list[tuple[int, int]] = []  # (input, bytes)
+        self._spans: list[Span] = []
+        self._flops = self._moved = 0
+
+    def storages(self, tensors: Sequence[Tensor]) -> list[Tracked]:
+        """The tensors' storages, without holding them."""
+        return [self._track(tensor) for tensor in tensors]
+
+    def start(self, inputs: Sequence[Tracked] = ()) -> None:
+        """A pass begins. Of the `inputs` that still live it will note when each is released."""
+        self.begin("pass")
+        self._base = self.total
+        self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
+        self._released, self._spans = [], []
+        self._flops = self._moved = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest level of the pass so far, above its beginning."""
+        return self._peak - self._base
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The pass cut where it released inputs; a span no higher than an earlier one says nothing and is left out."""
+        kept: list[Span] = []
+        for span in (*self._spans, self._span()):
+            if not kept or span.peak_bytes > max(s.peak_bytes for s in kept):
+                kept.append(span)
+        return tuple(kept)
+
+    @property
+    def work(self) -> Work:
+        """What the pass computed so far."""
+        return Work(flops=self._flops, moved_bytes=self._moved)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._flops += count(*args, **(kwargs or {}), out_val=out)
+        if not func.is_view:
+            self._moved += _nbytes(args) + _nbytes(out)
+        return out
+
+    def _died(self, tracked: Tracked) -> None:
+        number = self._watched.pop(tracked, None)
+        if number is None:
+            return super()._died(tracked)
+        self._spans.append(self._span())
+        self._released.append((number, tracked.nbytes))
+        super()._died(tracked)
+        self._peak = self.total
+
+    def _span(self) -> Span:
+        """The span since the last release: its peak, were all inputs kept."""
+        gone = sum(nbytes for _, nbytes in self._released)
+        return Span(peak_bytes=self._peak - self._base + gone, released=tuple(number for number, _ in self._released))
+
+
+def _nbytes(item: Any) -> int:
+    if isinstance(item, Tensor):
+        return item.numel() * item.element_size()
+    if isinstance(item, (tuple, list)):
+        return sum(map(_nbytes, item))
+    return 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,164 @@
+"""Measure one layer: run it forward, backward and through an update under a gauge, and write down what it costs.
+
+The layer hangs between an `enter` and a `leave`, exactly as a stage hangs in the runtime, so that what is measured alone
+holds in company. Three runs: one to see what autograd saves, a first microbatch, and a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.profile import LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
+from pipefit.profiler.gauge import Gauge, dtype_name
+from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
+from pipefit.trace import Category
+
+Call = Callable[[Values], Values]
+
+
+class LayerMeter:
+    """Measures `call` (a layer, or the `loss`) with the parameters of `module`, on inputs like `inputs`.
+
+    The gradient that a loss starts from is the stage's constant seed: it outlives the backward, a layer's gradients do not.
+    """
+
+    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None, *, loss: bool = False) -> None:
+        self.call, self.module, self.loss = call, module, loss
+        self.like = tuple(inputs)
+        self.flags = tuple(value.requires_grad for value in inputs)
+        self.gauge = Gauge(threads)
+        device = inputs[0].device
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.statics = [*module.parameters(), *module.buffers()]
+        self.outputs: Values = ()
+
+    def measure(self, optimizer: Callable[..., Optimizer]) -> LayerCost:
+        """Everything about the layer. Afterwards `outputs` are like what the layer returned."""
+        with self.gauge:
+            self.gauge.tag(self.statics, Category.PARAMETERS)
+            storages, saved, origins = self._anatomy()
+            forward_peak, backward_first, forward, backwards = self._microbatch()
+            _, backward_later, _, _ = self._microbatch()
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
+            first, later, state, update = self._update(optimizer)
+        return LayerCost(
+            module=type(self.module).__name__,
+            parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
+            buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
+            inputs=tuple(map(_value, self.like)),
+            outputs=tuple(map(_value, self.outputs)),
+            output_origins=origins,
+            storages=storages,
+            saved=saved,
+            forward_peak_bytes=forward_peak,
+            backward_first=backward_first,
+            backward_later=backward_later,
+            gradient_bytes=gradient_bytes,
+            state_bytes=state,
+            update_first_peak_bytes=first,
+            update_peak_bytes=later,
+            forward=forward,
+            backward=backwards,
+            update=update,
+        )
+
+    # ---------------------------------------------------------------- the runs
+
+    def _anatomy(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
+        """What the forward leaves: own storages, saved tensors and outputs with their origins."""
+        packed: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        before = self.gauge.total
+        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
+        where: dict[int, Origin] = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in self.statics}
+        where |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
+        own: list[int] = []
+
+        def origin(tensor: Tensor) -> Origin:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in where:
+                where[storage._cdata] = Origin(kind="own", index=len(own))
+                own.append(storage.nbytes())
+            return where[storage._cdata]
+
+        cell = Cell()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            values = self._enter(cell, list(inputs))
+            values = self.call(values)
+        saved = [
+            SavedTensor(index=index, nbytes=t.numel() * t.element_size(), dtype=dtype_name(t.dtype), origin=origin(t))
+            for index, t in enumerate(packed)
+        ]
+        origins = tuple(origin(value) for value in values)
+        self.outputs = values
+        hidden = self.gauge.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
+        if hidden > 0:  # kept on a custom function's context, unseen by hooks
+            saved.append(SavedTensor(index=len(saved), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own))))
+            own.append(hidden)
+        leave(cell, values)
+        cell.root = None
+        self.outputs = tuple(_like(value) for value in values)
+        return tuple(own), tuple(saved), origins
+
+    def _microbatch(self) -> tuple[int, tuple[Span, ...], Work, Work]:
+        """Forward and backward of one microbatch: forward peak, backward spans, and the work of both."""
+        cell = Cell()
+        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
+        arrived = self.gauge.storages(inputs)
+        self.gauge.start()
+        values = self._enter(cell, inputs)
+        values = self.call(values)
+        peak, forward = self.gauge.peak_bytes, self.gauge.work
+        incoming = [torch.empty_like(v, requires_grad=False) if v.requires_grad else None for v in values]
+        leave(cell, values)
+        del values
+        self.gauge.start(arrived)
+        cell.incoming = incoming
+        seed = incoming if self.loss else None
+        del incoming
+        backward(cell)
+        del seed
+        return peak, self.gauge.spans, forward, self.gauge.work
+
+    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, Work]:
+        """Two optimizer steps over the layer: first peak, later peak, state bytes, work."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        if not trainable:
+            return 0, 0, 0, Work(flops=0, moved_bytes=0)
+        stepper = optimizer([{"params": trainable}])
+        before = self.gauge.total
+        self.gauge.start()
+        stepper.step()
+        first, state = self.gauge.peak_bytes, self.gauge.total - before
+        self.gauge.start()
+        stepper.step()
+        return first, self.gauge.peak_bytes, state, self.gauge.work
+
+    def _enter(self, cell: Cell, inputs: list[Tensor]) -> Values:
+        values = tuple(inputs)
+        inputs.clear()
+        return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
+
+
+def _like(value: Tensor) -> Tensor:
+    """A tensor laid out as `value`, with its need for a gradient, that holds on to nothing of its past."""
+    twin = torch.empty_like(value, requires_grad=False)
+    return twin.requires_grad_(value.requires_grad)
+
+
+def _value(tensor: Tensor) -> Value:
+    nbytes = tensor.numel() * tensor.element_size()
+    return Value(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad)
+
+
+def _parameter(name: str, p: Tensor) -> Parameter:
+    return Parameter(name=name, shape=tuple(p.shape), dtype=dtype_name(p.dtype), nbytes=p.untyped_storage().nbytes(), trainable=p.requires_grad)

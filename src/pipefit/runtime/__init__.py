@@ -1,0 +1,7 @@
+"""Executing programs: over fake tensors (the dry run), in one process, or in one worker per device."""
+
+from pipefit.runtime.dry_run import certify
+from pipefit.runtime.launch import train
+from pipefit.runtime.trainer import Trainer
+
+__all__ = ["Trainer", "certify", "train"]

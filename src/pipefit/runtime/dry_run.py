@@ -1,0 +1,74 @@
+"""The dry run: the runtime itself over fake tensors, all devices in one process, no hardware and no data.
+
+It executes every action of the program as the workers would, on tensors that have shapes and storages but no bytes. The
+peaks it counts are those of the real run, to the byte, for any model that fake tensors can follow; that is what certifies
+a plan before anyone pays for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from pipefit.capture.task import Task
+from pipefit.plan import Plan
+from pipefit.profile import Target
+from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.meter import Meter
+from pipefit.runtime.reader import DeviceReader, run_in_turn
+from pipefit.runtime.target import FakeTarget
+from pipefit.runtime.transport import Mailroom
+from pipefit.runtime.twins import fake_chain, sample
+from pipefit.schedule import lower
+from pipefit.trace import DeviceTrace, Trace
+
+
+def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None) -> Trace:
+    """The peaks of `plan` on every device, over `steps` training steps, to the byte.
+
+    The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the trace
+    are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the cluster's.
+
+    Raises:
+        FileError: the plan was made for another model.
+    """
+    target = target or plan.profile.assumptions.target
+    threads = plan.profile.assumptions.threads if target == "cpu" else None
+    training, program, mailroom = plan.training, lower(plan), Mailroom()
+    inputs, targets = sample(task, training.microbatch_size)
+    with FakeTarget(target) as fake:
+        chain = fake_chain(task, fake)
+        check_model(plan, chain)
+        ticks: Iterator[int] = count()
+        readers = [
+            assemble(
+                task,
+                chain,
+                plan,
+                program,
+                stage,
+                device=fake.device,
+                transport=mailroom,
+                meter=Meter(plan.stages[stage].device, threads=threads),
+                clock=lambda: float(next(ticks)),
+                seed=0,
+            )
+            for stage in range(len(plan.stages))
+        ]
+        data = [[fake.fake(t) for t in inputs]] * training.microbatches
+        wanted = [[fake.fake(t) for t in targets]] * training.microbatches
+        for _ in range(steps):
+            run_in_turn(readers, data, wanted)
+    return gather(plan, readers, "dry run", steps, (0.0,) * steps)
+
+
+def gather(plan: Plan, readers: list[DeviceReader], source: str, steps: int, seconds: tuple[float, ...]) -> Trace:
+    """The trace of readers that share a process; devices without a stage are empty."""
+    by_device = {reader.number: reader for reader in readers}
+    devices = tuple(
+        by_device[number].trace(device.memory_bytes)
+        if number in by_device
+        else DeviceTrace(device=number, budget_bytes=device.memory_bytes, events=(), memory=())
+        for number, device in enumerate(plan.cluster.devices)
+    )
+    return Trace(source=source, steps=steps, devices=devices, step_seconds=seconds)  # type: ignore[arg-type]

@@ -1,0 +1,208 @@
+"""One device reading its program: the part of the runtime that every way of running shares.
+
+The dry run, the single process and the worker of a cluster all make `DeviceReader`s; they differ in the tensors (fake or
+real), the transport and the meter. `step` is a generator that yields whenever the device would have to wait for another, so
+that one process can run all devices in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.plan import Plan
+from pipefit.program import Action, Kind, Program
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.transport import Transport
+from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
+
+Microbatch = list[Tensor]
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+_LEFT = {Kind.FORWARD: Category.ACTIVATIONS, Kind.BACKWARD: Category.GRADIENTS, Kind.STEP: Category.OPTIMIZER}
+
+
+class MemoryMeter(AbstractContextManager[Any], Protocol):
+    """What counts a device's memory: `Meter` for tensors on the CPU, real or fake; `CudaMeter` reads the allocator."""
+
+    def begin(self, action: str) -> None: ...
+    def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...
+    def tag(self, tensors: Sequence[Tensor | None], category: Category) -> None: ...
+
+
+class DeviceReader:
+    """Device `number` of a plan: executes its actions, step after step, and records what happened."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        stage: int,
+        runner: StageRunner,
+        *,
+        transport: Transport,
+        meter: MemoryMeter | None,
+        clock: Callable[[], float],
+        on_action: Callable[[int], None] | None = None,
+    ) -> None:
+        self.on_action = on_action
+        self.plan, self.stage, self.runner, self.transport, self.meter, self.clock = plan, stage, runner, transport, meter, clock
+        self.placement, self.number = program.placement, program.placement[stage]
+        self.actions = [(action, str(action), _stream(action)) for action in program.actions[self.number]]
+        self.events: list[Event] = []
+        self.samples: list[MemorySample] = []
+        self.steps = 0
+        self._started: dict[Action, tuple[list[Tensor], Any]] = {}
+        self._arrived: dict[tuple[Kind, int | None], list[Tensor]] = {}
+        self._loaded: dict[int | None, tuple[list[Tensor], list[Tensor]]] = {}
+        if meter is not None:
+            meter.tag([*runner.parameters, *runner.buffers], Category.PARAMETERS)
+            meter.tag(runner.constants, Category.BOUNDARY)
+
+    def step(self, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> Iterator[None]:
+        """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
+
+        Raises:
+            OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
+        """
+        for number, (action, text, stream) in enumerate(self.actions):
+            if self.on_action is not None:
+                self.on_action(number)
+            if action.wait:
+                while not self.transport.ready(self._started[action.start][1]):
+                    yield
+            self._timed(action, text, stream, inputs, targets)
+        self.steps += 1
+
+    def trace(self, budget_bytes: int) -> DeviceTrace:
+        """What happened so far."""
+        return DeviceTrace(device=self.number, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples))
+
+    def abandon(self) -> None:
+        """Forget everything in flight: after a failure no buffer stays behind."""
+        self.runner.abandon()
+        self._started.clear()
+        self._arrived.clear()
+        self._loaded.clear()
+
+    # ---------------------------------------------------------------- one action
+
+    def _timed(self, action: Action, text: str, stream: Stream, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+        meter, began = self.meter, self.clock()
+        try:
+            if meter is None:
+                self._execute(action, inputs, targets)
+            else:
+                meter.begin(text)
+                with meter:
+                    self._execute(action, inputs, targets)
+                self.samples.append(meter.end(self.steps, began, _LEFT.get(action.kind, Category.BOUNDARY)))
+        except torch.OutOfMemoryError as error:
+            self.abandon()
+            raise OutOfMemory(f"{error} ({self._where()})") from error
+        if action.kind is not Kind.LOAD:
+            self.events.append(Event(step=self.steps, action=text, stream=stream, start_seconds=began, end_seconds=self.clock()))
+
+    def _execute(self, action: Action, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+        match action.kind:
+            case Kind.LOAD:
+                self._load(action.microbatch, inputs, targets)
+            case Kind.FORWARD if action.layers is None:
+                self._forward(action)
+            case Kind.BACKWARD if action.layers is None:
+                self._backward(action)
+            case Kind.STEP if action.microbatch is None:
+                self.runner.step()
+                self._tag(self.runner.optimizer_state(), Category.OPTIMIZER)
+            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD if not action.wait:
+                self._receive(action)
+            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
+                self._arrived[action.kind, action.microbatch] = self._join(action)
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD if action.wait:
+                self._tag(self._join(action), Category.ACTIVATIONS)
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                tensors, peer = self._started[action.start][0], self._peer(action)
+                self._started[action] = tensors, self.transport.start(action, tensors, peer)
+            case _:
+                raise UsageError(f"the runtime cannot execute {action} yet")
+
+    def _load(self, microbatch: int | None, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+        assert microbatch is not None
+        to = self.runner.device
+        data = [t.to(to, non_blocking=True, copy=True) for t in inputs[microbatch]] if self.stage == 0 else []
+        wanted = [t.to(to, non_blocking=True, copy=True) for t in targets[microbatch]] if self.stage == len(self.placement) - 1 else []
+        self._loaded[microbatch] = data, wanted
+
+    def _forward(self, action: Action) -> None:
+        microbatch = action.microbatch
+        assert microbatch is not None
+        data, targets = self._loaded.pop(microbatch, ([], []))
+        inputs = data or self._arrived.pop((Kind.RECV_FORWARD, microbatch), [])
+        self._tag(inputs, Category.ACTIVATIONS)
+        self._tag(targets, Category.ACTIVATIONS)
+        outputs = self.runner.forward(microbatch, inputs, targets)
+        self._tag(outputs, Category.BOUNDARY)
+        if self.stage < len(self.placement) - 1:
+            self._started[Action(Kind.SEND_FORWARD, self.stage, microbatch)] = list(outputs), None
+
+    def _backward(self, action: Action) -> None:
+        microbatch = action.microbatch
+        assert microbatch is not None
+        gradients = self._arrived.pop((Kind.RECV_BACKWARD, microbatch), [])
+        outgoing = self.runner.backward(microbatch, gradients)
+        if self.stage > 0:
+            self._tag(outgoing, Category.BOUNDARY)
+            self._started[Action(Kind.SEND_BACKWARD, self.stage, microbatch)] = outgoing, None
+
+    def _receive(self, action: Action) -> None:
+        forward = action.kind is Kind.RECV_FORWARD
+        values = self.runner.inputs if forward else [v for v in self.runner.outputs if v.requires_grad]
+        device = self.runner.device
+        buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=device) for v in values]
+        self._started[action] = buffers, self.transport.start(action, buffers, self._peer(action))
+
+    def _join(self, action: Action) -> list[Tensor]:
+        tensors, handle = self._started.pop(action.start)
+        self.transport.join(action, handle)
+        return tensors
+
+    def _peer(self, action: Action) -> int:
+        ahead = action.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
+        return self.placement[self.stage + (1 if ahead else -1)]
+
+    def _tag(self, tensors: Sequence[Tensor], category: Category) -> None:
+        if self.meter is not None:
+            self.meter.tag(tensors, category)
+
+    def _where(self) -> str:
+        stage, names = self.plan.stages[self.stage], self.plan.profile.layers
+        return f"stage {self.stage}, layers {names[stage.start]} to {names[stage.stop - 1]}"
+
+
+def _stream(action: Action) -> Stream:
+    return Stream.COMPUTE if action.kind in _LEFT or action.kind is Kind.LOAD else Stream.COMMUNICATION
+
+
+def run_in_turn(readers: Sequence[DeviceReader], inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+    """One step of every reader inside this process: each runs until it would wait for another.
+
+    Raises:
+        UsageError: the program cannot go on: every device waits.
+    """
+    running = {reader.number: reader.step(inputs, targets) for reader in readers}
+    try:
+        while running:
+            before = [len(reader.events) for reader in readers]
+            for number, step in list(running.items()):
+                if next(step, StopIteration) is StopIteration:
+                    del running[number]
+            if running and before == [len(reader.events) for reader in readers]:
+                raise UsageError(f"the program is stuck: devices {sorted(running)} wait for each other")
+    except BaseException:
+        for reader in readers:
+            reader.abandon()
+        raise

@@ -1,0 +1,188 @@
+"""Fake devices: where a profile or a dry run builds the model, and whose kernels decide what autograd saves.
+
+    with FakeTarget("cuda") as fake:
+        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built plainly, then `.to(fake.device)`
+        loss = model(fake.fake(batch)).sum()
+        loss.backward()                                             # no bytes, no GPU: shapes, strides, storages
+
+Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cuda` follows CUDA's: dropout saves a
+boolean mask, normalisations float32 statistics, attention is fused (`attention_choice`), RNN cells are fused,
+optimizers and gradient clipping take their foreach path.
+
+- Without a GPU, fake tensors live on `fakecuda:0`, the one device slot torch leaves open (PrivateUse1), filled from
+  Python. Torch treats an unknown accelerator as it treats CUDA almost everywhere, down in C++, where replacing
+  functions cannot reach. Only attention needs an override, at the same depth.
+- With a GPU, they are fake `cuda:0` tensors and torch chooses by itself, knowing the card. The slot stays open: a
+  filled one becomes `torch.accelerator`, whose streams autograd would then follow instead of CUDA's.
+
+The first `cuda` target without a GPU fills the slot for the rest of the process. `torch.accelerator.is_available()`
+stays false and `device_count()` zero, but `current_accelerator()` answers `fakecuda`.
+
+Not imitated:
+
+- memory that a kernel takes and gives back inside one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
+- opaque workspaces that live until backward: for cuDNN's, RNNs keep what the fused cells keep and batch norm nothing;
+  an LSTM on the CPU lacks oneDNN's (float32; 68 KiB a layer for 5 steps of 4 x 32), whose size torch does not know;
+- branches on `tensor.is_cuda`, false on `fakecuda`; autocast, which warns on `fakecuda` that it is off; the fused
+  choice of attention under `torch.inference_mode`.
+
+An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
+
+Torch's private interfaces to fake devices are touched here, in `attention_choice` and in `missing_shapes`, nowhere
+else; `tests/runtime/test_target.py` lists them one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.optim import optimizer as optim_optimizer
+from torch.utils import _foreach_utils, backend_registration
+
+from pipefit.errors import UsageError
+from pipefit.runtime.attention_choice import cuda_attention
+from pipefit.runtime.missing_shapes import register_missing_shapes
+
+Target = Literal["cpu", "cuda"]
+
+FAKE_CUDA = "fakecuda"
+_FREE_SLOT = "privateuseone"  # torch's name for the open device slot while nobody has taken it
+_FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+
+
+class FakeTarget:
+    """A context in which tensors have shapes, strides and storages but no bytes, on a device with `target`'s kernels.
+
+    Meters, saved-tensor hooks and other modes go inside it. Each instance has its own tensors: they do not mix.
+
+    Raises:
+        UsageError: `target` is neither `cpu` nor `cuda`; or another extension holds torch's open device slot.
+    """
+
+    def __init__(self, target: Target) -> None:
+        if target not in ("cpu", "cuda"):
+            raise UsageError(f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow")
+        self.target: Target = target
+        self.device = _device_of(target)
+        self._mode = _Mode()
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> FakeTarget:
+        with ExitStack() as stack:
+            for types in _FOREACH_TYPES:
+                stack.enter_context(_Listed(types))
+            if self.device.type == "cuda":  # cuDNN's RNNs report a reserve of no bytes here; the fused cells' is visible
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            # Backward on the calling thread: autograd counts devices at a process's first backward, and may know of none.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self._mode)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A twin of `tensor` without data: its shape, strides and dtype, on `self.device`, with a storage of its own."""
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """`FakeTensorMode` for modules that are moved and copied after they were built."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_fallback_kernels=False)  # a fallback would compute, on real zeros
+        register_missing_shapes()
+        self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
+        return self  # a copied fake tensor, as `nn.TransformerEncoder` makes of its layer, stays in the mode it is in
+
+
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak reference to the results of operations: `Module.to` refuses to swap a tensor that has one."""
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        pass
+
+
+class _Listed:
+    """Counts fake tensors among the types the foreach kernels take, as real ones are, while the context lasts."""
+
+    def __init__(self, types: list[Any]) -> None:
+        self._types = types
+
+    def __enter__(self) -> None:
+        self._types.append(FakeTensor)
+
+    def __exit__(self, *_: object) -> None:
+        self._types.remove(FakeTensor)
+
+
+def _device_of(target: Target) -> torch.device:
+    if target == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    _fill_slot()
+    return torch.device(FAKE_CUDA, 0)
+
+
+@functools.cache
+def _fill_slot() -> torch.library.Library:
+    """Registers `fakecuda`, once per process; the library returned keeps the attention override alive."""
+    holder = torch._C._get_privateuse1_backend_name()
+    if holder != _FREE_SLOT:
+        raise UsageError(
+            f"target 'cuda' without a GPU needs torch's one open device slot, which {holder!r} holds: "
+            f"use a process that does not import that extension, or target 'cpu'"
+        )
+    backend_registration._setup_privateuseone_for_python_backend(FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks())
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("scaled_dot_product_attention", cuda_attention, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
+    return library
+
+
+class _DeviceModule:
+    """What torch asks of `torch.fakecuda`: nothing to seed, nothing available for real work."""
+
+    def is_available(self) -> bool:
+        return False  # so that DataLoader, fork_rng and the like pass it by
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []  # no dtype: autocast warns and turns itself off, where it would otherwise do nothing, silently
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What autograd asks before it starts the device's thread."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True

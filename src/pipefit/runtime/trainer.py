@@ -1,0 +1,186 @@
+"""The trainer: a plan at work in the user's own training loop.
+
+    trainer = Trainer(task, plan)
+    for batch in data:
+        loss = trainer.step(batch)
+
+The same script runs in one process (`python train.py`: all devices in turn) and in many (`torchrun --nproc-per-node 4
+train.py`: one worker a device).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.capture.chain import capture
+from pipefit.capture.task import Task
+from pipefit.errors import PeerLost, UsageError
+from pipefit.plan import Plan
+from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.cuda import CudaMeter
+from pipefit.runtime.meter import Meter
+from pipefit.runtime.reader import DeviceReader, MemoryMeter, Microbatch, run_in_turn
+from pipefit.runtime.transport import Mailroom, Network, Transport
+from pipefit.runtime.twins import tensors
+from pipefit.schedule import lower
+from pipefit.trace import DeviceTrace, Trace
+
+
+class Trainer:
+    """Trains `task` as `plan` says: this worker's stage, or in a single process all of them.
+
+    Args:
+        task: what to train. A module that exists is trained in place; a factory is called after `torch.manual_seed(seed)`,
+            so that every worker builds the same.
+        plan: made for this task, or for one of the same fingerprint.
+        seed: of the factory's initialisation, and of all random layers.
+        timeout_seconds: how long a worker waits for another before it gives up.
+        on_action: called with the number of each action as it begins; for supervision.
+
+    Raises:
+        FileError: the plan was made for another model.
+        UsageError: the number of workers is not the number of stages, or there is no such GPU.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        timeout_seconds: float = 60.0,
+        on_action: Callable[[int], None] | None = None,
+    ) -> None:
+        self.task, self.plan = task, plan
+        self.distributed = _distributed(plan, timeout_seconds)
+        self.rank = dist.get_rank() if self.distributed else 0
+        torch.manual_seed(seed)
+        chain = capture(task)
+        check_model(plan, chain)
+        program, stages = lower(plan), range(len(plan.stages))
+        mine = [self.rank] if self.distributed else stages
+        ranks = {stage.device: number for number, stage in enumerate(plan.stages)}
+        transport: Transport = Network(timedelta(seconds=timeout_seconds), ranks) if self.distributed else Mailroom()
+        self.readers = [
+            assemble(
+                task, chain, plan, program, stage,
+                device=(device := _device(plan, stage)), transport=transport, meter=_meter(plan, stage, device),
+                clock=self._clock, seed=seed, on_action=on_action,
+            )
+            for stage in mine
+        ]  # fmt: skip
+        self._began = time.perf_counter()
+        self._step_seconds: list[float] = []
+
+    def step(self, batch: tuple[Any, Any]) -> float:
+        """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
+
+        Raises:
+            UsageError: the batch is not of the plan's size.
+            OutOfMemory: a device passed its cap.
+            WorkerFailed: another worker died or hangs.
+        """
+        began = self._clock()
+        inputs, targets = (self._microbatches(part, what) for part, what in zip(batch, ("inputs", "targets"), strict=True))
+        if self.distributed:
+            for _ in self.readers[0].step(inputs, targets):
+                pass
+        else:
+            run_in_turn(self.readers, inputs, targets)
+        loss = self._mean_loss()
+        self._step_seconds.append(self._clock() - began)
+        return loss
+
+    @property
+    def trace(self) -> Trace:
+        """What this process has seen so far; devices of other workers are empty."""
+        mine = {reader.number: reader for reader in self.readers}
+        devices = tuple(
+            mine[n].trace(device.memory_bytes)
+            if n in mine
+            else DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
+            for n, device in enumerate(self.plan.cluster.devices)
+        )
+        return Trace(source="measured", steps=len(self._step_seconds), devices=devices, step_seconds=tuple(self._step_seconds))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's layers, under their names in the original module."""
+        return {
+            f"{layer.name}.{name}": tensor
+            for reader in self.readers
+            for layer in reader.runner.layers
+            for name, tensor in layer.module.state_dict().items()
+        }
+
+    # ---------------------------------------------------------------- inside
+
+    def _clock(self) -> float:
+        return time.perf_counter() - getattr(self, "_began", 0.0)
+
+    def _microbatches(self, part: Any, what: str) -> list[Microbatch]:
+        """`part` of a batch in equal pieces, views of the host's tensors."""
+        values, training = tensors(part, f"the {what}"), self.plan.training
+        for value in values:
+            if value.shape[:1] != (training.batch_size,):
+                raise UsageError(
+                    f"the {what} hold {value.shape[0] if value.ndim else 'no'} samples, but the plan trains batches of "
+                    f"{training.batch_size}: make a plan for this batch size, or drop the last, smaller batch"
+                )
+        pieces = [value.split(training.microbatch_size) for value in values]
+        return [list(microbatch) for microbatch in zip(*pieces, strict=True)]
+
+    def _mean_loss(self) -> float:
+        last = len(self.plan.stages) - 1
+        losses = next((reader.runner.losses for reader in self.readers if reader.runner.losses is not None), None)
+        if not self.distributed or last == 0:
+            assert losses is not None
+            return losses.mean().item()
+        device = self.readers[0].runner.device
+        mean = torch.zeros((), device=device) if losses is None else losses.mean()
+        try:
+            dist.broadcast(mean, src=last)
+        except RuntimeError as error:
+            raise PeerLost(f"worker {last} did not tell the loss ({str(error).splitlines()[0][:200]})") from error
+        return mean.item()
+
+
+def _distributed(plan: Plan, timeout_seconds: float) -> bool:
+    """Whether this process is one of several workers; joins them when a launcher says so."""
+    if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        backend = "nccl" if plan.cluster.backend == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    if not dist.is_initialized():
+        return False
+    if dist.get_world_size() != len(plan.stages):
+        raise UsageError(
+            f"the plan has {len(plan.stages)} stages, but {dist.get_world_size()} workers were started: start one for each stage"
+        )
+    return True
+
+
+def _device(plan: Plan, stage: int) -> torch.device:
+    if plan.cluster.backend != "cuda":
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", stage))
+    if number >= torch.cuda.device_count():
+        raise UsageError(f"stage {stage} needs GPU {number}, but this machine shows {torch.cuda.device_count()}")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _meter(plan: Plan, stage: int, device: torch.device) -> MemoryMeter | None:
+    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if plan.cluster.backend == "cpu":
+        return None
+    number = plan.stages[stage].device
+    return Meter(number, cap_bytes=plan.cluster.devices[number].memory_bytes, threads=torch.get_num_threads())

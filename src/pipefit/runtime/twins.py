@@ -1,0 +1,62 @@
+"""Fake twins of a task's model and data: same shapes, no bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, capture
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.runtime.target import FakeTarget
+
+Sample = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def fake_chain(task: Task, fake: FakeTarget) -> Chain:
+    """The task's chain over fake tensors on `fake.device`. Call it inside `fake`; a module that exists stays as it is."""
+    if isinstance(task.module, nn.Module):
+        module = _twin(task.module, fake)
+    else:
+        module = task.build().to(fake.device)
+    return capture(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer, name=task.name))
+
+
+def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
+    """A real batch of `size` samples, as (inputs, targets) tuples of tensors. The caller's random state is left alone.
+
+    Raises:
+        UsageError: the task's batch function returns something else than a pair of tensors or tuples of tensors.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        batch = task.batch(size)
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise UsageError(f"the batch function of {task.name} must return a pair (inputs, targets), not a {type(batch).__name__}")
+    return tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
+
+
+def tensors(part: Any, what: str) -> tuple[Tensor, ...]:
+    """`part` as a tuple of tensors.
+
+    Raises:
+        UsageError: it is neither a tensor nor a tuple or list of tensors.
+    """
+    values = tuple(part) if isinstance(part, (tuple, list)) else (part,)
+    strange = next((value for value in values if not isinstance(value, Tensor)), None)
+    if strange is not None or not values:
+        raise UsageError(f"{what} of a batch must be a tensor or a tuple of tensors, not a {type(strange).__name__}")
+    return values
+
+
+def _twin(module: nn.Module, fake: FakeTarget) -> nn.Module:
+    """A deep copy of `module` whose parameters and buffers are fake."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(fake.fake(parameter.detach()), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = fake.fake(buffer.detach())
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,95 @@
+"""Lowering: from a plan's stages and schedule to the program of every device, with communication made explicit.
+
+The rule, for a stage's compute actions c0, c1, ...:
+
+    post the receive of what c[t+1] needs    so that it arrives while c[t] computes
+    join the receive of what c[t] needs
+    load data that c[t] needs from the host
+    c[t]
+    join the sends that c[t-1] started       so they had the time of one compute action; before c[t] where that is
+                                             the backward of what was sent, which proves that it arrived
+    start the sends of what c[t] made
+
+A device thus holds, beside its microbatches in flight, at most one posted receive and one outstanding send in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.program import Action, Kind, Program
+from pipefit.schedule.gpipe import gpipe
+from pipefit.schedule.one_f_one_b import one_f_one_b
+
+Schedule = Callable[[int, int, int], Iterator[tuple[Kind, int]]]
+
+SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def compute_actions(schedule: str, stage: int, stages: int, microbatches: int) -> list[tuple[Kind, int]]:
+    """The compute actions of one stage under the schedule of that name.
+
+    Raises:
+        UsageError: no such schedule; says which exist.
+    """
+    try:
+        generator = SCHEDULES[schedule]
+    except KeyError:
+        raise UsageError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}") from None
+    return list(generator(stage, stages, microbatches))
+
+
+def lower(plan: Plan) -> Program:
+    """The program of one training step of `plan`."""
+    stages, training = plan.stages, plan.training
+    actions: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
+    for number, stage in enumerate(stages):
+        computes = compute_actions(training.schedule, number, len(stages), training.microbatches)
+        actions[stage.device] = tuple(_stage_actions(number, len(stages), computes))
+    return Program(
+        placement=tuple(stage.device for stage in stages), microbatches=training.microbatches, actions=tuple(actions)
+    )
+
+
+def _stage_actions(stage: int, stages: int, computes: list[tuple[Kind, int]]) -> Iterator[Action]:
+    """One stage's actions: the compute actions, each between its communication."""
+    yield from _receives(computes[0], stage, stages)
+    sending: list[Action] = []
+    for number, (kind, microbatch) in enumerate(computes):
+        if number + 1 < len(computes):
+            yield from _receives(computes[number + 1], stage, stages)
+        yield from (receive.join for receive in _receives((kind, microbatch), stage, stages))
+        if kind is Kind.FORWARD and stage in (0, stages - 1):
+            yield Action(Kind.LOAD, stage, microbatch)
+        joins = [send.join for send in sending]
+        arrived = number > 0 and answers((kind, microbatch), computes[number - 1])
+        sending = list(_sends((kind, microbatch), stage, stages))
+        yield from joins if arrived else ()
+        yield Action(kind, stage, microbatch)
+        yield from () if arrived else joins
+        yield from sending
+    yield from (send.join for send in sending)
+    yield Action(Kind.STEP, stage)
+
+
+def answers(compute: tuple[Kind, int], before: tuple[Kind, int]) -> bool:
+    """Whether `compute` is the backward of the forward `before`."""
+    return compute[0] is Kind.BACKWARD and before == (Kind.FORWARD, compute[1])
+
+
+def _receives(compute: tuple[Kind, int], stage: int, stages: int) -> Iterator[Action]:
+    kind, microbatch = compute
+    if kind is Kind.FORWARD and stage > 0:
+        yield Action(Kind.RECV_FORWARD, stage, microbatch)
+    if kind is Kind.BACKWARD and stage < stages - 1:
+        yield Action(Kind.RECV_BACKWARD, stage, microbatch)
+
+
+def _sends(compute: tuple[Kind, int], stage: int, stages: int) -> Iterator[Action]:
+    kind, microbatch = compute
+    if kind is Kind.FORWARD and stage < stages - 1:
+        yield Action(Kind.SEND_FORWARD, stage, microbatch)
+    if kind is Kind.BACKWARD and stage > 0:
+        yield Action(Kind.SEND_BACKWARD, stage, microbatch)

@@ -1,0 +1,124 @@
+"""What happened on every device: timed actions by stream, and memory over time by category.
+
+The simulator, the dry run and the runtime all answer with a `Trace`, so accuracy is a subtraction. The dry run has no
+clock: its times are positions in the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+Source = Literal["simulated", "dry run", "measured"]
+
+
+class Stream(StrEnum):
+    """What is busy: a device computes, communicates and copies at the same time."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+    COPY = "copy"
+
+
+class Category(StrEnum):
+    """What bytes are for. `parameters` includes buffers such as batch-norm statistics."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    VERSIONS = "weight versions"
+    BOUNDARY = "boundary buffers"
+    LENT = "lent memory"
+    TEMPORARY = "temporary"
+
+
+CATEGORIES = tuple(Category)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """An action on a stream of a device, in seconds since the first step began."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    step: int
+    action: str
+    stream: Stream
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """The highest allocated bytes during one action, by category in the order of `CATEGORIES`."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    step: int
+    action: str
+    seconds: float
+    bytes: tuple[int, int, int, int, int, int, int, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All categories together."""
+        return sum(self.bytes)
+
+    @property
+    def by_category(self) -> dict[Category, int]:
+        """The categories that hold anything."""
+        return {category: nbytes for category, nbytes in zip(CATEGORIES, self.bytes, strict=True) if nbytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTrace:
+    """One device's events and memory. `budget_bytes` is its cap."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    device: int
+    budget_bytes: int
+    events: tuple[Event, ...]
+    memory: tuple[MemorySample, ...]
+
+    @property
+    def peak(self) -> MemorySample | None:
+        """The sample with the most bytes, the first of equals; None where nothing ran."""
+        return max(self.memory, key=lambda sample: sample.total_bytes, default=None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes ever allocated."""
+        return self.peak.total_bytes if self.peak else 0
+
+    def step_peak_bytes(self, step: int) -> int:
+        """The most bytes allocated during one step."""
+        return max((sample.total_bytes for sample in self.memory if sample.step == step), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """All devices, over one or more steps. The first step differs: optimizer state is born in it."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    source: Source
+    steps: int
+    devices: tuple[DeviceTrace, ...]
+    step_seconds: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes allocated on every device."""
+        return tuple(device.peak_bytes for device in self.devices)
+
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the last step that every device spent computing."""
+        last, seconds = self.steps - 1, self.step_seconds[-1]
+        busy = [
+            sum(e.end_seconds - e.start_seconds for e in d.events if e.step == last and e.stream is Stream.COMPUTE)
+            for d in self.devices
+        ]
+        return tuple(b / seconds if seconds else 0.0 for b in busy)

@@ -1,0 +1,41 @@
+"""How the model is trained: the global batch, how it is cut, under which schedule and in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.errors import UsageError
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One optimizer step: `batch_size` samples in `microbatches` equal parts, under `schedule`.
+
+    `schedule` names an entry of `pipefit.schedule.SCHEDULES`; `precision` is the dtype the layers compute in.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    batch_size: int
+    microbatches: int
+    schedule: str = "1f1b"
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.microbatches < 1:
+            raise UsageError(f"batch size and microbatches must be positive, not {self.batch_size} and {self.microbatches}")
+        if self.microbatches > self.batch_size:
+            raise UsageError(f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}")
+        if self.batch_size % self.microbatches:
+            raise UsageError(
+                f"a batch of {self.batch_size} does not divide into {self.microbatches} equal microbatches: "
+                f"use {self.batch_size // self.microbatches * self.microbatches} or {-(-self.batch_size // self.microbatches) * self.microbatches} samples"
+            )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in one microbatch."""
+        return self.batch_size // self.microbatches

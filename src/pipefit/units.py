@@ -1,0 +1,47 @@
+"""Sizes and times between people and machine: `parse_bytes("256MiB")`, `format_bytes(268435456)`.
+
+Inside pipefit a size is an `int` of bytes and a time a `float` of seconds; units appear in what people write and read.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipefit.errors import UsageError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`.
+
+    Raises:
+        UsageError: not a size, an unknown unit, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match and _UNITS.get(match[2].lower())
+    if not match or not unit:
+        raise UsageError(f"{text!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576")
+    nbytes = round(float(match[1]) * unit)
+    if nbytes < 1:
+        raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` in the largest binary unit that leaves at least one, with two decimals: `13.50 GiB`, `812 B`."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` with three significant digits: `1.23 s`, `45.6 ms`, `789 us`."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"

@@ -1,0 +1,32 @@
+"""Reference models by name: `build("gpt", layers=4, hidden=128, heads=4)` is a `Task` ready to profile or to train.
+
+Each model is a chain of named layers with made-up data that it can learn, a loss and an optimizer. Describing one
+allocates nothing: the weights appear when the task's module is built, on the device or under the fake mode of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.zoo.bert import bert
+from pipefit.zoo.gpt import gpt
+from pipefit.zoo.mlp import mlp
+from pipefit.zoo.vgg import vgg11
+
+__all__ = ["MODELS", "bert", "build", "gpt", "mlp", "vgg11"]
+
+MODELS: dict[str, Callable[..., Task]] = {"bert": bert, "gpt": gpt, "mlp": mlp, "vgg11": vgg11}
+
+
+def build(name: str, **settings: Any) -> Task:
+    """The model of that name with these settings; what is not set keeps its default.
+
+    Raises:
+        UsageError: no such model, no such setting, or a value that cannot be.
+    """
+    if name not in MODELS:
+        raise UsageError(f"no model {name!r} in the zoo: choose one of {', '.join(sorted(MODELS))}")
+    return MODELS[name](**settings)

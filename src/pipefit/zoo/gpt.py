@@ -1,0 +1,135 @@
+"""GPT, a decoder: every block alike, so the ends decide; the head's logits are the largest tensor of most sizes.
+
+layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights (GPT-2 ties them to the embedding).
+With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks: 2 V H + S H + L (12 H^2 + 13 H) + 2 H
+parameters; 163,037,184 by default, which is GPT-2 small untied. (Radford et al., "Language Models are Unsupervised
+Multitask Learners", 2019: pre-norm, residual projections scaled at the start by 1 / sqrt(2 L).)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.task import Task
+from pipefit.zoo.optimizers import OptimizerName, optimizer_of
+from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
+from pipefit.zoo.transformer import AttentionKind, FeedForward, SelfAttention, initialise, token_loss, token_sequences
+
+
+@checked
+def gpt(
+    *,
+    layers: Size = 12,
+    hidden: Size = 768,
+    heads: Size = 12,
+    vocabulary: Size = 50257,
+    sequence: Size = 1024,
+    intermediate: Size | None = None,
+    dropout: Share = 0.1,
+    attention: AttentionKind = "sdpa",
+    optimizer: OptimizerName = "adamw",
+    lr: Rate | None = None,
+) -> Task:
+    """GPT on tokens (batch, sequence), predicting each next one: logits (batch, sequence, vocabulary).
+
+    `intermediate` None is 4 x hidden; `lr` None is the optimizer's usual rate.
+
+    Raises:
+        UsageError: a setting has a wrong value, or hidden does not divide among the heads.
+    """
+    check_heads("gpt", hidden, heads)
+    chain = partial(
+        _chain,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        intermediate=intermediate or 4 * hidden,
+        dropout=dropout,
+        attention=attention,
+    )
+    return Task(
+        chain,
+        batch=partial(_batch, sequence=sequence, vocabulary=vocabulary),
+        loss=token_loss,
+        optimizer=optimizer_of(optimizer, lr),
+        name="gpt",
+    )
+
+
+class Embedding(nn.Module):
+    """Tokens (batch, sequence) to hidden states: what the token is plus where it stands, then dropout."""
+
+    def __init__(self, *, vocabulary: int, sequence: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, hidden)
+        self.position = nn.Embedding(sequence, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, sequence) to (batch, sequence, hidden)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.dropout(self.token(tokens) + self.position(places))
+        return embedded
+
+
+class Block(nn.Module):
+    """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to the stream."""
+
+    def __init__(self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden)
+        self.attention = SelfAttention(hidden=hidden, heads=heads, dropout=dropout, causal=True, kind=attention)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu="tanh")
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same shape."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        summed: Tensor = hidden + self.dropout(self.feedforward(self.norm2(hidden)))
+        return summed
+
+
+def _chain(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    sequence: int,
+    intermediate: int,
+    dropout: float,
+    attention: AttentionKind,
+) -> nn.Sequential:
+    chain: OrderedDict[str, nn.Module] = OrderedDict()
+    chain["embedding"] = Embedding(vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout)
+    for place in range(layers):
+        chain[f"block{place}"] = Block(
+            hidden=hidden, heads=heads, intermediate=intermediate, dropout=dropout, attention=attention
+        )
+    chain["norm"] = nn.LayerNorm(hidden)
+    chain["head"] = nn.Linear(hidden, vocabulary, bias=False)
+    model = nn.Sequential(chain)
+    initialise(model)
+    _calm_residuals(model, layers)
+    return model
+
+
+def _calm_residuals(model: nn.Module, layers: int) -> None:
+    """Shrink the 2 x layers projections that add to the stream, so that depth does not blow it up at the start."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            for projection in (block.attention.out, block.feedforward.down):
+                nn.init.normal_(projection.weight, std=0.02 / (2 * layers) ** 0.5)
+
+
+def _batch(size: int, *, sequence: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and, for each, the next one: two tensors (size, sequence), each with its own storage."""
+    tokens = token_sequences(size, length=sequence + 1, vocabulary=vocabulary)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,74 @@
+"""The independent oracle for memory: the CPU allocator's own events, read from torch's profiler.
+
+It shares nothing with pipefit's meter: the allocator reports every byte it gives and takes, inside kernels too. All devices of
+a plan run in turn in this process, so events belong to the device whose action they fall into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pipefit.capture import Task
+from pipefit.plan import Plan
+from pipefit.runtime import Trainer
+from pipefit.runtime.reader import DeviceReader
+
+
+def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
+    """Highest allocated bytes of every stage in every step, by the allocator's own account: `[stage][step]`."""
+    trainer = Trainer(task, plan, seed=seed)
+    levels = [_resident(reader) for reader in trainer.readers]
+    peaks: list[list[int]] = [[] for _ in trainer.readers]
+    for step in range(steps):
+        torch.manual_seed(seed + step)
+        batch = task.batch(plan.training.batch_size)
+        with _marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
+            trainer.step(batch)
+        for stage, reader in enumerate(trainer.readers):
+            changes = _changes(observed, reader.number)
+            highest, levels[stage] = _walk(levels[stage], changes)
+            peaks[stage].append(highest)
+    return peaks
+
+
+def _resident(reader: DeviceReader) -> int:
+    """Bytes of what exists before the first step, counted from the tensors themselves."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (
+        *reader.runner.parameters, *reader.runner.buffers, *reader.runner.constants)}
+    return sum(storages.values())
+
+
+def _walk(level: int, changes: list[int]) -> tuple[int, int]:
+    highest = level
+    for change in changes:
+        level += change
+        highest = max(highest, level)
+    return highest, level
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Every action of a reader becomes a range in the profile, named after its device."""
+    original = DeviceReader._timed
+
+    def marked(self: DeviceReader, *args: object) -> None:
+        with record_function(f"device:{self.number}"):
+            original(self, *args)  # type: ignore[arg-type]
+
+    with mock.patch.object(DeviceReader, "_timed", marked):
+        yield
+
+
+def _changes(observed: profile, device: int) -> list[int]:
+    """The allocator's events inside this device's actions, in order: positive for bytes given, negative for bytes taken."""
+    events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
+    ranges = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == f"device:{device}")
+    starts = [start for start, _ in ranges]
+    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
+    return [nbytes for at, nbytes in memory if (k := bisect_right(starts, at) - 1) >= 0 and at <= ranges[k][1]]

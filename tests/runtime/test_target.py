@@ -1,0 +1,544 @@
+"""Fake devices: what each target saves for backward, against real CPU training, closed forms and, with a GPU, CUDA."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode, UnsupportedOperatorException
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipefit.errors import UsageError
+from pipefit.runtime.attention_choice import choose_kernel
+from pipefit.runtime.target import FAKE_CUDA, FakeTarget, Target
+
+TARGETS: tuple[Target, ...] = ("cpu", "cuda")
+HALF = torch.float16
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
+
+
+class Saved(list[Tensor]):
+    """The tensors that a call saves for backward, one per storage, without the parameters."""
+
+    def __init__(self, call: Callable[[], object], parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        seen = {p.untyped_storage()._cdata for p in parameters}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata not in seen:
+                seen.add(tensor.untyped_storage()._cdata)
+                self.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.result = call()
+
+    @property
+    def nbytes(self) -> list[int]:
+        return sorted(t.untyped_storage().nbytes() for t in self)
+
+    @property
+    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(tuple(t.shape), t.dtype) for t in self if t.numel() > 2]  # without random seeds and counts
+
+
+class Meter(TorchDispatchMode):
+    """Bytes in live storages, by weak references; and the names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.now = self.peak = 0
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        self.operators.add(func.__name__.split(".")[0])
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.live:
+                self._track(tensor.untyped_storage())
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.live[key] = (weakref.ref(storage, lambda _: self._free(key)), nbytes)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.live.pop(key)[1]
+
+
+class Block(nn.Module):
+    """A GPT-2 block with eager attention: softmax, dropout, tanh GELU spelled out."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
+        y = self.dropout(F.softmax(q @ k.transpose(-1, -2), -1)) @ v
+        x = x + self.dropout(self.out(y.transpose(1, 2).reshape(x.shape)))
+        h = self.up(self.norm_2(x))
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
+        return x + self.dropout(self.down(h))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Dropout(0.5), nn.Linear(16 * 49, 10)),
+    )
+
+
+class First(nn.Module):
+    """The first of a module's outputs, for modules that return several; `times` copies of its input."""
+
+    def __init__(self, module: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.module, self.times = module, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(*[x] * self.times)[0]
+        return out
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cnn": (cnn, (8, 3, 32, 32)),
+    "gpt": (lambda: Block(64, 4, 0.1), (2, 16, 64)),
+    "attention": (lambda: First(nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True), times=3), (2, 16, 64)),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2), (2, 16, 64)),
+    "lstm": (lambda: First(nn.LSTM(64, 32, 2, dropout=0.1)), (5, 4, 64)),
+    "gru": (lambda: First(nn.GRU(64, 32, 2, dropout=0.1)), (5, 4, 64)),
+}
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+
+
+def train(model: nn.Module, x: Tensor, stepper: torch.optim.Optimizer) -> Saved:
+    """One step of cross entropy on the model's last dimension; what its forward saved."""
+    saved = Saved(lambda: model(x), model.parameters())
+    assert isinstance(saved.result, Tensor)
+    logits = saved.result.flatten(0, -2)
+    F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=x.device)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    stepper.step()
+    stepper.zero_grad()
+    return saved
+
+
+def test_private_interfaces_are_where_we_expect() -> None:
+    """Each private name of torch that fake devices rest on exists: when this goes red, so does nothing else first."""
+    assert callable(backend_registration._setup_privateuseone_for_python_backend)
+    assert torch._C._get_privateuse1_backend_name() in ("privateuseone", FAKE_CUDA)
+    assert callable(torch._C._dispatch_has_kernel_for_dispatch_key)
+    assert callable(torch._C._acc.PrivateUse1Hooks)
+    assert nn.Parameter in optimizer._foreach_supported_types
+    assert torch.Tensor in _foreach_utils._foreach_supported_types
+    assert callable(FakeTensorConverter.set_tensor_memo)
+    assert isinstance(FakeTensorMode(allow_fallback_kernels=False).fake_tensor_converter, FakeTensorConverter)
+    assert SDPBackend.MATH in attention._cur_sdpa_kernel_backends(with_priority=True)
+    for operator in ("flash", "efficient", "cudnn"):
+        assert hasattr(torch.ops.aten, f"_scaled_dot_product_{operator}_attention")
+    assert hasattr(torch.ops.aten, "_scaled_dot_product_attention_math")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_models_train(target: Target, name: str) -> None:
+    """Forward, backward and step run, for a model built plainly and then moved, in single and half precision."""
+    build, shape = MODELS[name]
+    with FakeTarget(target) as fake:
+        for dtype in (torch.float32, torch.bfloat16):
+            model = build().to(fake.device, dtype)
+            train(model, torch.randn(shape, device=fake.device, dtype=dtype), OPTIMIZERS["adamw"](model.parameters()))
+            assert {t.device for t in model.state_dict().values()} == {fake.device}
+
+
+def test_losses_without_shapes_in_torch_train() -> None:
+    """The losses whose backward torch cannot shape give a gradient like their input."""
+    with FakeTarget("cuda") as fake:
+        x = torch.randn(6, 4, device=fake.device, requires_grad=True)
+        classes = torch.zeros(6, dtype=torch.long, device=fake.device)
+        F.multi_margin_loss(x, classes).backward()
+        F.multilabel_margin_loss(x, torch.zeros(6, 4, dtype=torch.long, device=fake.device)).backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_optimizers_step(target: Target, name: str) -> None:
+    """Every implementation of an optimizer steps; its state is on the device, as large as the parameters."""
+    with FakeTarget(target) as fake:
+        model = cnn().to(fake.device)
+        stepper = OPTIMIZERS[name](model.parameters())
+        train(model, torch.randn(8, 3, 32, 32, device=fake.device), stepper)
+        states = [t for s in stepper.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
+        copies = 1 if name.startswith("sgd") else 2
+        assert sum(t.nbytes for t in states) == copies * sum(p.nbytes for p in model.parameters())
+        assert {t.device for t in states} == {fake.device}
+
+
+def forward_saves(name: str) -> Saved:
+    """What a model of the table saves, built and run on the default device in single precision."""
+    build, shape = MODELS[name]
+    model = build()
+    return Saved(lambda: model(torch.randn(shape)), model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"lstm"}))
+def test_cpu_target_saves_what_the_cpu_saves(name: str) -> None:
+    """On the CPU target each saved storage is as large as in real training of the same model on the CPU."""
+    real = forward_saves(name).nbytes
+    with FakeTarget("cpu"):
+        assert forward_saves(name).nbytes == real
+
+
+def test_cpu_target_misses_the_lstm_workspace_only() -> None:
+    """The one thing unseen of an LSTM on the CPU target is oneDNN's workspace, whose size torch does not know."""
+    real = forward_saves("lstm")
+    with FakeTarget("cpu"):
+        fake = forward_saves("lstm")
+    assert sorted(t.untyped_storage().nbytes() for t in real if t.dtype != torch.uint8) == [n for n in fake.nbytes if n]
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", HALF), ("cuda", torch.bool)])
+def test_dropout_saves_the_targets_mask(target: Target, dtype: torch.dtype) -> None:
+    """CUDA's dropout saves a boolean mask, the CPU's one of the input's type; both one per element, and nothing else."""
+    with FakeTarget(target) as fake:
+        x = torch.randn(4, 8, dtype=HALF, device=fake.device, requires_grad=True)
+        assert Saved(lambda: F.dropout(x, 0.1)).kinds == [((4, 8), dtype)]
+
+
+@pytest.mark.parametrize(("target", "megabytes"), [("cuda", 822), ("cpu", 906)])
+def test_gpt2_block_saves_the_published_sizes(target: Target, megabytes: int) -> None:
+    """A GPT-2 block (hidden 4096, 32 heads, 2 x 1024 tokens, fp16) saves 822 MB with CUDA's masks, 906 with the CPU's.
+
+    In units of one activation, 16 MiB, with a = 8 of them per attention matrix: inputs of four Linears and two norms
+    (5 + 4), q, k, v (3), softmax and its dropout's output (2a), four of 4 for the GELU, and the masks of the dropouts
+    (a + 2 units, halved when boolean), plus two norms' statistics.
+    """
+    unit, scores = 2 * 1024 * 4096 * 2, 8
+    masks = (scores + 2) * unit // (2 if target == "cuda" else 1)
+    statistics = 4 * 2 * 1024 * (4 if target == "cuda" else 2)
+    with FakeTarget(target) as fake:
+        block = Block(4096, 32, 0.1).to(fake.device, HALF)
+        x = torch.randn(2, 1024, 4096, dtype=HALF, device=fake.device)
+        saved = Saved(lambda: block(x), block.parameters())
+    assert sum(saved.nbytes) == (9 + 3 + 2 * scores + 16) * unit + masks + statistics
+    assert round(sum(saved.nbytes) / 1e6) == megabytes
+
+
+B, H, T, D = 2, 4, 100, 32
+QKV = 4 * [(B, H, T, D)]  # and the output
+
+
+def attend(fake: FakeTarget, dtype: torch.dtype, **options: object) -> Saved:
+    """The tensors that attention saves; its backward ran."""
+    q, k, v = (torch.randn(B, H, T, D, dtype=dtype, device=fake.device, requires_grad=True) for _ in range(3))
+    saved = Saved(lambda: F.scaled_dot_product_attention(q, k, v, **options))  # type: ignore[arg-type]
+    assert isinstance(saved.result, Tensor)
+    saved.result.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    return saved
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"dropout_p": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_attention_is_flash(dtype: torch.dtype, options: dict[str, object]) -> None:
+    """Without a mask: q, k, v, the output and one float32 per query, no score matrix; dropout inside saves no mask."""
+    with FakeTarget("cuda") as fake:
+        kinds = attend(fake, dtype, **options).kinds
+    assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, T), torch.float32)], key=str)
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {"is_causal": True}), (torch.float32, {"dropout_p": 0.1})])
+def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: dict[str, object]) -> None:
+    """In float32: q, k, v, the output and one float32 per query, the queries rounded up to a multiple of 32."""
+    with FakeTarget("cuda") as fake:
+        kinds = attend(fake, dtype, **options).kinds
+    assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, 128), torch.float32)], key=str)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_masked_attention_saves_the_mask_in_aligned_rows(dtype: torch.dtype, boolean: bool) -> None:
+    """A mask makes attention efficient; what is saved is a bias of the query's type, rows padded to eight elements."""
+    with FakeTarget("cuda") as fake:
+        mask = torch.ones(T, T, dtype=torch.bool if boolean else dtype, device=fake.device)
+        saved = attend(fake, dtype, attn_mask=mask)
+    bias = T * 104 * dtype.itemsize
+    assert saved.nbytes[-5:] == sorted([*4 * [B * H * T * D * dtype.itemsize], bias])
+    assert B * H * 128 * 4 in saved.nbytes
+
+
+def test_uneven_head_dimension_is_padded_for_flash() -> None:
+    """Flash saves q, k, v and its output with head dimensions padded to a multiple of eight; the caller sees its own."""
+    with FakeTarget("cuda") as fake:
+        q = torch.randn(2, 4, 16, 20, dtype=HALF, device=fake.device, requires_grad=True)
+        saved = Saved(lambda: F.scaled_dot_product_attention(q, q, q))
+    assert saved.result.shape == q.shape  # type: ignore[attr-defined]
+    assert saved.kinds.count(((2, 4, 16, 24), HALF)) == 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "dtype", "options"),
+    [
+        (SDPBackend.FLASH_ATTENTION, (2, 4, 16, 256), HALF, {}),
+        (SDPBackend.EFFICIENT_ATTENTION, (2, 4, 16, 264), HALF, {}),
+        (SDPBackend.EFFICIENT_ATTENTION, (2, 4, 16, 36), torch.float32, {}),
+        (SDPBackend.MATH, (2, 4, 16, 33), torch.float32, {}),
+        (SDPBackend.MATH, (2, 4, 16, 32), torch.float64, {}),
+        (SDPBackend.MATH, (4, 16, 32), HALF, {}),
+    ],
+)
+def test_kernel_follows_shape_and_precision(
+    kernel: SDPBackend, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    """CUDA's conditions: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for the rest."""
+    with FakeTarget("cuda") as fake:
+        q = torch.empty(shape, dtype=dtype, device=fake.device)
+        assert choose_kernel(q, q, q, **options) is kernel  # type: ignore[arg-type]
+
+
+def test_kernel_follows_lengths_and_heads() -> None:
+    """Causal attention over unequal lengths is not flash's; grouped heads are flash's, and else math's."""
+    with FakeTarget("cuda"):
+        q, k = torch.empty(2, 8, 16, 32, dtype=HALF), torch.empty(2, 8, 24, 32, dtype=HALF)
+        few = torch.empty(2, 2, 16, 32, dtype=HALF)
+        assert choose_kernel(q, k, k) is SDPBackend.FLASH_ATTENTION
+        assert choose_kernel(q, k, k, is_causal=True) is SDPBackend.EFFICIENT_ATTENTION
+        assert choose_kernel(q, few, few, enable_gqa=True) is SDPBackend.FLASH_ATTENTION
+        assert choose_kernel(q.float(), few.float(), few.float(), enable_gqa=True) is SDPBackend.MATH
+
+
+def test_kernel_obeys_the_user() -> None:
+    """`sdpa_kernel` decides among the kernels that can run, in its order; if none can, the error names what is enabled."""
+    with FakeTarget("cuda") as fake:
+        q = torch.empty(2, 4, 16, 32, dtype=HALF, device=fake.device)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert choose_kernel(q, q, q) is SDPBackend.MATH
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            assert choose_kernel(q, q, q) is SDPBackend.CUDNN_ATTENTION
+            assert ((B, H, T, 1), torch.float32) in attend(fake, HALF).kinds
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(UsageError, match="FLASH_ATTENTION"):
+            choose_kernel(q.float(), q.float(), q.float())
+
+
+def test_encoder_layer_takes_fused_attention_below_python() -> None:
+    """Attention inside nn.TransformerEncoderLayer is fused on the cuda target and saves no score matrix."""
+    with FakeTarget("cuda") as fake:
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(fake.device, HALF)
+        saved = Saved(lambda: layer(torch.randn(2, 48, 64, dtype=HALF, device=fake.device)), layer.parameters())
+    assert ((2, 4, 48), torch.float32) in saved.kinds
+    assert not [shape for shape, _ in saved.kinds if shape[-2:] == (48, 48)]
+
+
+def test_normalisations_keep_single_precision_statistics() -> None:
+    """On the cuda target the norms of a half-precision model save means and deviations in float32."""
+    with FakeTarget("cuda") as fake:
+        for norm, x in ((nn.LayerNorm(6), torch.empty(4, 6)), (nn.BatchNorm2d(6), torch.empty(4, 6, 5, 5))):
+            norm.to(fake.device, HALF)
+            saved = Saved(lambda norm=norm, x=x: norm(x.to(fake.device, HALF)), norm.parameters())  # type: ignore[misc]
+            assert [dtype for _, dtype in saved.kinds].count(torch.float32) == 2
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_default_optimizers_take_foreach_on_cuda_only(name: str) -> None:
+    """With no flag given an optimizer is foreach on the cuda target, as on CUDA, and a loop on the CPU."""
+    for target in TARGETS:
+        with FakeTarget(target) as fake, Meter() as meter:
+            model = cnn().to(fake.device)
+            train(model, torch.randn(8, 3, 32, 32, device=fake.device), OPTIMIZERS[name](model.parameters()))
+        stepped = {o for o in meter.operators if o.startswith(("_foreach_add", "_foreach_addcmul"))}
+        assert bool(stepped) == (target == "cuda")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_meter_sees_every_storage(target: Target) -> None:
+    """Over a step with AdamW a meter holds parameters and state at rest, exactly, and nothing else remains."""
+    with FakeTarget(target) as fake, Meter() as meter:
+        model = cnn().to(fake.device)
+        held = sum(t.nbytes for t in model.state_dict().values())
+        assert meter.now == held
+        stepper = OPTIMIZERS["adamw"](model.parameters())
+        train(model, torch.randn(8, 3, 32, 32, device=fake.device), stepper)
+        held += sum(t.nbytes for s in stepper.state.values() for t in s.values())
+        assert meter.now == held
+        assert meter.peak > held
+        del model, stepper
+    assert meter.now == 0
+
+
+def test_cpu_meter_agrees_with_real_training() -> None:
+    """The same meter over fake and real tensors sees the same peak, to the byte."""
+
+    def peak() -> int:
+        with Meter() as meter:
+            model = cnn()
+            train(model, torch.randn(8, 3, 32, 32), OPTIMIZERS["adamw"](model.parameters()))
+        return meter.peak
+
+    real = peak()
+    with FakeTarget("cpu"):
+        assert peak() == real
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_real_is_allocated(target: Target) -> None:
+    """A model of a terabyte, built plainly and moved, trains; an operator without known shapes is refused by name."""
+    with FakeTarget(target) as fake:
+        model = nn.Linear(2**19, 2**19).to(fake.device)
+        train(model, torch.randn(8, 2**19, device=fake.device), OPTIMIZERS["sgd-fused"](model.parameters()))
+        with pytest.raises(UnsupportedOperatorException, match="binomial"):
+            torch.binomial(torch.ones(4, device=fake.device), torch.ones(4, device=fake.device))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fake_keeps_shape_strides_and_dtype(target: Target) -> None:
+    """The twin of a real tensor has its layout, on the target's device, and needs no gradient."""
+    real = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True).t()
+    with FakeTarget(target) as fake:
+        twin = fake.fake(real)
+    assert (twin.shape, twin.stride(), twin.dtype, twin.device) == (real.shape, real.stride(), real.dtype, fake.device)
+    assert not twin.requires_grad
+
+
+def test_contexts_nest_and_leave_no_trace() -> None:
+    """Targets nest in any order; afterwards tensors are real again and torch's lists of types are as before."""
+    before = list(optimizer._foreach_supported_types)
+    with FakeTarget("cuda") as outer, FakeTarget("cpu"), outer:
+        assert torch.zeros(2, device=outer.device).device == outer.device
+    assert optimizer._foreach_supported_types == before
+    assert torch._C._is_multithreading_enabled()
+    assert torch.ones(2).sum().item() == 2.0
+
+
+def test_cuda_target_leaves_real_training_alone() -> None:
+    """After a cuda target the process still trains on the CPU, forks random state, and has no accelerator to use."""
+    with FakeTarget("cuda") as fake:
+        torch.zeros(2, device=fake.device, requires_grad=True).sum().backward()
+    if not torch.cuda.is_available():
+        assert not torch.accelerator.is_available()
+        assert torch.accelerator.device_count() == 0
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nn.Linear(2, 2)(torch.randn(2, 2)).sum().backward()
+
+
+def test_cpu_target_fills_no_device_slot() -> None:
+    """Only the cuda target registers a backend; a second one changes nothing; backward may have run before."""
+    code = (
+        "import torch; from pipefit.runtime.target import FakeTarget\n"
+        "name = torch._C._get_privateuse1_backend_name\n"
+        "torch.ones(2, requires_grad=True).sum().backward()\n"
+        "FakeTarget('cpu'); first = name()\n"
+        "for _ in range(2):\n"
+        "    with FakeTarget('cuda') as fake:\n"
+        "        torch.ones(2, requires_grad=True, device=fake.device).sum().backward()\n"
+        "print(first, name())"
+    )
+    assert _run("-c", code).split() == ["privateuseone", FAKE_CUDA]
+
+
+def test_a_taken_slot_is_explained() -> None:
+    """If another extension holds torch's open device slot, the error names it and says what to do."""
+    code = (
+        "import torch; torch.utils.rename_privateuse1_backend('npu')\n"
+        "from pipefit.runtime.target import FakeTarget\n"
+        "try: FakeTarget('cuda')\n"
+        "except ValueError as error: print(error)"
+    )
+    assert "'npu' holds" in _run("-c", code)
+
+
+def test_unknown_target_is_refused() -> None:
+    """A target is `cpu` or `cuda`."""
+    with pytest.raises(UsageError, match="'tpu' is not a target"):
+        FakeTarget("tpu")  # type: ignore[arg-type]
+
+
+def test_autocast_does_not_pass_in_silence() -> None:
+    """Autocast on the fake device warns that it is off; switched off, it says nothing."""
+    with FakeTarget("cuda") as fake:
+        if fake.device.type == "cuda":
+            pytest.skip("a real CUDA device has autocast")
+        with torch.autocast(fake.device.type, enabled=False):
+            pass
+        with pytest.warns(UserWarning, match="Disabling autocast"), torch.autocast(fake.device.type, dtype=HALF):
+            pass
+
+
+def _layers(device: torch.device) -> dict[str, list[int]]:
+    """Bytes of each storage that typical layers save on `device`, without the few bytes of random seeds."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN depends on the card
+
+    def saved(call: Callable[[], object], parameters: Iterable[Tensor] = ()) -> list[int]:
+        with sdpa_kernel(kernels):
+            return [n for n in Saved(call, parameters).nbytes if n >= 64]
+
+    layers: dict[str, list[int]] = {}
+    for dtype in (torch.float32, HALF, torch.bfloat16):
+        for name in ("cnn", "gpt", "attention", "encoder"):
+            build, shape = MODELS[name]
+            model, x = build().to(device, dtype), torch.randn(shape, device=device, dtype=dtype)
+            layers[f"{name} {dtype}"] = saved(lambda model=model, x=x: model(x), model.parameters())  # type: ignore[misc]
+        q = torch.randn(B, H, T, D, device=device, dtype=dtype, requires_grad=True)
+        mask = torch.ones(T, T, dtype=torch.bool, device=device)
+        for label, options in (("causal", {"is_causal": True}), ("dropout", {"dropout_p": 0.1}), ("mask", {"attn_mask": mask})):
+            layers[f"sdpa {label} {dtype}"] = saved(
+                lambda q=q, options=options: F.scaled_dot_product_attention(q, q, q, **options)  # type: ignore[misc]
+            )
+    table = nn.Embedding(100, 64, device=device)
+    layers["embedding"] = saved(lambda: table(torch.zeros(4, 8, dtype=torch.long, device=device)), table.parameters())
+    logits = torch.randn(32, 100, device=device, requires_grad=True)
+    layers["loss"] = saved(lambda: F.cross_entropy(logits, torch.zeros(32, dtype=torch.long, device=device)))
+    return layers
+
+
+def _run(*arguments: str) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to compare with")
+@pytest.mark.parametrize("where", ["this machine", "a machine without a GPU"])
+def test_cuda_saves_what_the_target_predicts(where: str) -> None:
+    """Each layer's saved storages on a real GPU are those predicted with that GPU's help, and without any."""
+    if where == "this machine":
+        with FakeTarget("cuda") as fake:
+            predicted = _layers(fake.device)
+    else:
+        predicted = json.loads(_run(__file__))
+    assert predicted == _layers(torch.device("cuda", 0))
+
+
+if __name__ == "__main__":  # the prediction of a machine without a GPU, for the test above
+    with FakeTarget("cuda") as target:
+        print(json.dumps(_layers(target.device)))

@@ -1,0 +1,315 @@
+"""What holds for every model of the zoo, and what `build` refuses."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit import zoo
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+
+TRANSFORMER: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 23, "sequence": 12}
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "vgg11": ("vgg11", {"num_classes": 4, "image_size": 32, "width": 2}),
+    "gpt": ("gpt", TRANSFORMER),
+    "gpt-eager": ("gpt", TRANSFORMER | {"attention": "eager"}),
+    "bert": ("bert", TRANSFORMER),
+    "bert-eager": ("bert", TRANSFORMER | {"attention": "eager"}),
+    "bert-plain": ("bert", TRANSFORMER | {"mask": False}),
+    "mlp": ("mlp", {"inputs": 12, "classes": 4, "widths": (8, 64, 16), "dropout": 0.1}),
+}
+
+every_small = pytest.mark.parametrize("case", SMALL)
+every_name = pytest.mark.parametrize("name", zoo.MODELS)
+
+
+def small(case: str, **settings: Any) -> Task:
+    name, defaults = SMALL[case]
+    return zoo.build(name, **(defaults | settings))
+
+
+def chain_of(task: Task) -> nn.Sequential:
+    chain = task.build()
+    assert isinstance(chain, nn.Sequential)
+    return chain
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that reach torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def half(dtype: torch.dtype) -> Iterator[None]:
+    """Float tensors are born in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train_step(task: Task, chain: nn.Module, size: int = 3) -> torch.Tensor:
+    inputs, targets = task.batch(size)
+    loss = task.loss(chain(inputs), targets)
+    loss.backward()
+    return loss.detach()
+
+
+@every_name
+def test_describing_allocates_nothing(name: str) -> None:
+    """Describing a model of default size runs no torch operation; calling its module does."""
+    with Counter() as counter:
+        task = zoo.build(name)
+        assert counter.count == 0
+        with torch.device("meta"):
+            chain_of(task)
+    assert counter.count > 0
+
+
+@every_name
+def test_built_on_a_device_context(name: str) -> None:
+    """Under `torch.device("meta")` every parameter and buffer of the default size is on that device."""
+    with torch.device("meta"):
+        chain = chain_of(zoo.build(name))
+    assert {tensor.device.type for tensor in [*chain.parameters(), *chain.buffers()]} == {"meta"}
+
+
+@every_name
+def test_default_size_trains_under_fake_tensors(name: str) -> None:
+    """Weights, batch, loss and gradients of the default size are fake where the mode is on: no memory, no waiting."""
+    with FakeTensorMode():
+        task = zoo.build(name)
+        chain = chain_of(task)
+        loss = train_step(task, chain, size=2)
+        gradients = [parameter.grad for parameter in chain.parameters()]
+        task.optimizer(chain.parameters()).step()
+    assert isinstance(loss, FakeTensor) and loss.shape == ()
+    assert all(isinstance(gradient, FakeTensor) for gradient in gradients)
+
+
+@every_small
+def test_every_parameter_learns(case: str) -> None:
+    """One backward reaches every parameter, with finite gradients of its shape."""
+    torch.manual_seed(0)
+    task = small(case)
+    chain = chain_of(task)
+    assert train_step(task, chain).isfinite()
+    for name, parameter in chain.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@every_small
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(case: str, dtype: torch.dtype) -> None:
+    """After `.to(dtype)`, inputs of that type too, gradients are of that type and the loss is float32."""
+    torch.manual_seed(0)
+    task = small(case)
+    chain = chain_of(task).to(dtype)
+    with half(dtype):
+        loss = train_step(task, chain)
+    assert loss.dtype == torch.float32 and loss.isfinite()
+    assert {parameter.grad.dtype for parameter in chain.parameters() if parameter.grad is not None} == {dtype}
+
+
+@pytest.mark.parametrize("case", ["vgg11", "gpt", "bert", "mlp"])
+def test_the_data_can_be_learned(case: str) -> None:
+    """The default optimizer lowers the loss on fresh batches to below four fifths of where guessing starts."""
+    torch.manual_seed(0)
+    task = small(case, dropout=0.0, **({"width": 8} if case == "vgg11" else {}))
+    chain = chain_of(task)
+    optimizer = task.optimizer(chain.parameters())
+    losses = []
+    for _ in range(120):
+        losses.append(train_step(task, chain, size=16).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+@every_small
+def test_batches_follow_the_default_generator(case: str) -> None:
+    """The same seed gives the same batch of the asked size, the next draw another one."""
+    task = small(case)
+
+    def draw() -> list[torch.Tensor]:
+        inputs, targets = task.batch(5)
+        return [*(inputs if isinstance(inputs, tuple) else (inputs,)), targets]
+
+    torch.manual_seed(7)
+    first, second = draw(), draw()
+    torch.manual_seed(7)
+    again = draw()
+    assert all(tensor.shape[0] == 5 for tensor in first)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert not torch.equal(first[-1], second[-1]) or not torch.equal(first[0], second[0])
+
+
+@every_small
+def test_no_dropout_is_deterministic(case: str) -> None:
+    """With dropout 0 a model in training mode gives the same output twice; with dropout it does not."""
+    torch.manual_seed(0)
+    for dropout in (0.0, 0.5):
+        task = small(case, dropout=dropout)
+        chain = chain_of(task)
+        inputs, _ = task.batch(4)
+        assert torch.equal(chain(_copy(inputs)), chain(_copy(inputs))) == (dropout == 0.0)
+
+
+def _copy(values: Any) -> Any:
+    return tuple(value.clone() for value in values) if isinstance(values, tuple) else values.clone()
+
+
+@every_small
+def test_any_split_computes_the_same(case: str) -> None:
+    """Cut anywhere, with what crosses the cut handed over as a tensor or tuple, the output is the whole chain's."""
+    torch.manual_seed(0)
+    task = small(case, dropout=0.0)
+    chain = chain_of(task)
+    inputs, _ = task.batch(2)
+    whole = chain(_copy(inputs))
+    for cut in range(1, len(chain)):
+        assert torch.equal(chain[cut:](chain[:cut](_copy(inputs))), whole), cut
+
+
+@every_small
+def test_a_task_travels_to_a_worker(case: str) -> None:
+    """A task survives pickling: the copy builds the same weights from the same seed."""
+    task = small(case)
+    copy = pickle.loads(pickle.dumps(task))
+    chains = []
+    for one in (task, copy):
+        torch.manual_seed(3)
+        chains.append(chain_of(one).state_dict())
+    assert all(torch.equal(chains[0][name], chains[1][name]) for name in chains[0])
+
+
+@every_name
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+)
+def test_optimizer_and_rate_are_settings(name: str, optimizer: str, kind: type[torch.optim.Optimizer]) -> None:
+    """Every model takes each optimizer by name, with its rate, over parameters or parameter groups."""
+    parameter = nn.Parameter(torch.zeros(2))
+    factory = zoo.build(name, optimizer=optimizer, lr=0.25).optimizer
+    made = factory(iter([parameter]))
+    assert type(made) is kind
+    assert made.param_groups[0]["lr"] == 0.25
+    assert made.param_groups[0].get("momentum", 0.9) == 0.9
+    assert [group["lr"] for group in factory([{"params": [parameter], "lr": 0.5}]).param_groups] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rate"),
+    [
+        ("gpt", torch.optim.AdamW, 3e-4),
+        ("bert", torch.optim.AdamW, 3e-4),
+        ("vgg11", torch.optim.SGD, 1e-3),
+        ("mlp", torch.optim.SGD, 0.03),
+    ],
+)
+def test_default_optimizers(name: str, kind: type[torch.optim.Optimizer], rate: float) -> None:
+    """Transformers default to AdamW at 3e-4, the others to SGD at the rate that trains them."""
+    made = zoo.build(name).optimizer([nn.Parameter(torch.zeros(2))])
+    assert type(made) is kind
+    assert made.param_groups[0]["lr"] == rate
+
+
+def test_unknown_model_lists_the_models() -> None:
+    """A wrong model name is refused with the names that exist."""
+    with pytest.raises(UsageError) as refusal:
+        zoo.build("gtp")
+    assert str(refusal.value) == "no model 'gtp' in the zoo: choose one of bert, gpt, mlp, vgg11"
+
+
+@every_name
+def test_unknown_setting_lists_the_settings(name: str) -> None:
+    """A wrong setting is refused with every setting that exists and its default."""
+    with pytest.raises(UsageError) as refusal:
+        zoo.build(name, hiden=3)
+    sentence = str(refusal.value)
+    assert sentence.startswith(f"{name} has no setting 'hiden': it has ")
+    for setting in inspect.signature(zoo.MODELS[name]).parameters.values():
+        assert f"{setting.name}={setting.default!r}" in sentence
+
+
+WHOLE = "must be a whole number, 1 or more, not"
+SIZES = "must be a tuple of whole numbers, each 1 or more, such as (64, 32), not"
+SHARE = "must be a number from 0 up to, not including, 1, not"
+RATE = "must be a finite number above 0, or None, not"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("gpt", {"layers": 0}, f"gpt: layers {WHOLE} 0"),
+        ("gpt", {"hidden": -768}, f"gpt: hidden {WHOLE} -768"),
+        ("gpt", {"hidden": "big"}, f"gpt: hidden {WHOLE} 'big'"),
+        ("gpt", {"hidden": 768.0}, f"gpt: hidden {WHOLE} 768.0"),
+        ("gpt", {"sequence": True}, f"gpt: sequence {WHOLE} True"),
+        ("gpt", {"heads": (2, 3)}, f"gpt: heads {WHOLE} (2, 3)"),
+        ("gpt", {"intermediate": 0}, "gpt: intermediate must be a whole number, 1 or more, or None, not 0"),
+        ("gpt", {"dropout": 1.0}, f"gpt: dropout {SHARE} 1.0"),
+        ("gpt", {"dropout": -0.1}, f"gpt: dropout {SHARE} -0.1"),
+        ("gpt", {"dropout": float("nan")}, f"gpt: dropout {SHARE} nan"),
+        ("gpt", {"dropout": "0.1"}, f"gpt: dropout {SHARE} '0.1'"),
+        ("gpt", {"dropout": False}, f"gpt: dropout {SHARE} False"),
+        ("gpt", {"attention": "flash"}, "gpt: attention must be 'sdpa' or 'eager', not 'flash'"),
+        ("gpt", {"attention": (1,)}, "gpt: attention must be 'sdpa' or 'eager', not (1,)"),
+        ("gpt", {"heads": 5}, "gpt: hidden=768 does not divide among heads=5: try heads=4 or hidden=770"),
+        ("bert", {"hidden": 6, "heads": 12}, "bert: hidden=6 does not divide among heads=12: try heads=6 or hidden=12"),
+        ("bert", {"mask": 1}, "bert: mask must be True or False, not 1"),
+        ("vgg11", {"image_size": 31}, "vgg11: image_size must be a whole number, 32 or more, not 31"),
+        ("vgg11", {"optimizer": "lion"}, "vgg11: optimizer must be 'adamw' or 'adam' or 'sgd', not 'lion'"),
+        ("mlp", {"lr": 0}, f"mlp: lr {RATE} 0"),
+        ("mlp", {"lr": float("inf")}, f"mlp: lr {RATE} inf"),
+        ("mlp", {"lr": "fast"}, f"mlp: lr {RATE} 'fast'"),
+        ("mlp", {"widths": ()}, f"mlp: widths {SIZES} ()"),
+        ("mlp", {"widths": 64}, f"mlp: widths {SIZES} 64"),
+        ("mlp", {"widths": (64, 0)}, f"mlp: widths {SIZES} (64, 0)"),
+        ("mlp", {"widths": (64, "a")}, f"mlp: widths {SIZES} (64, 'a')"),
+    ],
+)
+def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
+    """A value that cannot be is refused in one sentence: model, setting, what would do, what was given."""
+    with pytest.raises(UsageError) as refusal:
+        zoo.build(name, **settings)
+    assert str(refusal.value) == sentence
+
+
+def test_a_direct_call_is_checked_too() -> None:
+    """Calling a model's own function refuses what `build` refuses, in the same words."""
+    with pytest.raises(UsageError, match="gpt: layers must be a whole number, 1 or more, not 0"):
+        zoo.gpt(layers=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt", {"dropout": 0}),
+        ("gpt", {"lr": 1}),
+        ("gpt", {"lr": None}),
+        ("gpt", {"intermediate": None}),
+        ("mlp", {"widths": (1,)}),
+        ("vgg11", {"image_size": 32}),
+    ],
+)
+def test_values_at_the_edge_are_accepted(name: str, settings: dict[str, Any]) -> None:
+    """The smallest sizes, whole numbers for shares and rates, and None where it is the default, are fine."""
+    assert zoo.build(name, **settings).name == name
