@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -22,7 +23,8 @@ from pipefit.runtime.reader import DeviceReader
 
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
     """Highest allocated bytes of every stage in every step, by the allocator's own account: `[stage][step]`."""
-    trainer = Trainer(task, plan, seed=seed)
+    unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
+    trainer = Trainer(task, unmetered, seed=seed)
     levels = [_resident(reader) for reader in trainer.readers]
     peaks: list[list[int]] = [[] for _ in trainer.readers]
     for step in range(steps):
@@ -40,7 +42,7 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
 def _resident(reader: DeviceReader) -> int:
     """Bytes of what exists before the first step, counted from the tensors themselves."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (
-        *reader.runner.parameters, *reader.runner.buffers, *reader.runner.constants)}
+        *reader.runner.parameters, *reader.runner.buffers, *reader.runner.constants, *reader.runner.optimizer_state())}
     return sum(storages.values())
 
 

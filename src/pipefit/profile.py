@@ -114,6 +114,7 @@ class LayerCost:
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward
+    input_gradient_bytes: int  # the storages of the inputs' gradients, which may share one
     state_bytes: int  # optimizer state, from the first step on
     update_first_peak_bytes: int
     update_peak_bytes: int

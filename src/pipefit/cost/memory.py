@@ -112,7 +112,7 @@ class StageMemory:
     @property
     def input_gradient_bytes(self) -> int:
         """What a backward leaves to be sent to the stage before; nothing on the first stage."""
-        return gradient_bytes(self.inputs) if self.start else 0
+        return self.layers[0].input_gradient_bytes if self.start else 0
 
     @cached_property
     def sent_bytes(self) -> int:
@@ -187,8 +187,8 @@ class StageMemory:
         if number == 0:
             return self.input_gradient_bytes
         if self.last and number >= len(self.layers) - 1:
-            return gradient_bytes(self.outputs) if number == len(self.layers) - 1 else 0
-        return gradient_bytes(self.layers[number].inputs if number < len(self.layers) else self.outputs)
+            return self.layers[-1].input_gradient_bytes if number == len(self.layers) - 1 else 0
+        return self.layers[number].input_gradient_bytes if number < len(self.layers) else gradient_bytes(self.outputs)
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:

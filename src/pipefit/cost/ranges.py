@@ -129,8 +129,8 @@ class Ranges:
         self.update_first = self.state[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
-        boundaries = [*(cost.inputs for cost in costs[:-1]), costs[-2].outputs, ()]
-        self.boundary_gradients = _array(map(gradient_bytes, boundaries))
+        self.inner_gradients = _array([*(cost.input_gradient_bytes for cost in costs), 0])
+        self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(life.nbytes for life in targets)
         self.kept_targets = sum(life.nbytes for life in targets if life.saver != NEVER)
@@ -174,10 +174,10 @@ class _BandMaker:
         """All arrays."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
-        waiting = at(r.boundary_gradients)
-        entry = held + waiting
-        early = entry[1:] - born[1:] + self._spans(r.spans_first)
-        later = entry[1:] + self._spans(r.spans_later)
+        arriving = at(r.arriving_gradients)
+        entry = held + arriving
+        inner = held + at(r.inner_gradients)
+        first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
         return Band(
             first=self.first,
             valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts) <= r.count,
@@ -187,12 +187,12 @@ class _BandMaker:
             retained=ended(held),
             inputs=self._plus_loss(self._start(r.input_bytes).repeat(self.width, axis=0), r.target_bytes),
             received=self._behind_first(r.input_bytes),
-            output_gradients=ended(waiting),
-            input_gradients=self._behind_first(r.boundary_gradients),
+            output_gradients=ended(arriving),
+            input_gradients=self._behind_first(r.inner_gradients),
             sent=self._but_last((live - held)[1:-1]),
             forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
-            backward_first_peak=np.maximum(self._highest(early) + ended(born) - ended(entry), 0),
-            backward_later_peak=np.maximum(self._highest(later) - ended(entry), 0),
+            backward_first_peak=np.maximum(self._backward(inner, entry, first) + ended(born) - ended(entry), 0),
+            backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
             update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.state), 0),
             update_peak=self._highest(at(r.update)[:-1]),
         )
@@ -263,6 +263,15 @@ class _BandMaker:
         rows, columns = self.ends
         highest = np.maximum.accumulate(table, axis=0)
         out = highest[:-1].copy()
+        out[self.ends] = highest[rows + 1, columns]
+        return out
+
+    def _backward(self, inner: Ints, entry: Ints, spans: Ints) -> Ints:
+        """The highest over the layers of every range, each above what there is behind it: `entry` behind the last layer."""
+        highest = np.maximum.accumulate(inner[1:] + spans, axis=0)
+        out = entry[1:-1] + spans[:-1]
+        np.maximum(out[1:], highest[:-2], out=out[1:])
+        rows, columns = self.ends
         out[self.ends] = highest[rows + 1, columns]
         return out
 

@@ -35,6 +35,7 @@ class LayerMeter:
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.statics = [*module.parameters(), *module.buffers()]
         self.outputs: Values = ()
+        self.input_gradient_bytes = 0
 
     def measure(self, optimizer: Callable[..., Optimizer]) -> LayerCost:
         """Everything about the layer. Afterwards `outputs` are like what the layer returned."""
@@ -59,6 +60,7 @@ class LayerMeter:
             backward_first=backward_first,
             backward_later=backward_later,
             gradient_bytes=gradient_bytes,
+            input_gradient_bytes=self.input_gradient_bytes,
             state_bytes=state,
             update_first_peak_bytes=first,
             update_peak_bytes=later,
@@ -87,7 +89,7 @@ class LayerMeter:
             storage = tensor.untyped_storage()
             if storage._cdata not in where:
                 where[storage._cdata] = Origin(kind="own", index=len(own))
-                own.append(storage.nbytes())
+                own.append(self.gauge.storages([tensor])[0].nbytes)
             return where[storage._cdata]
 
         cell = Cell()
@@ -99,14 +101,15 @@ class LayerMeter:
             for index, t in enumerate(packed)
         ]
         origins = tuple(origin(value) for value in values)
-        self.outputs = values
         hidden = self.gauge.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on a custom function's context, unseen by hooks
             saved.append(SavedTensor(index=len(saved), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own))))
             own.append(hidden)
+        self.outputs = tuple(_like(value) for value in values)
         leave(cell, values)
         cell.root = None
-        self.outputs = tuple(_like(value) for value in values)
+        del values
+        self.gauge.forget_graphs()
         return tuple(own), tuple(saved), origins
 
     def _microbatch(self) -> tuple[int, tuple[Span, ...], Work, Work]:
@@ -127,6 +130,8 @@ class LayerMeter:
         del incoming
         backward(cell)
         del seed
+        outgoing = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in cell.outgoing if g is not None}
+        self.input_gradient_bytes = sum(outgoing.values())
         return peak, self.gauge.spans, forward, self.gauge.work
 
     def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, Work]:
@@ -134,9 +139,9 @@ class LayerMeter:
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
             return 0, 0, 0, Work(flops=0, moved_bytes=0)
-        stepper = optimizer([{"params": trainable}])
         before = self.gauge.total
         self.gauge.start()
+        stepper = optimizer([{"params": trainable}])
         stepper.step()
         first, state = self.gauge.peak_bytes, self.gauge.total - before
         self.gauge.start()

@@ -53,6 +53,9 @@ class CudaMeter:
                     storage = tensor.untyped_storage()
                     self._tagged[category][storage.data_ptr()] = storage.nbytes()
 
+    def forget_graphs(self) -> None:
+        """Nothing to forget: the allocator knows."""
+
 
 def memory_figures(device: torch.device) -> dict[str, int]:
     """The three numbers of a CUDA device, never to be mixed: peak allocated, peak reserved, and the process total now."""

@@ -12,6 +12,7 @@ Costs about ten microseconds an operation. Real GPUs are not metered this way; t
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +26,14 @@ from pipefit.units import format_bytes
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
-_TEMPORARY = _POSITION[Category.TEMPORARY]
+_TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
+
+# For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
+_KEEP_SCALAR = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor})
+_SCALAR_BYTES = 8
+_LOSSES = frozenset(
+    {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.binary_cross_entropy.default}
+)
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
@@ -59,6 +67,8 @@ class Meter(TorchDispatchMode):
         self.bytes = [0] * len(CATEGORIES)
         self.action = "setting up"
         self._live: dict[int, Tracked] = {}
+        self._scalars = Counter[tuple[torch.Size, float]]()
+        self._spent = 0
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
@@ -68,6 +78,7 @@ class Meter(TorchDispatchMode):
     def begin(self, action: str) -> None:
         """`action` begins; its peak starts at the present level."""
         self.action = action
+        self._release_scalars()
         self._born.clear()
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
@@ -89,8 +100,14 @@ class Meter(TorchDispatchMode):
     # ---------------------------------------------------------------- what the meter sees
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self._spent:
+            self._release_scalars()
         before = self.total
         out = func(*args, **(kwargs or {}))
+        if func in _LOSSES and self.threads is not None:
+            self._grow(out, args[0])
+        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
+            self._scalar(args[0], args[1])
         if isinstance(out, Tensor):
             if args and out is args[0]:  # in place: no storage is born, but one of ours may be resized
                 self._check_size(out)
@@ -103,6 +120,38 @@ class Meter(TorchDispatchMode):
             if inside is not None and before + inside > self._peak:
                 self._reach(before + inside)
         return out
+
+    def _grow(self, loss: Tensor, values: Tensor) -> None:
+        """On the CPU a reduced loss keeps the storage of its unreduced values, which a fake one does not show."""
+        tracked, nbytes = self._track(loss), values.numel() * values.element_size()
+        if tracked.nbytes < nbytes:
+            self._resize(tracked, nbytes)
+
+    def _scalar(self, tensor: Tensor, value: float) -> None:
+        """`tensor * value` is under way: in a forward autograd will keep the value; in a backward it has just used one."""
+        key = tensor.shape, value
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self._scalars[key] += 1
+            self._hold_scalars(1)
+        elif self._scalars[key]:
+            self._scalars[key] -= 1
+            self._spent += 1  # its node is released when it is done, before the next operation
+
+    def _release_scalars(self) -> None:
+        self._hold_scalars(-self._spent)
+        self._spent = 0
+
+    def _hold_scalars(self, number: int) -> None:
+        self.bytes[_ACTIVATIONS] += _SCALAR_BYTES * number
+        self.total += _SCALAR_BYTES * number
+        if self.total > self._peak:
+            self._reach(self.total)
+
+    def forget_graphs(self) -> None:
+        """The graphs recorded so far are gone without a backward: so are the numbers they kept."""
+        self._hold_scalars(-self._spent - self._scalars.total())
+        self._spent = 0
+        self._scalars.clear()
 
     def _track_all(self, items: Any) -> None:
         """Track every tensor in an operation's list of results."""

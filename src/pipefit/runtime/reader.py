@@ -32,6 +32,7 @@ class MemoryMeter(AbstractContextManager[Any], Protocol):
     def begin(self, action: str) -> None: ...
     def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...
     def tag(self, tensors: Sequence[Tensor | None], category: Category) -> None: ...
+    def forget_graphs(self) -> None: ...
 
 
 class DeviceReader:
@@ -62,6 +63,7 @@ class DeviceReader:
         if meter is not None:
             meter.tag([*runner.parameters, *runner.buffers], Category.PARAMETERS)
             meter.tag(runner.constants, Category.BOUNDARY)
+            meter.tag(runner.optimizer_state(), Category.OPTIMIZER)
 
     def step(self, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> Iterator[None]:
         """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
@@ -85,6 +87,8 @@ class DeviceReader:
     def abandon(self) -> None:
         """Forget everything in flight: after a failure no buffer stays behind."""
         self.runner.abandon()
+        if self.meter is not None:
+            self.meter.forget_graphs()
         self._started.clear()
         self._arrived.clear()
         self._loaded.clear()

@@ -1,0 +1,180 @@
+"""What people get wrong on the command line: one sentence on stderr, a stable exit code, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.files import dumps, save
+from pipefit.schedule import lower
+from pipefit.simulator import simulate
+from pipelines import make_plan, random_profile
+
+FACTORIES = """
+import sys
+import pipefit
+
+def no_task(): return 3
+def breaks(): raise ZeroDivisionError("division\\nby zero")
+def leaves(): sys.exit(7)
+def one(size): return size
+number = 3
+"""
+
+TABLE: list[tuple[str, int, list[str]]] = [
+    # the parser's own
+    ("fly", 2, ["fly", "--help"]),
+    ("--fly", 2, ["--fly"]),
+    ("plan", 2, ["PROFILE", "pipefit plan --help"]),
+    ("plan profile.json", 2, ["--cluster"]),
+    ("plan profile.json --cluster", 2, ["--cluster"]),
+    ("plan profile.json extra --cluster dgx1-v100", 2, ["extra"]),
+    ("plan profile.json --cluster dgx1-v100 --batch-size 0", 2, ["--batch-size", "must be greater than or equal to 1"]),
+    ("plan profile.json --cluster dgx1-v100 --batch-size many", 2, ["--batch-size", "must be a valid integer; "]),
+    ("plan profile.json --cluster dgx1-v100 --batch-size 1.5", 2, ["--batch-size", "must be a valid integer; "]),
+    ("plan profile.json --cluster dgx1-v100 --stages -1", 2, ["--stages"]),
+    ("profile zoo:mlp", 2, ["--microbatch-size"]),
+    ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),
+    ("profile zoo:mlp --microbatch-size 1 --device tpu", 2, ["tpu", "fake"]),
+    ("simulate plan.json --steps 0", 2, ["--steps"]),
+    ("train plan.json zoo:mlp --seed -1", 2, ["--seed"]),
+    ("train plan.json zoo:mlp --timeout 0", 2, ["--timeout"]),
+    ("certify plan.json", 2, ["MODEL"]),
+    ("compare trace.json", 2, ["MEASURED"]),
+    # the model
+    ("profile mlp --microbatch-size 1", 2, ["'mlp' is not a model", "zoo:NAME"]),
+    ("profile zoo: --microbatch-size 1", 2, ["not a model"]),
+    ("profile zoo:dog --microbatch-size 1", 2, ["'dog'", "mlp"]),
+    ("profile zoo:mlp --microbatch-size 1 --set widths", 2, ["--set name=value"]),
+    ("profile zoo:mlp --microbatch-size 1 --set =3", 2, ["--set name=value"]),
+    ("profile zoo:mlp --microbatch-size 1 --set lr=1 --set lr=2", 2, ["lr", "twice"]),
+    ("profile zoo:mlp --microbatch-size 1 --set wings=2", 2, ["wings"]),
+    ("profile zoo:mlp --microbatch-size 1 --set classes=few", 2, ["classes", "'few'"]),
+    ("profile hf:gpt2 --microbatch-size 1", 2, ["not available yet"]),
+    ("profile nowhere:make --microbatch-size 1", 2, ["no module 'nowhere'"]),
+    ("profile mine.inner:make --microbatch-size 1", 2, ["mine"]),
+    ("profile mine.py:no_task --microbatch-size 1", 2, ["without .py", "mine:factory"]),
+    ("profile a-b:make --microbatch-size 1", 2, ["'a-b' is not the name of a module"]),
+    ("profile mine:no_tusk --microbatch-size 1", 2, ["no_tusk", "did you mean no_task"]),
+    ("profile mine:number --microbatch-size 1", 2, ["int, not a function"]),
+    ("profile mine:no_task --microbatch-size 1", 2, ["returned a int", "pipefit.Task"]),
+    ("profile mine:breaks --microbatch-size 1", 2, ["raised ZeroDivisionError: division:"]),
+    ("profile mine:leaves --microbatch-size 1", 2, ["raised SystemExit: 7"]),
+    ("profile mine:one --microbatch-size 1", 2, ["raised TypeError", "size"]),
+    ("profile broken:make --microbatch-size 1", 2, ["module broken raised SyntaxError"]),
+    ("profile needy:make --microbatch-size 1", 2, ["needy cannot be imported", "no_such_package"]),
+    # the cluster
+    ("plan profile.json --cluster dgx1", 2, ["'dgx1'", "did you mean dgx"]),
+    ("plan profile.json --cluster emulated:4", 2, ["emulated:4x256MiB"]),
+    ("plan profile.json --cluster emulated:0x1MiB", 2, ["at least one device"]),
+    ("plan profile.json --cluster emulated:4x0MiB", 2, ["at least one byte"]),
+    ("plan profile.json --cluster emulated:99999x1MiB", 2, ["4096"]),
+    ("plan profile.json --cluster none.toml", 6, ["no file none.toml"]),
+    ("plan profile.json --cluster bad.toml", 6, ["bad.toml is not TOML"]),
+    ("plan profile.json --cluster trace.json", 6, ["is a trace", "a cluster is expected"]),
+    ("show emulated:", 2, ["emulated:4x256MiB"]),
+    # files
+    ("plan none.json --cluster dgx1-v100", 6, ["no file none.json"]),
+    ("plan plan.json --cluster dgx1-v100", 6, ["is a plan; a profile is expected", "pipefit profile"]),
+    ("simulate profile.json", 6, ["is a profile; a plan is expected", "pipefit plan"]),
+    ("simulate .", 6, ["is a folder"]),
+    ("certify none.json zoo:mlp", 6, ["no file none.json"]),
+    ("train cut.json zoo:mlp", 6, ["cut.json is cut off"]),
+    ("compare plan.json trace.json", 6, ["is a plan; a trace is expected"]),
+    ("compare trace.json other.json", 2, ["different devices"]),
+    ("show none.json", 6, ["no file none.json"]),
+    ("show empty.json", 6, ["is empty"]),
+    ("simulate plan.json -o none/trace.json", 6, ["create"]),
+    ("simulate plan.json -o .", 6, ["not a file"]),
+    ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
+    ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of every kind, some of them broken, and modules with factories."""
+    here = tmp_path_factory.mktemp("folder")
+    plan = make_plan(random_profile(6), (2, 4))
+    save(plan.profile, here / "profile.json")
+    save(plan, here / "plan.json")
+    save(lower(plan), here / "program.json")
+    save(simulate(plan), here / "trace.json")
+    save(simulate(make_plan(random_profile(6), (1, 1, 4))), here / "other.json")
+    (here / "cut.json").write_text(dumps(plan)[:-100])
+    (here / "empty.json").write_text("")
+    (here / "bad.toml").write_text("name =")
+    (here / "mine.py").write_text(FACTORIES)
+    (here / "broken.py").write_text("def make(:")
+    (here / "needy.py").write_text("import no_such_package")
+    return here
+
+
+@pytest.mark.parametrize(("line", "code", "words"), TABLE, ids=[line for line, *_ in TABLE])
+def test_a_mistake_has_its_sentence_and_its_code(
+    line: str,
+    code: int,
+    words: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The line ends with its exit code and one sentence with the words; stdout stays empty, the folder as it was."""
+    monkeypatch.chdir(folder)
+    before = sorted(os.listdir(folder))
+    assert main(shlex.split(line)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pipefit: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert not [word for word in words if word not in err], err
+    assert sorted(set(os.listdir(folder)) - {"__pycache__"}) == sorted(set(before) - {"__pycache__"})
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --debug the sentence follows the traceback, the code stays, and the cause in the user's code is shown."""
+    monkeypatch.chdir(folder)
+    for line in ("--debug profile mine:breaks -b 1", "profile mine:breaks -b 1 --debug"):
+        assert main(line.split()) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" in err
+        assert "ZeroDivisionError" in err
+        assert err.splitlines()[-1].startswith("pipefit: mine:breaks raised")
+
+
+def test_what_nobody_foresaw_is_one_sentence_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exception that is not ours exits with 1, named, and points to --debug."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("pipefit.files.load", fail)
+    assert main(["show", str(folder / "plan.json")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("pipefit: unexpected KeyError: 'lost'")
+    assert "--debug" in err
+    assert err.count("\n") == 1
+
+
+def test_stopping_exits_as_shells_expect(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C exits with 130 and writes no result."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("pipefit.simulator.simulate", interrupt)
+    assert main(["simulate", "plan.json", "-o", "stopped.json"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (folder / "stopped.json").exists()

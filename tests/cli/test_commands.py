@@ -1,0 +1,155 @@
+"""The commands that need no torch: what they print, what they save, and that --json is JSON and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipefit
+from pipefit.cli import main
+from pipefit.cluster import Cluster
+from pipefit.files import dumps, load, save
+from pipefit.plan import Plan
+from pipefit.planner import PLANNERS
+from pipefit.profile import ModelProfile
+from pipefit.schedule import SCHEDULES, lower
+from pipefit.simulator import simulate
+from pipefit.trace import Trace
+from pipelines import make_plan, random_profile
+
+PLAN = make_plan(random_profile(6), (2, 4))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a profile, a plan, a program and a trace."""
+    monkeypatch.chdir(tmp_path)
+    save(PLAN.profile, "profile.json")
+    save(PLAN, "plan.json")
+    save(lower(PLAN), "program.json")
+    save(simulate(PLAN), "trace.json")
+    return tmp_path
+
+
+def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan -o` saves a plan of the profile on the cluster, with as many microbatches as the batch needs."""
+    arguments = ["plan", "profile.json", "--cluster", "emulated:2x1GiB", "--batch-size", "4", "-o", "mine.json"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    made = load("mine.json", Plan)
+    assert made.profile == load("profile.json", ModelProfile)
+    assert made.cluster == Cluster.emulated((2, 1 << 30))
+    assert made.training.batch_size == 4
+    assert "stage" in out
+    assert "mine.json" in err
+
+
+def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--planner` and `--schedule` accept can be read in the help of `plan`."""
+    assert main(["plan", "--help"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").replace(".", " ").split()
+    assert {*PLANNERS, *SCHEDULES} <= set(words)
+
+
+def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Infeasible is an answer: exit code 3, the device that is short, and no file."""
+    arguments = ["plan", "profile.json", "--cluster", "emulated:2x1B", "--batch-size", "4", "-o", "mine.json"]
+    assert main(arguments) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "device" in err
+    assert not (here / "mine.json").exists()
+
+
+def test_simulating_saves_the_trace_of_the_simulator(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`simulate -o` saves what `simulate()` returns, and prints every device's peak."""
+    assert main(["simulate", "plan.json", "--steps", "3", "-o", "mine.json"]) == 0
+    assert load("mine.json", Trace) == simulate(PLAN, steps=3)
+    assert "simulated: 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "program", "trace"])
+def test_showing_a_document_as_json_prints_the_document(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`show --json` prints what the file holds, and nothing else."""
+    assert main(["show", f"{name}.json", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert out == (here / f"{name}.json").read_text()
+    assert err == ""
+
+
+def test_every_result_can_be_json_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json, plan, simulate and compare print one JSON value on stdout and nothing on stderr."""
+    for line in (
+        "plan profile.json --cluster emulated:2x1GiB --batch-size 4 --json",
+        "simulate plan.json --json",
+        "compare trace.json trace.json --json",
+        "show hgx-h200 --json",
+    ):
+        assert main(line.split()) == 0
+        out, err = capsys.readouterr()
+        assert isinstance(json.loads(out), dict)
+        assert err == ""
+
+
+def test_showing_says_what_matters(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each kind of document is shown with its own words: layers, actions, peaks, link rates."""
+    expected = {
+        "profile.json": ["layer0", "saved for backward", "(loss)"],
+        "program.json": ["2 stages and 4 microbatches", "device 0: 0LOAD0 0F0"],
+        "trace.json": ["simulated", "peak", "budget"],
+        "dgx1-v100": ["v100", "29.80 GiB", "15.75*", "device7"],
+    }
+    for name, words in expected.items():
+        assert main(["show", name]) == 0
+        out = capsys.readouterr().out
+        assert not [word for word in words if word not in out], out
+
+
+def test_comparing_a_trace_with_itself_finds_no_difference(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same trace twice is zero bytes and zero per cent apart."""
+    assert main(["compare", "trace.json", "trace.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["difference_bytes"] for row in found["devices"]] == [0, 0]
+    assert found["measured"]["step_seconds"] == found["predicted"]["step_seconds"]
+
+
+def test_the_doctor_tells_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The doctor's JSON has this interpreter, its torch and what can be done; its text says the same."""
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["torch"] == found["packages"]["torch"]
+    assert found["memory_bytes"] > 0
+    assert any(found["abilities"].values())
+    assert main(["doctor"]) == 0
+    assert found["torch"] in capsys.readouterr().out
+
+
+def test_the_version_and_help_need_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipefit` alone shows help; `--version` the version; `-h` is `--help`."""
+    assert main([]) == main(["-h"]) == main(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Exit codes") == 2
+    assert pipefit.__version__ in out
+
+
+@pytest.mark.parametrize("reader", ["head -c 1", "true"])
+def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> None:
+    """`pipefit simulate --json | head` ends without a word on stderr, with more to print than a pipe holds."""
+    big = make_plan(random_profile(60), (30, 30), microbatches=200)
+    save(big, "big.json")
+    assert len(dumps(simulate(big))) > 1 << 17
+    command = f"'{sys.executable}' -m pipefit.cli simulate big.json --json | {reader}"
+    environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert done.stdout in ("{", "")
+    assert done.stderr == ""

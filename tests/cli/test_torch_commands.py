@@ -1,0 +1,78 @@
+"""The commands that need torch: predicted, certified and measured peaks are one number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.files import load, save
+from pipefit.plan import Plan
+from pipefit.profile import ModelProfile
+from pipefit.trace import Trace
+
+MODEL = ["zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile and a plan, made by the commands."""
+    here = tmp_path_factory.mktemp("folder")
+    assert main(["profile", *MODEL, "--microbatch-size", "4", "-o", str(here / "profile.json")]) == 0
+    line = ["plan", str(here / "profile.json"), "--cluster", "emulated:2x64MiB", "--batch-size", "16"]
+    assert main([*line, "-o", str(here / "plan.json")]) == 0
+    return here
+
+
+def test_profiling_saves_a_profile_of_the_model(folder: Path) -> None:
+    """The profile has the layers that `--set` asked for, at the microbatch size asked for."""
+    profile = load(folder / "profile.json", ModelProfile)
+    assert profile.layers[0] == "linear0"
+    assert len(profile.layers) == 7
+    assert [m.microbatch_size for m in profile.measurements] == [4]
+
+
+def test_three_readers_agree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """simulate, certify and train give the same peaks to the byte, and compare says so."""
+    names = [str(folder / f"{name}.json") for name in ("simulated", "certified", "measured")]
+    plan = str(folder / "plan.json")
+    assert main(["simulate", plan, "-o", names[0]]) == 0
+    assert main(["certify", plan, *MODEL, "-o", names[1]]) == 0
+    assert main(["train", plan, *MODEL, "--steps", "2", "-o", names[2]]) == 0
+    assert "loss" in capsys.readouterr().out
+    for name in names[:2]:
+        assert main(["compare", name, names[2], "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["devices"]
+        assert [row["difference_bytes"] for row in rows] == [0, 0]
+
+
+def test_training_as_json_has_losses_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train --json` prints a loss for each step and the measured trace."""
+    assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 2
+    assert found["trace"]["source"] == "measured"
+
+
+def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Certify exits with 4 and names the device; the trace is saved, as evidence."""
+    text = (folder / "plan.json").read_text().replace(str(64 << 20), "1000")
+    (tmp_path / "plan.json").write_text(text)
+    assert main(["certify", str(tmp_path / "plan.json"), *MODEL, "-o", str(tmp_path / "trace.json")]) == 4
+    assert "1000 B" in capsys.readouterr().err
+    assert max(load(tmp_path / "trace.json", Trace).peak_bytes) > 1000
+
+
+def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan and a model that do not belong together exit with 6, before anything runs."""
+    save(load(folder / "plan.json", Plan), folder / "again.json")
+    for command in ("certify", "train"):
+        assert main([command, str(folder / "again.json"), "zoo:mlp"]) == 6
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("pipefit: ")
+        assert "Traceback" not in err

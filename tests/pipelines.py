@@ -1,0 +1,219 @@
+"""Synthetic pipelines for tests and benchmarks: layers, clusters, plans and programs in a few words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
+from pipefit.plan import Plan, Stage
+from pipefit.profile import (
+    LayerCost,
+    Measurement,
+    ModelProfile,
+    Origin,
+    Parameter,
+    SavedTensor,
+    Span,
+    Value,
+    Work,
+)
+from pipefit.program import Action, Kind, Program, Subject
+from pipefit.schedule import lower
+from pipefit.training import Training
+from chains import hostile, profile
+
+
+KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
+
+
+def value(nbytes: int, *, requires_grad: bool = True) -> Value:
+    """A tensor at a boundary."""
+    return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=requires_grad)
+
+
+def work(seconds: float | None) -> Work:
+    """A pass that takes `seconds`; None leaves the time to the estimate."""
+    return Work(flops=1000, moved_bytes=1000, seconds=seconds)
+
+
+def make_layer(
+    *,
+    input_bytes: int = 8,
+    output_bytes: int = 8,
+    kept_bytes: int = 16,
+    parameter_bytes: int = 32,
+    saves_input: bool = True,
+    forward_seconds: float | None = 1.0,
+    backward_seconds: float | None = 2.0,
+    update_seconds: float | None = 0.0,
+    scratch_bytes: int = 4,
+) -> LayerCost:
+    """A layer of one input and one output. It saves storage of its own, as tensor 0, and its input, as tensor 1.
+
+    Gradients take as much as the parameters, optimizer state twice that. Every phase uses `scratch_bytes` besides.
+    """
+    saved = [SavedTensor(index=0, nbytes=kept_bytes, dtype="uint8", origin=Origin(kind="own", index=1))]
+    if saves_input:
+        saved.append(SavedTensor(index=1, nbytes=input_bytes, dtype="uint8", origin=Origin(kind="input")))
+    return LayerCost(
+        module="Synthetic",
+        parameters=(
+            Parameter(name="weight", shape=(parameter_bytes,), dtype="uint8", nbytes=parameter_bytes, trainable=True),
+        ),
+        buffer_bytes=0,
+        inputs=(value(input_bytes),),
+        outputs=(value(output_bytes),),
+        output_origins=(Origin(kind="own"),),
+        storages=(output_bytes, kept_bytes),
+        saved=tuple(saved),
+        forward_peak_bytes=output_bytes + kept_bytes + scratch_bytes,
+        backward_first=(Span(peak_bytes=input_bytes + parameter_bytes + scratch_bytes),),
+        backward_later=(Span(peak_bytes=input_bytes + parameter_bytes + 2 * scratch_bytes),),
+        gradient_bytes=parameter_bytes,
+        input_gradient_bytes=input_bytes,
+        state_bytes=2 * parameter_bytes,
+        update_first_peak_bytes=2 * parameter_bytes + scratch_bytes,
+        update_peak_bytes=scratch_bytes,
+        forward=work(forward_seconds),
+        backward=work(backward_seconds),
+        update=work(update_seconds),
+    )
+
+
+def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
+    """A loss over a model's outputs and one target; takes no time and saves four bytes."""
+    return LayerCost(
+        module="Loss",
+        parameters=(),
+        buffer_bytes=0,
+        inputs=(*outputs, value(target_bytes, requires_grad=False)),
+        outputs=(value(4),),
+        output_origins=(Origin(kind="own"),),
+        storages=(4, 4),
+        saved=(SavedTensor(index=0, nbytes=4, dtype="uint8", origin=Origin(kind="own", index=1)),),
+        forward_peak_bytes=8,
+        backward_first=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
+        backward_later=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
+        gradient_bytes=0,
+        input_gradient_bytes=sum(output.nbytes for output in outputs),
+        state_bytes=0,
+        update_first_peak_bytes=0,
+        update_peak_bytes=0,
+        forward=work(0.0),
+        backward=work(0.0),
+        update=work(0.0),
+    )
+
+
+def chain_profile(costs: Sequence[LayerCost], *, microbatch_size: int = 1, target_bytes: int = 4) -> ModelProfile:
+    """The profile of these layers, one after the other; equal ones share a kind."""
+    kinds = tuple(dict.fromkeys(costs))
+    measurement = Measurement(
+        microbatch_size=microbatch_size,
+        kinds=kinds,
+        layers=tuple(kinds.index(cost) for cost in costs),
+        loss=make_loss(costs[-1].outputs, target_bytes=target_bytes),
+    )
+    return profile(measurement)
+
+
+def equal_profile(layers: int, **layer: object) -> ModelProfile:
+    """Layers that are all alike; keywords go to `make_layer`."""
+    return chain_profile([make_layer(**layer)] * layers)  # type: ignore[arg-type]
+
+
+def random_profile(layers: int, seed: int = 0) -> ModelProfile:
+    """Layers that alias, pass through, save and release as they like."""
+    return profile(hostile(Random(seed), layers))
+
+
+def make_cluster(
+    devices: int,
+    *links: Link,
+    bytes_per_second: float = 1e30,
+    latency_seconds: float = 0.0,
+    memory_bytes: int = 1 << 40,
+    hosts: int = 1,
+) -> Cluster:
+    """Equal devices on one host. Without `links`, a switch joins all devices and the host; by default it takes no time."""
+    members = (*(f"device{number}" for number in range(devices)), *(f"host{number}" for number in range(hosts)))
+    switch = Link(members=members, bytes_per_second=bytes_per_second, latency_seconds=latency_seconds)
+    return Cluster(
+        name="synthetic",
+        backend="emulated",
+        devices=tuple(Device(kind=KIND, memory_bytes=memory_bytes) for _ in range(devices)),
+        hosts=tuple(Host(memory_bytes=1 << 40) for _ in range(hosts)),
+        links=links or (switch,),
+    )
+
+
+def make_plan(
+    profile: ModelProfile,
+    split: Sequence[int],
+    *,
+    microbatches: int = 4,
+    schedule: str = "1f1b",
+    cluster: Cluster | None = None,
+) -> Plan:
+    """Stage s holds `split[s]` layers on device s."""
+    starts = [sum(split[:number]) for number in range(len(split) + 1)]
+    size = profile.measurements[0].microbatch_size
+    return Plan(
+        profile=profile,
+        cluster=cluster or make_cluster(len(split)),
+        training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
+        stages=tuple(
+            Stage(start=start, stop=stop, devices=(number,))
+            for number, (start, stop) in enumerate(itertools.pairwise(starts))
+        ),
+    )
+
+
+def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Sequence[int] | None = None) -> Program:
+    """The plan's program in segments of one layer, each of which moves one saved tensor away and has it back in time.
+
+    `stages` are those that do so, by default all.
+    """
+    program = lower(plan)
+    moving = range(len(plan.stages)) if stages is None else stages
+    return Program(
+        placement=program.placement,
+        microbatches=program.microbatches,
+        actions=tuple(
+            tuple(
+                moved
+                for action in actions
+                for moved in (
+                    _moved(action, plan.stages[action.stage], place, tensor) if action.stage in moving else [action]
+                )
+            )
+            for actions in program.actions
+        ),
+    )
+
+
+def _moved(action: Action, stage: Stage, place: str, tensor: int) -> Iterator[Action]:
+    layers = range(stage.start, stage.stop)
+    moves = {
+        layer: Action(Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=place)
+        for layer in layers
+    }
+    if action.kind is Kind.FORWARD:
+        for layer in layers:
+            yield action._replace(layers=(layer, layer + 1))
+            yield moves[layer]
+            if layer > stage.start:
+                yield moves[layer - 1].join
+        yield moves[stage.stop - 1].join
+    elif action.kind is Kind.BACKWARD:
+        back = {layer: move._replace(kind=Kind.RELOAD) for layer, move in moves.items()}
+        yield back[stage.stop - 1]
+        for layer in reversed(layers):
+            if layer > stage.start:
+                yield back[layer - 1]
+            yield back[layer].join
+            yield action._replace(layers=(layer, layer + 1))
+    else:
+        yield action

@@ -1,0 +1,121 @@
+"""The exact planner against the exhaustive one, which shares none of its search, and against its own claims."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, permutations
+from random import Random
+
+import pytest
+from chains import alike, devices, hostile, plain, profile, training, vgg_like
+from ledger import walk
+
+from pipefit.cluster import Cluster
+from pipefit.plan import Plan, Stage
+from pipefit.planner import Options, exact, exhaustive
+from pipefit.profile import Measurement
+from pipefit.simulator import simulate
+
+AMPLE = 1 << 40
+
+
+def both(measurement: Measurement, cluster: Cluster, schedule: str, microbatches: int, stages: int | None = None) -> tuple[Plan, Plan]:
+    options = Options(stages=stages, allow_infeasible=True)
+    question = (profile(measurement), cluster, training(schedule, microbatches), options)
+    return exact(*question), exhaustive(*question)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
+    """30 layers on 4 devices: the same plan as trying every split, and it says so."""
+    found, best = both(vgg_like(), devices(*[AMPLE] * 4), schedule, 12)
+    assert best.provenance and best.provenance.evaluated == 3654
+    assert found.stages == best.stages
+    assert found.prediction == best.prediction
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
+    """Small integer costs, so that peaks tie in every column: the same split down to the tie-break."""
+    rng = Random(seed)
+    count = rng.randrange(1, 11)
+    cluster = devices(*[AMPLE] * rng.randrange(1, 6))
+    stages = rng.choice((None, rng.randrange(1, min(count, len(cluster.devices)) + 1)))
+    chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
+    found, best = both(chain, cluster, rng.choice(("gpipe", "1f1b")), rng.randrange(1, 7), stages)
+    assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
+    """Devices of two or three sizes, in any order along the pipeline, some of them unused: the same stages and devices."""
+    rng = Random(seed)
+    count = rng.randrange(2, 9)
+    cluster = devices(*(rng.choice((60, 100, 100, 175)) for _ in range(rng.randrange(2, 6))))
+    stages = rng.choice((None, rng.randrange(1, min(count, len(cluster.devices)) + 1)))
+    chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
+    found, best = both(chain, cluster, rng.choice(("gpipe", "1f1b")), rng.randrange(1, 7), stages)
+    assert found.stages == best.stages
+
+
+def test_exact_is_exhaustive_where_every_layer_is_alike() -> None:
+    """Every split of equal layers ties with others; the documented rule decides, in both planners alike."""
+    found, best = both(alike(12), devices(*[AMPLE] * 5), "1f1b", 3)
+    assert found.stages == best.stages
+
+
+def test_a_heavy_layer_leaves_the_others_balanced() -> None:
+    """One layer decides the fullest device in every split; the rest is balanced none the less."""
+    layers = list(plain(Random(5), 12).costs)
+    chain = plain(Random(5), 12)
+    heavy = replace(layers[4], parameters=(replace(layers[4].parameters[0], nbytes=5000),))
+    chain = replace(chain, kinds=(*layers[:4], heavy, *layers[5:]))
+    found, best = both(chain, devices(*[AMPLE] * 5), "1f1b", 4)
+    assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_no_split_is_below_the_bound(seed: int) -> None:
+    """Bound and value are the peak of the fullest device, by the ledger; and no split and order of devices has less."""
+    rng = Random(seed)
+    chain, cluster = hostile(rng, 6), devices(100, 150, 100)
+    found = exact(profile(chain), cluster, training("1f1b", 3), Options(allow_infeasible=True))
+    assert found.provenance and found.provenance.bound == found.provenance.value
+    assert fullest(found) == found.provenance.value
+    for cuts in combinations(range(1, 6), 2):
+        for order in permutations(range(3)):
+            edges = (0, *cuts, 6)
+            stages = tuple(Stage(start=edges[s], stop=edges[s + 1], devices=(order[s],)) for s in range(3))
+            assert fullest(replace(found, stages=stages)) >= found.provenance.bound
+
+
+def fullest(plan: Plan) -> float:
+    """The fullest device of a plan, as a part of its budget, by the ledger."""
+    return max(peak / plan.cluster.budgets[stage.device] for stage, peak in zip(plan.stages, walk(plan), strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(10))
+def test_predicted_peaks_are_what_the_simulator_finds(seed: int, schedule: str) -> None:
+    """To the byte, on every device, over two steps; and the time is the simulator's too."""
+    plan = exact(profile(hostile(Random(seed), 7)), devices(*[AMPLE] * 4), training(schedule, 5), Options(stages=3))
+    assert plan.prediction
+    assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes
+    assert plan.prediction.peak_bytes[3] == 0
+    assert plan.prediction.step_seconds == simulate(plan).step_seconds[-1]
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    """Nothing in a plan depends on chance, apart from how long planning took."""
+    question = (profile(plain(Random(1), 20)), devices(70, 70, 90, 90), training(), Options(allow_infeasible=True))
+    first, second = exact(*question), exact(*question)
+    assert first.provenance and second.provenance
+    assert replace(first, provenance=replace(first.provenance, seconds=0.0)) == replace(
+        second, provenance=replace(second.provenance, seconds=0.0)
+    )
+
+
+def test_one_device_holds_everything() -> None:
+    """A pipeline of one stage is a plan too."""
+    plan = exact(profile(plain(Random(2), 9)), devices(AMPLE), training("gpipe", 3), Options())
+    assert plan.split == (9,)

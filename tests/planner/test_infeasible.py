@@ -1,0 +1,116 @@
+"""What is said where nothing fits: where, by how much, and changes that really fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+from chains import alike, devices, plain, profile, training, vgg_like
+
+from pipefit.errors import InfeasibleError
+from pipefit.plan import Plan
+from pipefit.planner import Options, exact, plan, uniform
+from pipefit.profile import ModelProfile
+
+AMPLE = 1 << 40
+
+
+def refusal(*question: object, **options: object) -> str:
+    with pytest.raises(InfeasibleError) as caught:
+        plan(*question, **options)
+    return str(caught.value)
+
+
+def peaks(made: Plan) -> tuple[int, ...]:
+    assert made.prediction
+    return made.prediction.peak_bytes
+
+
+def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
+    """The device that is fullest for its size, its stage with its layers by name, the bytes it lacks, how full it is."""
+    chain, how = profile(vgg_like()), training("1f1b", 4)
+    made = plan(chain, devices(9000, 9000, 9000, 9000), how, allow_infeasible=True)
+    stage = max(range(4), key=lambda s: peaks(made)[s])
+    text = refusal(chain, devices(9000, 9000, 9000, 9000), how)
+    first, last = made.stages[stage].start, made.stages[stage].stop - 1
+    names = f"layer layer{first})" if first == last else f"layers layer{first} to layer{last})"
+    assert text.startswith(f"device {stage} needs ")
+    assert f"for stage {stage} ({names}" in text
+    assert f"over its 8.79 KiB ({-(-100 * peaks(made)[stage] // 9000)} % full); no other split fits either" in text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_memory_that_would_fit_fits_and_a_byte_less_does_not(seed: int) -> None:
+    """The last suggestion, taken literally."""
+    chain, how = profile(plain(Random(seed), 9, size=50)), training("1f1b", 4)
+    text = refusal(chain, devices(40, 40, 40), how)
+    enough = int(re.search(r"the same devices with .* \((\d+) bytes\)", text)[1])
+    exact(chain, devices(enough, enough, enough), how, Options())
+    with pytest.raises(InfeasibleError):
+        exact(chain, devices(enough - 1, enough - 1, enough - 1), how, Options())
+
+
+def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not() -> None:
+    """Found by search, up to eight times as many."""
+    chain, how = profile(alike(40, size=100)), training("gpipe", 2)
+    text = refusal(chain, devices(9000, 9000), how)
+    count = int(re.search(r"(\d+) devices of 8.79 KiB", text)[1])
+    exact(chain, devices(*[9000] * count), how, Options())
+    with pytest.raises(InfeasibleError):
+        exact(chain, devices(*[9000] * (count - 1)), how, Options())
+
+
+def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
+    """It says so instead of naming a number."""
+    assert "no number of devices of 8.79 KiB up to 30" in refusal(
+        profile(vgg_like()), devices(*[9000] * 4), training("gpipe", 4)
+    )
+
+
+def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:
+    """GPipe holds all microbatches; where the early release of 1F1B is enough, that is the first suggestion."""
+    chain = profile(alike(8, size=100))
+    enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), training("1f1b", 16))))
+    text = refusal(chain, devices(*[enough] * 4), training("gpipe", 16))
+    assert "What would fit: schedule 1f1b (the fullest device is then 100 % full)" in text
+    assert "1f1b" not in refusal(chain, devices(*[enough // 4] * 4), training("gpipe", 16))
+
+
+def test_smaller_microbatches_are_suggested_where_they_were_profiled() -> None:
+    """A second measurement, at a smaller size, fits: its number of microbatches is named."""
+    small, large = alike(8, size=100), replace(alike(8, size=300), microbatch_size=2)
+    both = replace(profile(large), measurements=(large, small))
+    enough = max(peaks(plan(only(both, small), devices(*[AMPLE] * 4), training("1f1b", 8))))
+    text = refusal(both, devices(*[enough] * 4), replace(training("1f1b", 4), batch_size=8))
+    assert "What would fit: 8 microbatches" in text
+
+
+def only(of: ModelProfile, measurement: object) -> ModelProfile:
+    return replace(of, measurements=(measurement,))
+
+
+def test_unused_devices_are_suggested_before_new_ones() -> None:
+    """Where fewer stages than devices were asked for and all of them would do."""
+    chain, how = profile(alike(16, size=100)), training("1f1b", 4)
+    enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
+    assert "What would fit: a stage on every device" in refusal(chain, devices(*[enough] * 4), how, stages=2)
+
+
+def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
+    """Where that one fits; and with `allow_infeasible` the plan is returned, predicted peaks and all."""
+    chain, how = profile(vgg_like()), training("1f1b", 4)
+    enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
+    cluster = devices(*[enough] * 4)
+    assert refusal(chain, cluster, how, planner="uniform").endswith("What would fit: another split: use the exact planner")
+    over = uniform(chain, cluster, how, Options(allow_infeasible=True))
+    assert max(peaks(over)) > enough
+
+
+def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
+    """In percent, and that much is enough."""
+    chain, how = profile(plain(Random(3), 9, size=50)), training("1f1b", 4)
+    more = float(re.search(r"([\d.]+) % more memory", refusal(chain, devices(200, 300, 200), how))[1])
+    larger = [-int(-budget * (1 + more / 100) // 1) for budget in (200, 300, 200)]
+    exact(chain, devices(*larger), how, Options())

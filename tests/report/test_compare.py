@@ -1,0 +1,75 @@
+"""Predicted beside measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipefit.errors import UsageError
+from pipefit.report.compare import compare, describe_comparison
+from pipefit.report.tables import plain
+from pipefit.report.trace import describe_trace
+from pipefit.simulator import simulate
+from pipefit.trace import DeviceTrace, MemorySample, Trace
+from pipefit.units import format_bytes
+from pipelines import make_plan, random_profile
+
+
+def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str = "measured") -> Trace:
+    """A trace with these peaks, reached in the second of two steps."""
+    devices = tuple(
+        DeviceTrace(
+            device=number,
+            budget_bytes=1000,
+            events=(),
+            memory=tuple(
+                MemorySample(step=step, action="0F0", seconds=0.0, bytes=(0, 0, 0, peak // (2 - step), 0, 0, 0, 0))
+                for step in (0, 1)
+            ),
+        )
+        for number, peak in enumerate(peaks)
+    )
+    return Trace(source=source, steps=2, devices=devices, step_seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_a_comparison_is_a_subtraction() -> None:
+    """Bytes apart are measured minus predicted, and the share is of what was measured; seconds are the last step's."""
+    found = compare(trace_of(90, 0, source="simulated"), trace_of(100, 0, seconds=(9.0, 4.0)))
+    assert [row.difference_bytes for row in found.devices] == [10, 0]
+    assert [row.difference for row in found.devices] == [0.1, None]
+    assert (found.predicted_seconds, found.measured_seconds) == (1.0, 4.0)
+    text = plain(describe_comparison(found))
+    assert "+10.00%" in text
+    assert "(+300.0%)" in text
+
+
+def test_a_dry_run_has_no_seconds_to_compare() -> None:
+    """Positions in a program are not compared with seconds."""
+    found = compare(trace_of(90, source="dry run"), trace_of(100))
+    assert found.predicted_seconds is None
+    assert "not compared" in plain(describe_comparison(found))
+    assert "without a clock" in plain(describe_trace(trace_of(90, source="dry run")))
+
+
+def test_traces_of_different_devices_are_refused() -> None:
+    """One device against two is a mistake, not zero bytes."""
+    with pytest.raises(UsageError, match="different devices, 0 and 0, 1"):
+        compare(trace_of(1), trace_of(1, 1))
+
+
+def test_a_trace_shows_what_held_the_bytes() -> None:
+    """The table has every device's peak, and the categories at that moment add up to it."""
+    trace = simulate(make_plan(random_profile(6), (2, 4)))
+    text = plain(describe_trace(trace))
+    for device in trace.devices:
+        assert format_bytes(device.peak_bytes) in text
+        assert sum(device.peak.by_category.values()) == device.peak_bytes
+    assert "activations" in text
+
+
+def test_a_device_on_which_nothing_ran_is_shown_as_empty() -> None:
+    """A trace with an idle device is shown, not refused."""
+    trace = trace_of(5)
+    idle = replace(trace.devices[0], device=1, memory=())
+    assert "0 B" in plain(describe_trace(replace(trace, devices=(*trace.devices, idle))))

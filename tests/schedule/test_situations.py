@@ -1,0 +1,37 @@
+"""The situations of a stage against the simulator's ledger."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import make_plan, random_profile
+
+from pipefit.cost.ranges import Ranges, stage_peak
+from pipefit.schedule import SCHEDULES, situations
+from pipefit.simulator import Simulation
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(0, 1 << 30))
+def test_situations_give_the_peak_that_the_simulator_finds(
+    data: st.DataObject, schedule: str, stages: int, microbatches: int, seed: int
+) -> None:
+    """For random layers and splits, what planners compute from situations is the peak of the program, to the byte."""
+    split = [data.draw(st.integers(1, 3)) for _ in range(stages)]
+    plan = make_plan(random_profile(sum(split), seed), split, microbatches=microbatches, schedule=schedule)
+    band = Ranges(plan.measurement, microbatches=microbatches).band(max(split))
+    expected = tuple(
+        int(stage_peak(band, situations(schedule, n, stages, microbatches))[stage.stop - stage.start - 1, stage.start])
+        for n, stage in enumerate(plan.stages)
+    )
+    assert Simulation(plan, steps=2).peak_bytes == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_situations_are_few_however_many_microbatches(schedule: str) -> None:
+    """A thousand microbatches meet no more situations than fifty, under a dozen."""
+    for stage in range(8):
+        many = situations(schedule, stage, 8, 1000)
+        assert len(many) <= 12
+        assert len(many) == len(situations(schedule, stage, 8, 50))

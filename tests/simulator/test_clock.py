@@ -1,0 +1,281 @@
+"""When things happen: closed forms, contention for wires, and an oracle that ticks through time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit.cluster import Cluster, Link
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.program import Action, Kind, Program, message_partner, parse_program
+from pipefit.schedule import lower
+from pipefit.simulator import Simulation, simulate
+from pipefit.trace import Stream
+from pipelines import equal_profile, make_cluster, make_plan, offload_all
+
+COMPUTE_SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.STEP: 3}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 16])
+def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
+    schedule: str, stages: int, microbatches: int
+) -> None:
+    """A step takes M+P-1 microbatch times, so that (P-1)/(M+P-1) of it is bubble, on every device."""
+    profile = equal_profile(stages, forward_seconds=1.0, backward_seconds=2.0)
+    trace = simulate(make_plan(profile, [1] * stages, microbatches=microbatches, schedule=schedule))
+    assert trace.step_seconds == (3.0 * (microbatches + stages - 1),)
+    bubble = (stages - 1) / (microbatches + stages - 1)
+    assert trace.utilisation() == pytest.approx([1 - bubble] * stages)
+
+
+def test_steps_follow_one_another_without_a_barrier() -> None:
+    """The first stage of step two starts while the last stage of step one still updates; step times add up to the end."""
+    profile = equal_profile(2, update_seconds=5.0)
+    trace = simulate(make_plan(profile, [1, 1], microbatches=2), steps=3)
+    ends = [max(e.end_seconds for d in trace.devices for e in d.events if e.step == step) for step in range(3)]
+    assert [sum(trace.step_seconds[: step + 1]) for step in range(3)] == pytest.approx(ends)
+    second = min(e.start_seconds for e in trace.devices[1].events if e.step == 1)
+    assert second <= ends[0] + 1.0
+
+
+def test_durations_follow_the_device_they_run_on() -> None:
+    """Where the profile holds no seconds, a device of half the speed takes twice as long."""
+    cluster = make_cluster(2)
+    slow = replace(cluster.devices[0].kind, name="slow", flops={"float32": 5e11}, memory_bandwidth=5e10)
+    cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
+    profile = equal_profile(2, forward_seconds=None)
+    trace = simulate(make_plan(profile, [1, 1], microbatches=1, cluster=cluster))
+    fast, half = (d.events[0].end_seconds - d.events[0].start_seconds for d in trace.devices)
+    assert half == pytest.approx(2 * fast)
+
+
+# -------------------------------------------------------------------- contention
+
+FORWARD_CHAIN = """
+device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
+device 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1SEND_F0 1RECV_F1 1WAIT_SEND_F0 1WAIT_RECV_F1
+device 2: 2RECV_F0 2WAIT_RECV_F0
+"""
+LATE_REQUEST = """
+device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0LOAD2 0F2 0LOAD3 0F3 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1
+device 1: 1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1F0 1SEND_F0 1WAIT_SEND_F0 1WAIT_RECV_F1
+device 2: 2RECV_F0 2WAIT_RECV_F0
+"""
+
+
+def chain(*wires: str, speed: float = 8.0) -> Cluster:
+    """Devices in a row, one link per wire name; a message of 8 bytes takes 8 / speed seconds."""
+    links = (
+        Link(members=(f"device{n}", f"device{n + 1}"), bytes_per_second=speed, wire=wire)
+        for n, wire in enumerate(wires)
+    )
+    return make_cluster(len(wires) + 1, *links)
+
+
+def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float, float]]:
+    """Start and end of every event of a program of three stages of one layer, whose forwards take a second."""
+    plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=microbatches, cluster=cluster)
+    trace = simulate(plan, program=parse_program(text, placement=(0, 1, 2), microbatches=microbatches))
+    return {e.action: (e.start_seconds, e.end_seconds) for d in trace.devices for e in d.events}
+
+
+def test_two_transfers_over_one_wire_take_twice_as_long() -> None:
+    """Messages that are ready together queue on the wire that they share."""
+    found = run(FORWARD_CHAIN, chain("wire", "wire"), 2)
+    assert sorted([found["0SEND_F1"], found["1SEND_F0"]]) == [(3.0, 4.0), (4.0, 5.0)]
+
+
+def test_two_transfers_over_two_wires_do_not_wait() -> None:
+    """The same messages over wires of their own run at once."""
+    found = run(FORWARD_CHAIN, chain("one", "other"), 2)
+    assert found["0SEND_F1"] == found["1SEND_F0"] == (3.0, 4.0)
+
+
+def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
+    """Device 0 runs ahead to its send at second 4; device 1's send at 3 takes the shared wire before it all the same."""
+    found = run(LATE_REQUEST, chain("wire", "wire", speed=8.0), 4)
+    assert found["1SEND_F0"] == (3.0, 4.0)
+    found = run(LATE_REQUEST, chain("wire", "wire", speed=4.0), 4)
+    assert found["0SEND_F0"] == (1.0, 3.0)
+    assert sorted([found["1SEND_F0"], found["0SEND_F1"]]) == [(4.0, 6.0), (6.0, 8.0)]
+
+
+def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
+    """A message lasts latency and bytes over bandwidth, on the communication streams of sender and receiver."""
+    cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
+    trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster))
+    sent, received = ([e for e in d.events if e.stream is Stream.COMMUNICATION] for d in trace.devices)
+    assert [e.action for e in sent] == ["0SEND_F0", "0RECV_B0"]
+    assert [(e.start_seconds, e.end_seconds) for e in sent] == [(1.0, 3.5), (6.5, 9.0)]
+    assert [(e.start_seconds, e.end_seconds) for e in received] == [(1.0, 3.5), (6.5, 9.0)]
+
+
+def test_a_message_waits_for_the_receiver_to_post() -> None:
+    """A rendezvous: sent at second 1, it starts when the receiver posts after its own forward of another microbatch."""
+    text = """
+    device 0: 0LOAD0 0F0 0SEND_F0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1RECV_F1 1WAIT_RECV_F1
+    device 2:
+    """
+    found = run(text, chain("one", "other"), 2)
+    assert found["0SEND_F0"] == (1.0, 2.0)
+    assert found["0SEND_F1"] == (3.0, 4.0)
+
+
+def test_stages_on_one_device_hand_over_in_no_time() -> None:
+    """A message between two stages of the same device takes no wire and no time."""
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(2, bytes_per_second=1.0))
+    text = (
+        "0LOAD0 0F0 0SEND_F0 1RECV_F0 1WAIT_RECV_F0 0WAIT_SEND_F0 1LOAD0 1F0 0RECV_B0 1B0 1SEND_B0 1WAIT_SEND_B0 "
+        "0WAIT_RECV_B0 0B0 0STEP 1STEP"
+    )
+    trace = simulate(plan, program=parse_program(f"device 0: {text}\ndevice 1:", placement=(0, 0), microbatches=1))
+    assert trace.step_seconds == (6.0,)
+    assert {e.stream for e in trace.devices[0].events} == {Stream.COMPUTE}
+    assert trace.peak_bytes[1] == 0
+
+
+# -------------------------------------------------------------------- the oracle
+
+
+class Ticks:
+    """A slow simulator for whole seconds: every second, every device does what it can, and ready transfers take wires."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self.plan, self.program, self.time = plan, program, 0
+        self.at = [0] * len(program.actions)
+        self.busy = [0] * len(program.actions)  # until when
+        self.posted: dict[Action, int] = {}
+        self.ends: dict[Action, int] = {}
+        self.free: dict[str, int] = {}
+        starts = [a for actions in program.actions for a in actions if a.kind in MOVES and not a.wait]
+        self.order = {key: n for n, key in enumerate(dict.fromkeys(self.key(a) for a in starts))}
+
+    def run(self) -> int:
+        while any(at < len(actions) for at, actions in zip(self.at, self.program.actions, strict=True)):
+            while any(self.act(device) for device in range(len(self.at))):
+                pass
+            for action in sorted(filter(self.ready, self.posted), key=lambda a: self.order[self.key(a)]):
+                if self.key(action) not in self.ends:
+                    self.place(action)
+            self.time += 1
+        return max(self.busy)
+
+    def key(self, action: Action) -> Action:
+        partner = message_partner(action)
+        return action if partner is None or action.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD) else partner
+
+    def act(self, device: int) -> bool:
+        actions = self.program.actions[device]
+        if self.at[device] == len(actions) or self.busy[device] > self.time:
+            return False
+        action = actions[self.at[device]]
+        if action.wait and self.ends.get(self.key(action.start), 1 << 60) > self.time:
+            return False
+        if action.kind in MOVES and not action.wait:
+            self.posted[action] = self.time
+        layers = action.layers or (0, 1)
+        self.busy[device] = self.time + COMPUTE_SECONDS.get(action.kind, 0) * (layers[1] - layers[0])
+        self.at[device] += 1
+        return True
+
+    def ready(self, action: Action) -> bool:
+        partner = message_partner(action)
+        if partner is not None:
+            return partner in self.posted
+        stream = [a for a in self.posted if a.kind is action.kind and a.stage == action.stage]
+        return all(self.ends.get(a, 1 << 60) <= self.time for a in stream[: stream.index(action)])
+
+    def place(self, action: Action) -> None:
+        route, nbytes = self.route(action)
+        begin = max(self.time, *(self.free.get(wire, 0) for wire in route.wires))
+        self.ends[self.key(action)] = end = begin + int(route.seconds(nbytes))
+        self.free.update(dict.fromkeys(route.wires, end))
+
+    def route(self, action: Action) -> tuple[object, int]:
+        place, key = self.program.placement, self.key(action)
+        here, costs = f"device{place[key.stage]}", self.plan.measurement.costs
+        if key.subject:
+            ends = (here, "host0") if key.kind is Kind.OFFLOAD else ("host0", here)
+            return self.plan.cluster.route(*ends), costs[0].storages[1]
+        sender = f"device{place[message_partner(key).stage]}"
+        return self.plan.cluster.route(sender, here), costs[0].inputs[0].nbytes
+
+
+MOVES = {
+    Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.OFFLOAD, Kind.RELOAD
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    stages=st.integers(1, 4),
+    microbatches=st.integers(1, 5),
+    message=st.integers(1, 4),
+    tensor=st.integers(1, 4),
+    wires=st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8),
+    moving=st.booleans(),
+)
+def test_the_clock_agrees_with_an_oracle_that_ticks(
+    schedule: str, stages: int, microbatches: int, message: int, tensor: int, wires: list[str | None], moving: bool
+) -> None:
+    """Under any sharing of wires, a step ends when a simulation second by second says, with offloads and without."""
+    row = [
+        Link(members=(f"device{n}", f"device{n + 1}"), bytes_per_second=1.0, wire=wires[n]) for n in range(stages - 1)
+    ]
+    up = [Link(members=(f"device{n}", "host0"), bytes_per_second=1.0, wire=wires[4 + n]) for n in range(stages)]
+    profile = equal_profile(
+        stages, input_bytes=message, output_bytes=message, kept_bytes=tensor, forward_seconds=1.0, backward_seconds=2.0,
+        update_seconds=3.0,
+    )  # fmt: skip
+    plan = make_plan(
+        profile, [1] * stages, microbatches=microbatches, schedule=schedule, cluster=make_cluster(stages, *row, *up)
+    )
+    program = offload_all(plan) if moving else lower(plan)
+    assert Simulation(plan, program=program).step_seconds == (float(Ticks(plan, program).run()),)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def test_a_deadlock_names_every_stuck_device_and_what_it_waits_for() -> None:
+    """Two devices that both wait before they send are both named, with the action and its partner."""
+    text = """
+    device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1RECV_F1 1WAIT_RECV_F1 1B0 1SEND_B0 1WAIT_SEND_B0
+    """
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=2)
+    with pytest.raises(UsageError) as caught:
+        simulate(plan, program=parse_program(text, placement=(0, 1), microbatches=2))
+    assert "device 0 waits at 0WAIT_RECV_B0 for 1SEND_B0" in str(caught.value)
+    assert "device 1 waits at 1WAIT_RECV_F1 for 0SEND_F1" in str(caught.value)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    """Two simulations of one plan give equal traces."""
+    plan = make_plan(equal_profile(6), [2, 2, 2], cluster=make_cluster(3, bytes_per_second=5.0))
+    program = offload_all(plan)
+    assert simulate(plan, program=program, steps=2) == simulate(plan, program=program, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "microbatches", "stages", "message"),
+    [
+        (0, 4, 2, "at least one step"),
+        (1, 3, 2, "3 microbatches, the plan has 4"),
+        (1, 4, 1, "1 stages, the plan has 2"),
+    ],
+)
+def test_a_program_of_another_plan_is_refused(steps: int, microbatches: int, stages: int, message: str) -> None:
+    """Stages and microbatches must be those of the plan, and there must be a step to simulate."""
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=4)
+    other = lower(make_plan(equal_profile(2), [2 // stages] * stages, microbatches=microbatches))
+    with pytest.raises(UsageError, match=message):
+        simulate(plan, program=other, steps=steps)

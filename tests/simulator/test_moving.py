@@ -1,0 +1,270 @@
+"""Saved tensors that leave the device and come back: to the host, to peers, in shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit.cluster import Cluster, Link
+from pipefit.errors import UsageError
+from pipefit.profile import ModelProfile, Origin, SavedTensor
+from pipefit.program import parse_program
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.lent import Loan, lent_at, lent_during
+from pipefit.simulator.places import parts
+from pipefit.trace import Category, Stream, Trace
+from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all
+
+# One stage of two layers: each keeps 16 bytes of its own as tensor 0 and its input of 8 as tensor 1.
+AWAY = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@{place} 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@{place} "
+BACK = "0RELOAD0[0.0]@{place} 0B0[1:2] 0WAIT_RELOAD0[0.0]@{place} 0B0[0:1] 0STEP"
+
+
+def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
+    cluster = cluster or make_cluster(1)
+    plan = make_plan(equal_profile(2, **layer), [2], microbatches=1, cluster=cluster)
+    lines = [f"device 0: {text}", *(f"device {number}:" for number in range(1, len(cluster.devices)))]
+    return simulate(plan, program=parse_program("\n".join(lines), placement=(0,), microbatches=1))
+
+
+def levels(trace: Trace, category: Category, device: int = 0) -> dict[str, int]:
+    return {sample.action: sample.by_category.get(category, 0) for sample in trace.devices[device].memory}
+
+
+def test_the_join_of_an_offload_frees_and_the_start_of_a_reload_allocates() -> None:
+    """A tensor counts until WAIT_OFFLOAD returns and again from RELOAD on."""
+    held = levels(run((AWAY + BACK).format(place="host")), Category.ACTIVATIONS)
+    both = 2 * (16 + 8) + 4  # the loss saves 4
+    assert held["0WAIT_OFFLOAD0[0.0]@host"] == both
+    assert held["0RELOAD0[0.0]@host"] == both  # it has come back within the action
+    assert held["0B0[1:2]"] == both
+    assert "0WAIT_RELOAD0[0.0]@host" not in held
+
+
+def test_a_tensor_that_is_away_lowers_the_peak() -> None:
+    """The second layer's backward peaks lower by the bytes that are still away."""
+    here = run("0LOAD0 0F0 0B0[1:2] 0B0[0:1] 0STEP").devices[0]
+    late = AWAY + "0B0[1:2] 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0[0:1] 0STEP"
+    gone = run(late.format(place="host")).devices[0]
+    totals = [{s.action: s.total_bytes for s in device.memory} for device in (here, gone)]
+    assert totals[0]["0B0[1:2]"] - totals[1]["0B0[1:2]"] == 16
+    assert totals[0]["0B0[0:1]"] == totals[1]["0B0[0:1]"]
+
+
+def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
+    """16 bytes at 4 a second: the offload hides behind nothing longer than the forward of a second, so its join waits."""
+    trace = run((AWAY + BACK).format(place="host"), make_cluster(1, bytes_per_second=4.0))
+    times = {e.action: (e.start_seconds, e.end_seconds) for e in trace.devices[0].events}
+    assert times["0OFFLOAD0[0.0]@host"] == (1.0, 5.0)
+    assert times["0F0[1:2]"] == (1.0, 2.0)
+    assert times["0RELOAD0[0.0]@host"] == (5.0, 9.0)
+    assert times["0B0[1:2]"] == (5.0, 7.0)
+    assert times["0B0[0:1]"] == (9.0, 11.0)
+    assert {e.action for e in trace.devices[0].events if e.stream is Stream.COPY} == {
+        "0OFFLOAD0[0.0]@host", "0RELOAD0[0.0]@host"
+    }  # fmt: skip
+
+
+def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
+    """Offloads of a device follow one another even over different wires; an offload and a reload run at once."""
+    links = (
+        Link(members=("device0", "host0"), bytes_per_second=4.0),
+        Link(members=("device0", "device1"), bytes_per_second=4.0),
+    )
+    text = (
+        "0LOAD0 0F0 0OFFLOAD0[0.0]@host 0OFFLOAD0[1.0]@device1 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host "
+        "0WAIT_OFFLOAD0[1.0]@device1 0WAIT_RELOAD0[0.0]@host"
+    )
+    trace = run(text, make_cluster(2, *links))
+    times = {e.action: (e.start_seconds, e.end_seconds) for e in trace.devices[0].events}
+    assert times["0OFFLOAD0[0.0]@host"] == (2.0, 6.0)
+    assert times["0OFFLOAD0[1.0]@device1"] == (6.0, 10.0)
+    assert times["0RELOAD0[0.0]@host"] == (6.0, 10.0)
+
+
+@pytest.mark.parametrize(("shared", "copies"), [(True, [(2.0, 6.0), (6.0, 10.0)]), (False, [(2.0, 6.0), (3.0, 7.0)])])
+def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tuple[float, float]]) -> None:
+    """Offloads of two devices over one wire follow one another; over a wire each, they overlap."""
+    uplinks = (
+        Link(members=(f"device{n}", "host0"), bytes_per_second=4.0, wire="up" if shared else None) for n in range(2)
+    )
+    cluster = make_cluster(2, *uplinks, Link(members=("device0", "device1"), bytes_per_second=1e30))
+    text = """
+    device 0: 0LOAD0 0F0 0SEND_F0 0OFFLOAD0[0.0]@host 0WAIT_SEND_F0 0WAIT_OFFLOAD0[0.0]@host
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0[2:3] 1OFFLOAD0[2.0]@host 1F0[3:4] 1WAIT_OFFLOAD0[2.0]@host
+    """
+    plan = make_plan(equal_profile(4), [2, 2], microbatches=1, cluster=cluster)
+    trace = simulate(plan, program=parse_program(text, placement=(0, 1), microbatches=1))
+    events = [e for device in trace.devices for e in device.events if e.stream is Stream.COPY]
+    assert [(e.start_seconds, e.end_seconds) for e in events] == copies
+
+
+# -------------------------------------------------------------------- peers
+
+
+def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last() -> None:
+    """Of 18 bytes in shares of two to one, 12 go over the fast link and 6 over the slow one, at once."""
+    links = (
+        Link(members=("device0", "device1"), bytes_per_second=6.0),
+        Link(members=("device0", "device2"), bytes_per_second=2.0),
+    )
+    trace = run((AWAY + BACK).format(place="device1*2+device2*1"), make_cluster(3, *links), kept_bytes=18)
+    copies = [(e.start_seconds, e.end_seconds) for e in trace.devices[0].events if e.stream is Stream.COPY]
+    assert copies == [(1.0, 4.0), (4.0, 7.0)]
+    assert [max(levels(trace, Category.LENT, device).values()) for device in (1, 2)] == [12, 6]
+
+
+def test_a_peer_lends_from_the_offload_until_the_reload_is_joined() -> None:
+    """The lender shows the bytes as lent, under the borrower's actions, and has them back at the end."""
+    trace = run((AWAY + BACK).format(place="device1"), make_cluster(2, bytes_per_second=4.0))
+    samples = trace.devices[1].memory
+    assert [(s.action, s.seconds, s.by_category) for s in samples] == [
+        ("0OFFLOAD0[0.0]@device1", 1.0, {Category.LENT: 16}),
+        ("0WAIT_RELOAD0[0.0]@device1", 9.0, {Category.LENT: 16}),
+    ]
+    assert trace.peak_bytes[1] == 16
+
+
+def test_lent_bytes_count_at_the_peak_of_the_lender() -> None:
+    """Under GPipe the last stage peaks in its first backward, while it lends for all microbatches; figure and trace agree."""
+    plan = make_plan(
+        equal_profile(4, kept_bytes=100), [2, 2], microbatches=3, schedule="gpipe",
+        cluster=make_cluster(2, bytes_per_second=500.0),
+    )  # fmt: skip
+    alone = Simulation(plan, steps=2)
+    lending = Simulation(plan, program=offload_all(plan, place="device1", stages=[0]), steps=2)
+    lent = 3 * 2 * 100
+    assert alone.trace().devices[1].peak.action == "1B0"
+    assert lending.peak_bytes[1] == alone.peak_bytes[1] + lent
+    assert lending.peak_bytes[0] < alone.peak_bytes[0]
+    trace = lending.trace()
+    assert trace.peak_bytes == lending.peak_bytes
+    assert max(levels(trace, Category.LENT, 1).values()) == lent
+    assert [s.seconds for s in trace.devices[1].memory] == sorted(s.seconds for s in trace.devices[1].memory)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(1, 9)), max_size=6),
+    st.tuples(st.integers(0, 20), st.integers(0, 9)),
+)
+def test_lent_bytes_within_an_interval_are_the_most_at_any_of_its_moments(
+    given_out: list[tuple[int, int, int]], interval: tuple[int, int]
+) -> None:
+    """Loans of (start, length, bytes): the highest sum over the half seconds of the interval, its end left out."""
+    loans = [Loan(float(s), nbytes, 0, 0, 0) for s, _, nbytes in given_out]
+    loans = sorted(loans + [Loan(float(s + length), -nbytes, 0, 0, 0) for s, length, nbytes in given_out])
+    start, end = interval[0], interval[0] + interval[1]
+    moments = [start, *(half / 2 for half in range(2 * start, 2 * end))]
+    expected = max(sum(nbytes for s, length, nbytes in given_out if s <= moment < s + length) for moment in moments)
+    assert lent_during(loans, [(float(start), float(end))]) == [expected]
+
+
+def test_a_change_of_lent_bytes_shows_the_higher_side() -> None:
+    """A sample of a loan holds what is lent while it changes, beside what the lender's ended actions left."""
+    loans = [Loan(1.0, 5, 0, 0, 0), Loan(2.0, 7, 0, 0, 1), Loan(4.0, -5, 0, 0, 2)]
+    assert lent_at(loans, [0.5, 2.0, 3.0]) == [(1, 5), (2, 12), (3, 12)]
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
+    """Parts are within a byte of their proportion, and none is lost."""
+    place = "+".join(f"device{number + 1}*{share}" for number, share in enumerate(shares))
+    found = parts(place, nbytes, device=0, cluster=make_cluster(5))
+    assert sum(part for _, part in found) == nbytes
+    assert all(abs(part - nbytes * share / sum(shares)) <= 1 for (_, part), share in zip(found, shares, strict=True))
+
+
+# -------------------------------------------------------------------- all at once
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(["gpipe", "1f1b"]))
+def test_offloading_lowers_what_is_held_and_leaves_nothing_behind(
+    stages: int, layers: int, microbatches: int, schedule: str
+) -> None:
+    """With every layer's tensor away, stages hold those of at most the two layers at work; steps repeat exactly."""
+    plan = make_plan(equal_profile(stages * layers), [layers] * stages, microbatches=microbatches, schedule=schedule)
+    trace = simulate(plan, program=offload_all(plan), steps=3)
+    whole = simulate(plan, steps=3)
+    for stage, (away, here) in enumerate(zip(trace.devices, whole.devices, strict=True)):
+        in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+        most = [max(s.by_category.get(Category.ACTIVATIONS, 0) for s in d.memory) for d in (away, here)]
+        assert most[1] - most[0] == 16 * (in_flight * layers - min(2, layers))
+        assert [s.bytes for s in away.memory if s.step == 1] == [s.bytes for s in away.memory if s.step == 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0LOAD0 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "belongs between forward and backward of layer 0"),
+        (
+            "0LOAD0 0F0 0B0[1:2] 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host",
+            "belongs between forward and backward of layer 1",
+        ),
+        (AWAY + "0B0", r"0B0 needs a saved tensor of layer 0 that is away \(@host\)"),
+        (AWAY + "0RELOAD0[0.0]@host 0B0 0WAIT_RELOAD0[0.0]@host", "layer 0 that is on its way back"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@host 0B0 0WAIT_OFFLOAD0[0.0]@host", "layer 0 that is on its way out"),
+        (AWAY + "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "moves a storage that is away already"),
+        (AWAY + "0RELOAD0[0.0]@device1 0WAIT_RELOAD0[0.0]@device1", r"brings back a storage that is away \(@host\)"),
+        ("0LOAD0 0F0 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host", r"brings back a storage that is on the device"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.9]@host 0WAIT_OFFLOAD0[0.9]@host", "names a tensor that stage 0 does not keep"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.parameters]@host 0WAIT_OFFLOAD0[0.parameters]@host", "only saved tensors move"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@disk 0WAIT_OFFLOAD0[0.0]@disk", "'disk' is not a place"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device 0WAIT_OFFLOAD0[0.0]@device", "'device' is not a place"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0] 0WAIT_OFFLOAD0[0.0]", "None is not a place"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device0 0WAIT_OFFLOAD0[0.0]@device0", "device 0 cannot move a tensor to 'device0'"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@device7 0WAIT_OFFLOAD0[0.0]@device7", "has no device7"),
+        ("0LOAD0 0F0 0OFFLOAD0[0.0]@host2 0WAIT_OFFLOAD0[0.0]@host2", "has no host2"),
+    ],
+)
+def test_moves_that_cannot_be_are_refused(text: str, message: str) -> None:
+    """A tensor moves only while it is there, from where it went, and is back before it is needed."""
+    with pytest.raises(UsageError, match=message):
+        run(text.format(place="host"), make_cluster(2))
+
+
+def saves_output(*, next_saves: bool = False) -> ModelProfile:
+    """Two layers that save what they return, as tensor 0; the second one may save its input too, as tensor 1."""
+    output = SavedTensor(index=0, nbytes=8, dtype="uint8", origin=Origin(kind="own"))
+    received = SavedTensor(index=1, nbytes=8, dtype="uint8", origin=Origin(kind="input"))
+    layers = [replace(make_layer(), saved=(output, received) if n and next_saves else (output,)) for n in range(2)]
+    return chain_profile(layers)
+
+
+def test_what_the_next_layer_reads_cannot_be_freed() -> None:
+    """An offload of a layer's output may be joined when the next layer's forward is over, not before."""
+    plan = make_plan(saves_output(), [2], microbatches=1)
+    early = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0F0[1:2]"
+    with pytest.raises(UsageError, match="frees what the forward of layer 1 still reads"):
+        simulate(plan, program=parse_program(f"device 0: {early}", placement=(0,), microbatches=1))
+    late = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@host"
+    simulate(plan, program=parse_program(f"device 0: {late}", placement=(0,), microbatches=1))
+
+
+def test_what_is_being_sent_cannot_be_freed() -> None:
+    """An offload of a stage's output may be joined when its send is joined, not before."""
+    plan = make_plan(saves_output(), [1, 1], microbatches=1)
+    receiver = "device 1: 1RECV_F0 1WAIT_RECV_F0"
+    text = "device 0: 0LOAD0 0F0 0SEND_F0 0OFFLOAD0[0.0]@host {} {}\n" + receiver
+    joins = "0WAIT_OFFLOAD0[0.0]@host", "0WAIT_SEND_F0"
+    with pytest.raises(UsageError, match="still being sent: 0WAIT_SEND_F0 must come before it"):
+        simulate(plan, program=parse_program(text.format(*joins), placement=(0, 1), microbatches=1))
+    simulate(plan, program=parse_program(text.format(*reversed(joins)), placement=(0, 1), microbatches=1))
+
+
+def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> None:
+    """Layer 0's output, saved by both layers, goes under either name, and must be back for the backward of layer 1."""
+    plan = make_plan(saves_output(next_saves=True), [2], microbatches=1)
+    away = "0LOAD0 0F0 0OFFLOAD0[1.1]@host 0WAIT_OFFLOAD0[1.1]@host"
+    for text, message in (
+        (f"{away} 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host", "moves a storage that is away already"),
+        (f"{away} 0B0[1:2]", "needs a saved tensor of layer 0 and 1 that is away"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            simulate(plan, program=parse_program(f"device 0: {text}", placement=(0,), microbatches=1))
+    back = f"{away} 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0 0STEP"
+    trace = simulate(plan, program=parse_program(f"device 0: {back}", placement=(0,), microbatches=1), steps=2)
+    assert Category.ACTIVATIONS not in trace.devices[0].memory[-1].by_category

@@ -1,0 +1,132 @@
+"""Clusters: routes, wires, the emulated form, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link, parse_emulated
+from pipefit.errors import UsageError
+from pipefit.units import MIB
+from pipelines import KIND, make_cluster
+
+
+def link(*members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None) -> Link:
+    return Link(members=members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
+
+
+def test_a_direct_link_carries_its_lanes_together() -> None:
+    """A route over a link is as fast as its lanes together, after its latency."""
+    route = make_cluster(2, link("device0", "device1", speed=25e9, latency=1e-6, lanes=2)).route("device0", "device1")
+    assert route.bytes_per_second == 50e9
+    assert route.seconds(50_000_000_000) == pytest.approx(1.000001)
+
+
+def test_the_fastest_of_several_links_is_taken() -> None:
+    """Between two members joined twice, the wider link carries the bytes."""
+    cluster = make_cluster(2, link("device0", "device1", speed=10e9), link("device0", "device1", speed=4e9, lanes=3))
+    assert cluster.route("device0", "device1").bytes_per_second == 12e9
+
+
+def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
+    """A route over several links is as slow as the slowest, adds up their latencies and occupies all their wires."""
+    devices = tuple(Device(kind=KIND, memory_bytes=1, host=number) for number in range(2))
+    links = (
+        link("device0", "host0", speed=16e9, latency=1e-6, wire="a"),
+        link("host0", "host1", speed=2e9, latency=5e-6, wire="net"),
+        link("device1", "host1", speed=8e9, latency=2e-6, wire="b"),
+    )
+    hosts = (Host(memory_bytes=1), Host(memory_bytes=1))
+    cluster = Cluster(name="two", backend="emulated", devices=devices, hosts=hosts, links=links)
+    route = cluster.route("device0", "device1")
+    assert route.bytes_per_second == 2e9
+    assert route.latency_seconds == pytest.approx(8e-6)
+    assert route.wires == ("a:up", "net:up", "b:down")
+
+
+def test_a_link_is_full_duplex() -> None:
+    """The two directions between two members share no wire, through a switch or without."""
+    for cluster in (make_cluster(2, link("device0", "device1")), make_cluster(2)):
+        there, back = cluster.route("device0", "device1"), cluster.route("device1", "device0")
+        assert not set(there.wires) & set(back.wires)
+
+
+def test_a_shared_wire_is_the_same_for_both_links() -> None:
+    """Two devices behind one uplink occupy the same wire on the way to the host."""
+    cluster = make_cluster(2, link("device0", "host0", wire="uplink"), link("device1", "host0", wire="uplink"))
+    assert cluster.route("device0", "host0").wires == cluster.route("device1", "host0").wires
+
+
+def test_a_switch_gives_every_member_its_own_ports() -> None:
+    """Pairs of a switch contend only where they share an end."""
+    cluster = make_cluster(4)
+    first, other = cluster.route("device0", "device1").wires, cluster.route("device2", "device3").wires
+    assert not set(first) & set(other)
+    assert set(first) & set(cluster.route("device2", "device1").wires)
+
+
+def test_members_that_nothing_joins_are_named() -> None:
+    """A missing link says which step of the way is missing."""
+    cluster = make_cluster(3, link("device0", "device1"), link("device0", "host0"))
+    with pytest.raises(UsageError, match="no link joins host0 and device2"):
+        cluster.route("device0", "device2")
+
+
+@pytest.mark.parametrize(
+    ("text", "budgets"),
+    [
+        ("emulated:4x256MiB", (256 * MIB,) * 4),
+        ("emulated:2x256MiB+1x128MiB", (256 * MIB, 256 * MIB, 128 * MIB)),
+        ("emulated:1x1000B", (1000,)),
+    ],
+)
+def test_the_emulated_form_parses_and_names_itself(text: str, budgets: tuple[int, ...]) -> None:
+    """`emulated:...` gives those budgets, in order, and a cluster whose name parses back to it."""
+    cluster = parse_emulated(text)
+    assert cluster.budgets == budgets
+    assert parse_emulated(cluster.name) == cluster
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "emulated:",
+        "emulated:4",
+        "emulated:0x1GiB",
+        "emulated:x1GiB",
+        "emulated:4x",
+        "emulated:4x0B",
+        "emulated:9999x1B",
+    ],
+)
+def test_what_is_no_emulated_cluster_is_refused(text: str) -> None:
+    """No devices, no memory, too many devices and unreadable texts are refused."""
+    with pytest.raises(UsageError):
+        parse_emulated(text)
+
+
+def test_impossible_clusters_are_refused() -> None:
+    """Devices on missing hosts, links to missing members and impossible figures are refused by name."""
+    with pytest.raises(UsageError, match="names host 1"):
+        Cluster(
+            name="c", backend="cpu", devices=(Device(kind=KIND, memory_bytes=1, host=1),), hosts=(Host(memory_bytes=1),)
+        )
+    with pytest.raises(UsageError, match="device7"):
+        make_cluster(2, link("device0", "device7"))
+    with pytest.raises(UsageError, match="two or more different members"):
+        link("device0", "device0")
+    with pytest.raises(UsageError, match="must be positive"):
+        link("device0", "device1", speed=0.0)
+    with pytest.raises(UsageError, match="no devices"):
+        Cluster(name="c", backend="cpu", devices=(), hosts=())
+    with pytest.raises(UsageError, match="memory_bandwidth"):
+        DeviceKind(name="k", flops={}, memory_bandwidth=1.0)
+
+
+def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:
+    """`peak_flops` falls back to float32, then to the slowest listed."""
+    assert (
+        DeviceKind(name="k", flops={"float32": 2.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops("bfloat16") == 2.0
+    )
+    assert (
+        DeviceKind(name="k", flops={"bfloat16": 3.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops("float32") == 3.0
+    )

@@ -1,0 +1,152 @@
+"""Clusters by name and from people's TOML: figures against the data sheets, mistakes in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipefit.cluster import Cluster, Link
+from pipefit.errors import FileError, UsageError
+from pipefit.presets import load_preset, preset_names
+from pipefit.presets.toml import parse_cluster
+
+EXPECTED = {  # devices, GB of memory, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
+    "4x-a100-80gb": (4, 80, 100, 31.5, 312),
+    "4x-titan-rtx": (4, 24, 15.75, 15.75, 130),
+    "dgx-a100": (8, 80, 300, 31.5, 312),
+    "dgx1-v100": (8, 32, 25, 15.75, 125),
+    "dgx2-a100": (8, 40, 300, 31.5, 312),
+    "gh200": (1, 96, None, 450, 990),
+    "hgx-h100": (8, 80, 450, 63, 989.5),
+    "hgx-h200": (8, 141, 450, 63, 989.5),
+}
+LANES = (  # the hybrid cube mesh of a DGX-1, row by row
+    "01122000",
+    "10210200",
+    "12020010",
+    "21200001",
+    "20000112",
+    "02001021",
+    "00101202",
+    "00012120",
+)
+
+
+def test_every_preset_is_expected() -> None:
+    """A new preset comes with its row in the table above."""
+    assert preset_names() == tuple(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_preset_has_its_data_sheets_figures(name: str) -> None:
+    """Devices, memory, link rates and FLOP/s are those of the table, and the name is the file's."""
+    devices, memory, between, to_host, tflops = EXPECTED[name]
+    cluster = Cluster.preset(name)
+    assert cluster.name == name
+    assert cluster.budgets == (memory * 10**9,) * devices
+    assert cluster.devices[0].kind.peak_flops("float16") == tflops * 1e12
+    assert cluster.route("device0", "host0").bytes_per_second == to_host * 1e9
+    if between is not None:
+        assert cluster.route("device0", "device1").bytes_per_second == between * 1e9
+
+
+def test_the_nvlinks_of_a_dgx1_are_a_hybrid_cube_mesh() -> None:
+    """The lanes of every pair are those of the machine, six for each GPU; other pairs talk by way of the host."""
+    cluster = load_preset("dgx1-v100")
+    for a in range(8):
+        assert sum(map(int, LANES[a])) == 6
+        for b in range(8):
+            rate = cluster.route(f"device{a}", f"device{b}") if a != b else None
+            if rate is not None and int(LANES[a][b]):
+                assert rate.bytes_per_second == int(LANES[a][b]) * 25e9
+            elif rate is not None:
+                assert rate.bytes_per_second == 15.75e9
+                assert all(wire.startswith("pcie") for wire in rate.wires)
+
+
+def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
+    """Behind one PCIe switch both transfers to the host take the same wire, each direction its own."""
+    cluster = load_preset("dgx1-v100")
+    up = [cluster.route(f"device{number}", "host0").wires for number in range(8)]
+    assert up[0] == up[1] != up[2] == up[3] != up[4]
+    assert cluster.route("host0", "device0").wires != up[0]
+
+
+def test_an_unknown_preset_is_answered_with_the_closest() -> None:
+    """The refusal names the presets and the one that was probably meant."""
+    with pytest.raises(UsageError, match=r"did you mean hgx-h100.*Presets are 4x-a100-80gb, .*emulated:4x256MiB"):
+        Cluster.preset("hgx-h10")
+
+
+HEAD = """
+name = "mine"
+backend = "cuda"
+[kinds.small]
+flops = { float32 = 1e12 }
+memory_bandwidth = "100GB/s"
+[[devices]]
+count = 3
+kind = "small"
+memory = "1GiB"
+[[hosts]]
+memory = "8GiB"
+"""
+
+
+def links_of(text: str) -> tuple[Link, ...]:
+    """The links of a cluster of three devices and one host."""
+    return parse_cluster(f"{HEAD}\n[[links]]\nbytes_per_second = 1e9\n{text}", "mine.toml").links
+
+
+def test_links_are_written_in_three_ways() -> None:
+    """A switch by pattern, a link for each pair with its lanes, and one from each of a range to one member."""
+    assert [link.members for link in links_of('members = ["device*", "host0"]')] == [
+        ("device0", "device1", "device2", "host0")
+    ]
+    assert [(link.members, link.lanes) for link in links_of('pairs = ["0-1:4", "1-2"]')] == [
+        (("device0", "device1"), 4),
+        (("device1", "device2"), 1),
+    ]
+    spokes = links_of('each = "device1-2"\nto = "host0"\nwire = "bus"')
+    assert [(link.members, link.wire) for link in spokes] == [
+        (("device1", "host0"), "bus"),
+        (("device2", "host0"), "bus"),
+    ]
+
+
+MISTAKES = {
+    "no TOML": (HEAD + "=", "not TOML"),
+    "nested deeply": ("a = " + "[" * 5000, "not TOML"),
+    "unknown key": (HEAD + "colour = 1", r"hosts\[0\].colour: this key is not known"),
+    "no devices": ('name = "x"\nbackend = "cpu"\nkinds = {}\ndevices = []\nhosts = []', "no devices"),
+    "kind not described": (HEAD.replace('kind = "small"', 'kind = "large"'), r"\[kinds.large\]"),
+    "size without unit": (HEAD.replace("1GiB", "1 apple"), "is not a size"),
+    "no memory": (HEAD.replace("1GiB", "0"), "at least one byte"),
+    "endless count": (HEAD.replace("count = 3", "count = 1000000000"), "from 1 to 4096"),
+    "no count": (HEAD.replace("count = 3", "count = 0"), "from 1 to 4096"),
+    "a count in quotes": (HEAD.replace("count = 3", 'count = "3"'), r"devices\[0\].count.*integer"),
+    "infinite rate": (HEAD.replace("1e12", "inf"), "finite"),
+    "a date": (HEAD.replace("count = 3", "count = 2020-01-01"), r"devices\[0\].count"),
+    "backend unknown": (HEAD.replace("cuda", "abacus"), "'emulated', 'cpu' or 'cuda'"),
+    "a link of nobody": (HEAD + "[[links]]\nbytes_per_second = 1.0", "one of: members, pairs, or each"),
+    "a link of both": (
+        HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["device*"]\npairs = ["0-1"]',
+        "one of: members, pairs, or each",
+    ),
+    "each without to": (HEAD + '[[links]]\nbytes_per_second = 1.0\neach = "device*"', "each together with to"),
+    "a pair of words": (HEAD + '[[links]]\nbytes_per_second = 1.0\npairs = ["a-b"]', "'a-b' is not a pair"),
+    "a member unknown": (
+        HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["gpu0", "gpu1"]',
+        "'gpu0' names no members",
+    ),
+    "a member too many": (HEAD + '[[links]]\nbytes_per_second = 1.0\nmembers = ["device0-7"]', "has 3 devices"),
+    "a pair too many": (HEAD + '[[links]]\nbytes_per_second = 1.0\npairs = ["0-7"]', "names device7"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
+    """The refusal names the file and what is wrong in it, on one line."""
+    with pytest.raises(FileError, match=words) as refused:
+        parse_cluster(text, "mine.toml")
+    assert str(refused.value).startswith("mine.toml ")
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,279 @@
+"""Documents on disk: what is saved loads equal; what is wrong is refused in one sentence that says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit import files
+from pipefit.cluster import Cluster
+from pipefit.errors import FileError, UsageError
+from pipefit.files import dumps, load, load_cluster, save
+from pipefit.plan import Plan, Prediction, Provenance
+from pipefit.profile import ModelProfile
+from pipefit.program import Program
+from pipefit.schedule import lower
+from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipelines import make_plan, random_profile
+
+TRACE = Trace(
+    source="simulated",
+    steps=1,
+    devices=(
+        DeviceTrace(
+            device=0,
+            budget_bytes=100,
+            events=(Event(step=0, action="0F0", stream=Stream.COMPUTE, start_seconds=0.1, end_seconds=1 / 3),),
+            memory=(MemorySample(step=0, action="0F0", seconds=0.1, bytes=(1, 2, 3, 4, 5, 6, 7, 8)),),
+        ),
+    ),
+    step_seconds=(1 / 3,),
+)
+
+
+def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b") -> Plan:
+    """A plan with everything a plan can have."""
+    plan = make_plan(random_profile(layers, seed), split, schedule=schedule)
+    made_by = Provenance(
+        planner="hand",
+        options={"a": 1, "b": 0.1, "c": True, "d": "x"},
+        objective="peak",
+        value=1.5,
+        bound=None,
+        evaluated=3,
+        seconds=0.2,
+    )
+    return replace(plan, prediction=Prediction(peak_bytes=(1, 2), step_seconds=0.1), provenance=made_by)
+
+
+PLAN = plan_of()
+DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE]
+IDS = ["plan", "profile", "cluster", "program", "trace"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
+    """Every kind of document comes back equal, with its type given and with its type read from the file."""
+    save(document, tmp_path / "it.json")
+    assert load(tmp_path / "it.json") == document
+    assert load(tmp_path / "it.json", type(document)) == document
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    layers=st.integers(2, 9),
+    cut=st.integers(1, 8),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_plan_and_its_program_survive(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, layers: int, cut: int, schedule: str
+) -> None:
+    """Random plans, with pass-through values and shared storages, and their programs come back equal."""
+    path = tmp_path_factory.mktemp("plans") / "it.json"
+    first = min(cut, layers - 1)
+    plan = plan_of(layers=layers, seed=seed, split=(first, layers - first), schedule=schedule)
+    for document in (plan, lower(plan)):
+        save(document, path)
+        assert load(path) == document
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    """The first two keys are the kind and the version, and a program's actions are text."""
+    save(lower(PLAN), tmp_path / "it.json")
+    data = json.loads((tmp_path / "it.json").read_text())
+    assert list(data)[:2] == ["pipefit", "version"]
+    assert (data["pipefit"], data["version"]) == ("program", 1)
+    assert data["actions"][0].split()[:2] == ["0LOAD0", "0F0"]
+
+
+def text_with(document: Any, **changes: Any) -> str:
+    """A document's text with keys changed or added at the top."""
+    return json.dumps(json.loads(dumps(document)) | changes)
+
+
+def changed(document: Any, place: tuple[str | int, ...], value: Any) -> str:
+    """A document's text with one value changed anywhere."""
+    data = json.loads(dumps(document))
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return json.dumps(data)
+
+
+STAGE = {"start": 0, "stop": 6, "devices": [0]}
+BAD: dict[str, tuple[str, type, list[str]]] = {
+    "empty": ("", Plan, ["is empty"]),
+    "blanks": (" \n ", Plan, ["is empty"]),
+    "cut off": (dumps(PLAN)[:-20], Plan, ["is cut off"]),
+    "cut off in a text": (dumps(PLAN)[: dumps(PLAN).index("synthetic") + 3], Plan, ["is cut off"]),
+    "no JSON": ("layers: 3", Plan, ["not JSON", "line 1, column 1"]),
+    "two documents": (dumps(PLAN) + dumps(PLAN), Plan, ["not JSON", "Extra data"]),
+    "a list": ("[]", Plan, ["not a pipefit document"]),
+    "another tool's": ('{"name": "x"}', Plan, ["not a pipefit document", '"pipefit"']),
+    "unknown kind": (text_with(PLAN, pipefit="recipe"), Plan, ["recipe", "plan, program, trace"]),
+    "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
+    "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
+    "newer version": (text_with(PLAN, version=2), Plan, ["version 2", "reads version 1", "newer pipefit"]),
+    "older version": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
+    "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
+    "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
+    "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
+    "unknown key inside": (changed(PLAN, ("stages", 1, "colour"), 1), Plan, ["stages[1].colour", "not known"]),
+    "key missing": ('{"pipefit": "plan", "version": 1}', Plan, ["profile: this is missing", "3 more"]),
+    "text for a number": (
+        changed(PLAN, ("training", "batch_size"), "4"),
+        Plan,
+        ["training.batch_size", "integer", '"4"'],
+    ),
+    "true for a number": (changed(PLAN, ("training", "batch_size"), True), Plan, ["training.batch_size", "true"]),
+    "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
+    "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
+    "a stage without layers": (changed(PLAN, ("stages", 0, "stop"), 0), Plan, ["stages[0]", "at least one layer"]),
+    "a device twice": (changed(PLAN, ("stages", 1, "devices"), [0]), Plan, ["device of its own"]),
+    "a device too many": (changed(PLAN, ("stages", 1, "devices"), [7]), Plan, ["does not have"]),
+    "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
+    "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["1e999", "finite"]),
+    "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["is not a number"]),
+    "key twice": ('{"pipefit": "plan", "pipefit": "trace"}', Plan, ["'pipefit'", "twice"]),
+    "nested deeply": ("[" * 200_000, Plan, ["nested too deeply"]),
+    "half a character": (text_with(PLAN.cluster, name="\ud800"), Cluster, ["Unicode"]),
+    "unknown dtype of a source": (text_with(TRACE, source="guess"), Trace, ["source", "'dry run'", '"guess"']),
+    "samples too short": (changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]), Trace, ["memory[0].bytes"]),
+    "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
+    "no such action": (text_with(lower(PLAN), actions=["0F0 0FLY0", ""]), Program, ["actions[0]", "0FLY0"]),
+    "an action elsewhere": (text_with(lower(PLAN), actions=["1F0", ""]), Program, ["stage 1 is not on it"]),
+    "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
+}
+
+
+@pytest.mark.parametrize(("text", "kind", "words"), BAD.values(), ids=BAD.keys())
+def test_a_wrong_file_is_refused_by_name(text: str, kind: type, words: list[str], tmp_path: Path) -> None:
+    """The refusal is one line, names the file, and says what is wrong and where."""
+    path = tmp_path / "given.json"
+    path.write_text(text)
+    with pytest.raises(FileError) as refused:
+        load(path, kind)
+    message = str(refused.value)
+    assert "given.json" in message
+    assert "\n" not in message
+    assert len(message) < 600
+    assert not [word for word in words if word not in message], message
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A folder, a missing file, a pipe, binary and enormous content: each has its sentence."""
+    (tmp_path / "binary").write_bytes(b'{"pipefit": "\xff\xfe"}')
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "enormous").open("wb") as file:
+        file.truncate(files.LARGEST_BYTES + 1)  # a hole: it takes no disk
+    expected = {
+        ".": "is a folder",
+        "missing": "there is no file",
+        "pipe": "not a regular file",
+        "binary": "not UTF-8",
+        "enormous": "512.00 MiB",
+    }
+    for name, words in expected.items():
+        with pytest.raises(FileError, match=words):
+            load(tmp_path / name)
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    """A key that would clear the screen is named without its escape."""
+    path = tmp_path / "given.json"
+    path.write_text(text_with(PLAN, **{"\x1b[2J": 1}))
+    with pytest.raises(FileError) as refused:
+        load(path, Plan)
+    assert "\x1b" not in str(refused.value)
+
+
+class DiskFull(OSError):
+    """What a full disk raises."""
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_save_leaves_the_old_file_alone(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails while saving, the old document still loads and nothing else lies beside it."""
+    path = tmp_path / "it.json"
+    save(PLAN, path)
+
+    def fail(*_: object) -> None:
+        raise DiskFull(28, "No space left on device")
+
+    monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), fail)
+    with pytest.raises(FileError, match="cannot be written: No space left"):
+        save(TRACE, path)
+    assert load(path) == PLAN
+    assert os.listdir(tmp_path) == ["it.json"]
+
+
+def test_saving_replaces_through_a_link_and_keeps_the_umask(tmp_path: Path) -> None:
+    """A symbolic link stays one, its target is replaced, and others may read the file as the umask has it."""
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    save(PLAN, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load(tmp_path / "real.json") == PLAN
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "real.json").stat().st_mode) == 0o666 & ~umask
+
+
+def test_only_files_are_written_to(tmp_path: Path) -> None:
+    """A folder, a device and a missing folder are refused before anything is written; a device is not replaced."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in {".": "not a file", "pipe": "not a file", "no/it.json": "create"}.items():
+        with pytest.raises(FileError, match=words):
+            save(PLAN, tmp_path / name)
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    """A prediction of infinite seconds is refused when it is saved, not when it is loaded."""
+    endless = replace(PLAN, prediction=Prediction(peak_bytes=(1, 1), step_seconds=float("inf")))
+    with pytest.raises(FileError, match="not finite"):
+        save(endless, tmp_path / "it.json")
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_documents_are_loaded_and_saved(tmp_path: Path) -> None:
+    """A type that is no document is refused, with those that are."""
+    with pytest.raises(UsageError, match="Cluster, ModelProfile, Plan, Program, Trace"):
+        load(tmp_path / "x", int)  # type: ignore[type-var]
+
+
+def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
+    """A preset, an emulated cluster, a TOML and a JSON file all give the cluster."""
+    save(PLAN.cluster, tmp_path / "saved.json")
+    toml = Path(files.__file__).parent / "presets" / "hgx-h200.toml"
+    (tmp_path / "mine.TOML").write_text(toml.read_text())
+    assert load_cluster(str(tmp_path / "saved.json")) == PLAN.cluster
+    assert load_cluster(str(tmp_path / "mine.TOML")) == Cluster.preset("hgx-h200")
+    assert load_cluster("emulated:2x1MiB") == Cluster.emulated((2, 1 << 20))
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_published_schemas_are_current(name: str) -> None:
+    """`docs/schemas` holds what the types say today; `make schemas` writes it."""
+    path = Path(__file__).parent.parent / "docs" / "schemas" / f"{name}.json"
+    assert json.loads(path.read_text()) == files.schema(name), "run make schemas"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_a_document_has_the_keys_of_its_schema(document: Any) -> None:
+    """The keys of a saved document are those that its schema lists, and all that it requires."""
+    data = json.loads(dumps(document))
+    schema = files.schema(data["pipefit"])
+    assert set(data) == set(schema["properties"])
+    assert set(schema["required"]) <= set(data)
+    assert schema["additionalProperties"] is False

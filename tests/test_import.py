@@ -1,0 +1,66 @@
+"""The Python face: names are found, and nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipefit
+
+HEAVY = ("torch", "numpy", "scipy", "rich", "plotly")
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after running `code`."""
+    report = f"import sys\n{code}\nprint(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", report], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    return set(done.stderr.split())
+
+
+def test_importing_pipefit_imports_nothing_heavy() -> None:
+    """`import pipefit` costs what Python itself costs."""
+    assert loaded_by("import pipefit") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["train", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    """Help answers from the parser alone: no torch, and no rich either."""
+    assert loaded_by(f"from pipefit.cli import main\nassert main({arguments}) == 0") == set()
+
+
+def test_showing_a_cluster_imports_no_torch() -> None:
+    """Documents are read without torch."""
+    assert "torch" not in loaded_by("from pipefit.cli import main\nassert main(['show', 'dgx1-v100']) == 0")
+
+
+@pytest.mark.parametrize("name", [name for name in pipefit.__all__ if not name.startswith("__")])
+def test_every_public_name_is_there(name: str) -> None:
+    """Each name of the face is found, and is not a module of the same name."""
+    found = getattr(pipefit, name)
+    assert callable(found)
+    assert not isinstance(found, type(sys))
+
+
+def test_a_module_does_not_replace_the_function_of_its_name() -> None:
+    """`pipefit.plan` and `pipefit.profile` stay functions when the modules of these names are imported."""
+    code = """if True:
+        import pipefit, pipefit.plan, pipefit.profile
+        from pipefit.plan import Plan
+        assert Plan is pipefit.Plan
+        for function in (pipefit.plan, pipefit.profile):
+            assert callable(function) and function.__module__ in ("pipefit.planner", "pipefit.profiler")
+    """
+    loaded_by(code)
+
+
+def test_an_unknown_name_is_refused_as_usual() -> None:
+    """A misspelt name is an AttributeError that names it."""
+    with pytest.raises(AttributeError, match="has no attribute 'plann'"):
+        _ = pipefit.plann
