@@ -63,7 +63,6 @@ def layer(
         backward_later=later or (Span(peak_bytes=entering),),
         gradient_bytes=parameter_bytes,
         input_gradient_bytes=leaving if input_gradient_bytes is None else input_gradient_bytes,
-        input_gradient_bytes=sum(v.nbytes for v in inputs if v.requires_grad),
         state_bytes=state_bytes,
         update_first_peak_bytes=state_bytes + update[0],
         update_peak_bytes=update[1],
@@ -85,7 +84,9 @@ def profile(of: Measurement) -> ModelProfile:
         fingerprint="0",
         layers=tuple(f"layer{k}" for k in range(len(of.layers))),
         measurements=(of,),
-        assumptions=Assumptions(target="cpu", device="fake", precision="float32", optimizer="sgd", torch="2", threads=1),
+        assumptions=Assumptions(
+            target="cpu", device="fake", precision="float32", optimizer="sgd", torch="2", threads=1
+        ),
     )
 
 
@@ -170,6 +171,15 @@ def _plain_layer(rng: Random, inward: Value, outward: Value, size: int) -> Layer
         scratch_bytes=rng.randrange(size),
         seconds=float(rng.randrange(1, 4)),
     )
+
+
+def skewed(rng: Random, count: int) -> Measurement:
+    """`count` layers whose activations and weights differ by orders of magnitude."""
+    widths = [4 ** rng.randrange(8) for _ in range(count + 1)]
+    weights = [4 ** rng.randrange(4) for _ in range(count)]
+    pairs = zip(widths, widths[1:], weights, strict=False)
+    layers = [layer((value(a),), (value(b),), parameter_bytes=weight) for a, b, weight in pairs]
+    return measurement(layers, _loss(widths[-1]))
 
 
 def alike(count: int, *, size: int = 8) -> Measurement:

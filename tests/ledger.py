@@ -1,4 +1,6 @@
-"""A ledger that walks a program and adds up what every action allocates: the slow, obvious account of a plan's memory."""
+"""A ledger that walks a program and adds up what every action allocates: the slow, obvious account of a plan's
+memory.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from random import Random
 
+from chains import hostile, profile
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
 from pipefit.plan import Plan, Stage
 from pipefit.profile import (
@@ -22,8 +23,6 @@ from pipefit.profile import (
 from pipefit.program import Action, Kind, Program, Subject
 from pipefit.schedule import lower
 from pipefit.training import Training
-from chains import hostile, profile
-
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
 
@@ -137,7 +136,7 @@ def make_cluster(
     memory_bytes: int = 1 << 40,
     hosts: int = 1,
 ) -> Cluster:
-    """Equal devices on one host. Without `links`, a switch joins all devices and the host; by default it takes no time."""
+    """Equal devices on one host. Without `links`, a switch joins them all, by default in no time."""
     members = (*(f"device{number}" for number in range(devices)), *(f"host{number}" for number in range(hosts)))
     switch = Link(members=members, bytes_per_second=bytes_per_second, latency_seconds=latency_seconds)
     return Cluster(

@@ -11,6 +11,7 @@ from pipelines import KIND, make_cluster
 
 
 def link(*members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None) -> Link:
+    """A link of a gigabyte per second, unless said otherwise."""
     return Link(members=members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
 
 

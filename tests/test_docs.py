@@ -1,4 +1,4 @@
-"""The documentation runs: every Python block, and every `pipefit` line of every shell block."""
+"""The documentation runs: Python blocks, `pipefit` lines with the output they show, and clusters in TOML."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import pipefit
 from pipefit.cli import main
+from pipefit.presets import preset_names
+from pipefit.presets.toml import parse_cluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+CLOCK = re.compile(r"in \d\S* (s|ms|us)\b")
 
 
 def named(page: Path) -> str:
@@ -21,21 +25,42 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, in an empty folder, the Python blocks of a page in one namespace.
+def run_line(line: str) -> None:
+    """A line of a shell. `pipefit demo` is left to its own test: it starts workers and takes its time."""
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["pipefit"] and words[1] != "demo":
+        assert main(words[1:]) == 0, line
 
-    `pipefit demo` is left to its own test: it starts workers and takes its time.
-    """
+
+def run_console(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines after a `$`, each with the output that follows it; how long something took may differ."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        line, _, shown = part.partition("\n")
+        capsys.readouterr()
+        run_line(line)
+        printed = capsys.readouterr().out
+        if shown.strip():
+            assert CLOCK.sub("in a while", shown) == CLOCK.sub("in a while", printed), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From top to bottom, in an empty folder, with the Python blocks of a page in one namespace."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "documentation"}
     for language, block in BLOCK.findall(page.read_text()):
-        if language == "python":
-            exec(compile(block, named(page), "exec"), namespace)
-        if language == "sh":
-            lines = [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("pipefit ")]
-            for line in (line for line in lines if not line.startswith("pipefit demo")):
-                assert main(shlex.split(line, comments=True)[1:]) == 0, line
+        match language:
+            case "python":
+                exec(compile(block, named(page), "exec"), namespace)
+            case "toml":
+                assert parse_cluster(block, named(page)).devices
+            case "console":
+                run_console(block, capsys)
+            case "sh":
+                for line in block.replace("\\\n", " ").splitlines():
+                    run_line(line)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -47,11 +72,15 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     """The package, its metadata, the citation and the changelog agree on the version."""
-    import pipefit
-
     for name, text in {
         "pyproject.toml": f'version = "{pipefit.__version__}"',
         "CITATION.cff": f"version: {pipefit.__version__}",
         "CHANGELOG.md": f"## {pipefit.__version__}",
     }.items():
         assert text in (ROOT / name).read_text(), name
+
+
+def test_the_page_on_clusters_names_every_preset() -> None:
+    """A preset that is added is added to the documentation."""
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    assert [name for name in preset_names() if f"`{name}`" not in text] == []

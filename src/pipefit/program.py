@@ -189,12 +189,12 @@ def _check_device(device: int, actions: Iterable[Action], placement: tuple[int, 
 
 def _check_messages(devices: tuple[tuple[Action, ...], ...], last: int) -> None:
     starts = Counter(action for actions in devices for action in actions if action.kind in BACKGROUND and not action.wait)
-    for action in starts:
+    for action, count in starts.items():
         partner = message_partner(action)
-        if partner is not None and partner not in starts:
-            raise UsageError(f"{action} has no partner: {partner} is missing")
         if partner is not None and not 0 <= partner.stage <= last:
-            raise UsageError(f"{action} goes to stage {partner.stage}, which does not exist")
+            raise UsageError(f"{action} is for stage {partner.stage}, which does not exist")
+        if partner is not None and starts[partner] != count:
+            raise UsageError(f"{action} has no partner: {partner} is missing")
 
 
 def message_partner(action: Action) -> Action | None:

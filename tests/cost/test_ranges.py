@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import numpy as np
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ledger import walk
-from chains import devices, hostile, plain, profile, training
 
+from chains import devices, hostile, layer, measurement, plain, profile, training, value
+from ledger import walk
 from pipefit.cost.memory import StageMemory
 from pipefit.cost.ranges import Ranges, stage_peak
 from pipefit.plan import Plan, Stage
-from pipefit.profile import Measurement
+from pipefit.profile import Measurement, Origin, Span
 from pipefit.schedule import situations
 
 few = hypothesis_settings(max_examples=150, deadline=None)
@@ -44,14 +44,14 @@ def band_cell(memory: StageMemory) -> dict[str, int]:
     }
 
 
-def assert_band_is_the_walk(measurement: Measurement, width: int, first: int, last: int) -> None:
-    band = Ranges(measurement, microbatches=3).band(width, first=first, last=last)
-    count = len(measurement.layers)
+def assert_band_is_the_walk(model: Measurement, width: int, first: int, last: int) -> None:
+    band = Ranges(model, microbatches=3).band(width, first=first, last=last)
+    count = len(model.layers)
     for (row, column), valid in np.ndenumerate(band.valid):
         start, stop = first + int(column), first + int(column) + int(row) + 1
         assert valid == (stop <= count)
         if valid:
-            expected = band_cell(StageMemory(measurement, start, stop, microbatches=3))
+            expected = band_cell(StageMemory(model, start, stop, microbatches=3))
             assert {name: int(getattr(band, name)[row, column]) for name in expected} == expected
 
 
@@ -60,6 +60,17 @@ def assert_band_is_the_walk(measurement: Measurement, width: int, first: int, la
 def test_every_range_costs_what_the_walk_over_it_finds(rng: Random, count: int) -> None:
     """All arrays of a full band equal `StageMemory`, for layers that alias, pass through and release as they like."""
     assert_band_is_the_walk(hostile(rng, count), count, 0, count - 1)
+
+
+def test_two_values_that_share_a_storage_further_back_are_released_together() -> None:
+    """The last layer saves one value and releases the other; they share a storage if the range starts early."""
+    pair, both = (value(8), value(8)), (Origin(kind="input", index=0), Origin(kind="input", index=1))
+    shared = layer((value(3),), pair, storages=(8,), origins=(Origin(kind="own", index=0),) * 2, saved=())
+    through = layer(pair, pair, storages=(), origins=both, saved=())
+    spans = (Span(peak_bytes=1), Span(peak_bytes=200, released=(1,)))
+    last = layer(pair, (value(3),), saved=both[:1], first=spans, later=spans)
+    loss = layer((value(3),), (value(4),))
+    assert_band_is_the_walk(measurement([shared, through, through, last], loss), 4, 0, 3)
 
 
 @few
@@ -72,23 +83,31 @@ def test_a_part_of_a_band_is_that_part(rng: Random, count: int, data: st.DataObj
 
 
 @few
-@given(st.randoms(use_true_random=False), st.integers(1, 6), st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 9), st.data())
-def test_a_stage_peaks_where_its_program_does(rng: Random, count: int, schedule: str, microbatches: int, data: st.DataObject) -> None:
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(1, 6),
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_a_stage_peaks_where_its_program_does(
+    rng: Random, count: int, schedule: str, microbatches: int, data: st.DataObject
+) -> None:
     """The peak at a schedule position equals a ledger of the lowered program over two steps, for every split."""
-    measurement = hostile(rng, count)
+    model = hostile(rng, count)
     stages = data.draw(st.integers(1, count))
-    band = Ranges(measurement, microbatches=microbatches).band(count)
+    band = Ranges(model, microbatches=microbatches).band(count)
     peaks = [stage_peak(band, situations(schedule, s, stages, microbatches)) for s in range(stages)]
     for cuts in combinations(range(1, count), stages - 1):
         edges = (0, *cuts, count)
         found = tuple(int(peaks[s][edges[s + 1] - edges[s] - 1, edges[s]]) for s in range(stages))
-        assert found == walk(split(measurement, edges, schedule, microbatches))
+        assert found == walk(split(model, edges, schedule, microbatches))
 
 
-def split(measurement: Measurement, edges: tuple[int, ...], schedule: str, microbatches: int) -> Plan:
-    stages = [Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False))]
+def split(model: Measurement, edges: tuple[int, ...], schedule: str, microbatches: int) -> Plan:
+    stages = [Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate(pairwise(edges))]
     return Plan(
-        profile=profile(measurement),
+        profile=profile(model),
         cluster=devices(*[1 << 40] * len(stages)),
         training=training(schedule, microbatches),
         stages=tuple(stages),
@@ -98,8 +117,8 @@ def split(measurement: Measurement, edges: tuple[int, ...], schedule: str, micro
 @pytest.mark.parametrize("seed", range(20))
 def test_the_floor_is_below_what_is_retained_and_rises_with_the_range(seed: int) -> None:
     """`floor` bounds `retained` from below for every range, and grows when a range does: planners prune by it."""
-    measurement = (hostile if seed % 2 else plain)(Random(seed), 12)
-    ranges = Ranges(measurement)
+    model = (hostile if seed % 2 else plain)(Random(seed), 12)
+    ranges = Ranges(model)
     band, (saved, born) = ranges.band(12), ranges.floor()
     assert (np.diff(saved) >= 0).all() and (np.diff(born) >= 0).all()
     for (row, start), valid in np.ndenumerate(band.valid):

@@ -7,9 +7,9 @@ from itertools import combinations, permutations
 from random import Random
 
 import pytest
-from chains import alike, devices, hostile, plain, profile, training, vgg_like
-from ledger import walk
 
+from chains import alike, devices, hostile, plain, profile, skewed, training, vgg_like
+from ledger import walk
 from pipefit.cluster import Cluster
 from pipefit.plan import Plan, Stage
 from pipefit.planner import Options, exact, exhaustive
@@ -19,7 +19,9 @@ from pipefit.simulator import simulate
 AMPLE = 1 << 40
 
 
-def both(measurement: Measurement, cluster: Cluster, schedule: str, microbatches: int, stages: int | None = None) -> tuple[Plan, Plan]:
+def both(
+    measurement: Measurement, cluster: Cluster, schedule: str, microbatches: int, stages: int | None = None
+) -> tuple[Plan, Plan]:
     options = Options(stages=stages, allow_infeasible=True)
     question = (profile(measurement), cluster, training(schedule, microbatches), options)
     return exact(*question), exhaustive(*question)
@@ -48,13 +50,24 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
-    """Devices of two or three sizes, in any order along the pipeline, some of them unused: the same stages and devices."""
+    """Devices of two or three sizes, in any order along the pipeline, some of them unused: the same stages and
+    devices.
+    """
     rng = Random(seed)
     count = rng.randrange(2, 9)
     cluster = devices(*(rng.choice((60, 100, 100, 175)) for _ in range(rng.randrange(2, 6))))
     stages = rng.choice((None, rng.randrange(1, min(count, len(cluster.devices)) + 1)))
     chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
     found, best = both(chain, cluster, rng.choice(("gpipe", "1f1b")), rng.randrange(1, 7), stages)
+    assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: int) -> None:
+    """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
+    rng = Random(seed)
+    stages = rng.randrange(3, 8)
+    found, best = both(skewed(rng, rng.randrange(stages, 13)), devices(*[AMPLE] * stages), "1f1b", 8)
     assert found.stages == best.stages
 
 

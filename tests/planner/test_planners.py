@@ -7,8 +7,8 @@ from math import comb
 from random import Random
 
 import pytest
-from chains import alike, devices, hostile, plain, profile, training, vgg_like
 
+from chains import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
 from pipefit.planner.sums import lightest_parts
@@ -31,7 +31,9 @@ CASES = {
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_holds_every_layer_once_and_predicts_every_device(planner: str, case: str) -> None:
-    """Whatever the planner and the case: all layers in order, a device for each stage, peaks, and no better than exact."""
+    """Whatever the planner and the case: all layers in order, a device for each stage, peaks, and no better than
+    exact.
+    """
     chain, cluster, how, stages = CASES[case]
     options = Options(stages=stages, allow_infeasible=True)
     made = PLANNERS[planner](profile(chain), cluster, how, options)

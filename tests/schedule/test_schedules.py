@@ -28,12 +28,15 @@ F0 B0 F1 B1
 """
 
 GPIPE_PROGRAM = """
-device 0: 0LOAD0 0F0 0SEND_F0 0RECV_B0 0LOAD1 0F1 0WAIT_SEND_F0 0SEND_F1 0RECV_B1 0WAIT_RECV_B0 0B0 0WAIT_SEND_F1 0WAIT_RECV_B1 0B1 0STEP
-device 1: 1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1LOAD0 1F0 1WAIT_RECV_F1 1LOAD1 1F1 1B0 1SEND_B0 1B1 1WAIT_SEND_B0 1SEND_B1 1WAIT_SEND_B1 1STEP
+device 0: 0LOAD0 0F0 0SEND_F0 0RECV_B0 0LOAD1 0F1 0WAIT_SEND_F0 0SEND_F1 \
+0RECV_B1 0WAIT_RECV_B0 0B0 0WAIT_SEND_F1 0WAIT_RECV_B1 0B1 0STEP
+device 1: 1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1LOAD0 1F0 1WAIT_RECV_F1 1LOAD1 1F1 \
+1B0 1SEND_B0 1B1 1WAIT_SEND_B0 1SEND_B1 1WAIT_SEND_B1 1STEP
 """
 
 
 def table(schedule: str, stages: int, microbatches: int) -> str:
+    """A schedule drawn as text, a row for each stage."""
     rows = [compute_actions(schedule, stage, stages, microbatches) for stage in range(stages)]
     return "\n" + "\n".join(" ".join(f"{kind.value}{microbatch}" for kind, microbatch in row) for row in rows) + "\n"
 
@@ -70,6 +73,7 @@ def test_microbatches_in_flight_follow_the_closed_forms(stages: int, microbatche
 
 
 def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
+    """The most microbatches whose backward is still to come."""
     held = [0]
     for kind, _ in compute_actions(schedule, stage, stages, microbatches):
         held.append(held[-1] + (1 if kind is Kind.FORWARD else -1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import make_plan, random_profile
 
 from pipefit.cost.ranges import Ranges, stage_peak
 from pipefit.schedule import SCHEDULES, situations
 from pipefit.simulator import Simulation
+from pipelines import make_plan, random_profile
 
 
 @settings(max_examples=80, deadline=None)

@@ -15,9 +15,9 @@ from pipefit.program import Action, Kind, Program, message_partner, parse_progra
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Stream
-from pipelines import equal_profile, make_cluster, make_plan, offload_all
+from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all, value
 
-COMPUTE_SECONDS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.STEP: 3}
+COMPUTE_SECONDS = {Kind.FORWARD: 2, Kind.BACKWARD: 3, Kind.STEP: 1}  # for each layer
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -35,7 +35,7 @@ def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
 
 
 def test_steps_follow_one_another_without_a_barrier() -> None:
-    """The first stage of step two starts while the last stage of step one still updates; step times add up to the end."""
+    """Stage 0 starts step two while the last stage still updates in step one; step times add up to the end."""
     profile = equal_profile(2, update_seconds=5.0)
     trace = simulate(make_plan(profile, [1, 1], microbatches=2), steps=3)
     ends = [max(e.end_seconds for d in trace.devices for e in d.events if e.step == step) for step in range(3)]
@@ -98,7 +98,7 @@ def test_two_transfers_over_two_wires_do_not_wait() -> None:
 
 
 def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
-    """Device 0 runs ahead to its send at second 4; device 1's send at 3 takes the shared wire before it all the same."""
+    """Device 0 runs ahead to its send at second 4; device 1's send at 3 takes the wire before it all the same."""
     found = run(LATE_REQUEST, chain("wire", "wire", speed=8.0), 4)
     assert found["1SEND_F0"] == (3.0, 4.0)
     found = run(LATE_REQUEST, chain("wire", "wire", speed=4.0), 4)
@@ -114,6 +114,16 @@ def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
     assert [e.action for e in sent] == ["0SEND_F0", "0RECV_B0"]
     assert [(e.start_seconds, e.end_seconds) for e in sent] == [(1.0, 3.5), (6.5, 9.0)]
     assert [(e.start_seconds, e.end_seconds) for e in received] == [(1.0, 3.5), (6.5, 9.0)]
+
+
+def test_gradients_that_nobody_needs_take_no_bytes() -> None:
+    """Where the boundary's value requires no gradient, the message back lasts the latency alone."""
+    integers = value(8, requires_grad=False)
+    layers = [replace(make_layer(), outputs=(integers,)), replace(make_layer(), inputs=(integers,))]
+    cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
+    trace = simulate(make_plan(chain_profile(layers), [1, 1], microbatches=1, cluster=cluster))
+    messages = [e for e in trace.devices[0].events if e.stream is Stream.COMMUNICATION]
+    assert [e.end_seconds - e.start_seconds for e in messages] == [2.5, 0.5]
 
 
 def test_a_message_waits_for_the_receiver_to_post() -> None:
@@ -145,7 +155,7 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
 
 
 class Ticks:
-    """A slow simulator for whole seconds: every second, every device does what it can, and ready transfers take wires."""
+    """A slow simulator: every second, every device does what it can, and ready transfers take their wires."""
 
     def __init__(self, plan: Plan, program: Program) -> None:
         self.plan, self.program, self.time = plan, program, 0
@@ -180,7 +190,8 @@ class Ticks:
             return False
         if action.kind in MOVES and not action.wait:
             self.posted[action] = self.time
-        layers = action.layers or (0, 1)
+        stage = self.plan.stages[action.stage]
+        layers = action.layers or (stage.start, stage.stop)
         self.busy[device] = self.time + COMPUTE_SECONDS.get(action.kind, 0) * (layers[1] - layers[0])
         self.at[device] += 1
         return True
@@ -213,18 +224,26 @@ MOVES = {
 }  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b"]),
     stages=st.integers(1, 4),
-    microbatches=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    microbatches=st.integers(1, 4),
     message=st.integers(1, 4),
-    tensor=st.integers(1, 4),
+    tensor=st.integers(1, 6),
     wires=st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8),
     moving=st.booleans(),
 )
 def test_the_clock_agrees_with_an_oracle_that_ticks(
-    schedule: str, stages: int, microbatches: int, message: int, tensor: int, wires: list[str | None], moving: bool
+    schedule: str,
+    stages: int,
+    layers: int,
+    microbatches: int,
+    message: int,
+    tensor: int,
+    wires: list[str | None],
+    moving: bool,
 ) -> None:
     """Under any sharing of wires, a step ends when a simulation second by second says, with offloads and without."""
     row = [
@@ -232,11 +251,20 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
     ]
     up = [Link(members=(f"device{n}", "host0"), bytes_per_second=1.0, wire=wires[4 + n]) for n in range(stages)]
     profile = equal_profile(
-        stages, input_bytes=message, output_bytes=message, kept_bytes=tensor, forward_seconds=1.0, backward_seconds=2.0,
-        update_seconds=3.0,
-    )  # fmt: skip
+        stages * layers,
+        input_bytes=message,
+        output_bytes=message,
+        kept_bytes=tensor,
+        forward_seconds=2.0,
+        backward_seconds=3.0,
+        update_seconds=1.0,
+    )
     plan = make_plan(
-        profile, [1] * stages, microbatches=microbatches, schedule=schedule, cluster=make_cluster(stages, *row, *up)
+        profile,
+        [layers] * stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        cluster=make_cluster(stages, *row, *up),
     )
     program = offload_all(plan) if moving else lower(plan)
     assert Simulation(plan, program=program).step_seconds == (float(Ticks(plan, program).run()),)

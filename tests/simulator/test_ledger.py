@@ -1,7 +1,8 @@
-"""What devices hold: a ledger added up by hand, closed forms, category sums, and programs that use what is not there."""
+"""What devices hold: sums by hand, closed forms, categories, and programs that use what is not there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,11 +18,12 @@ from pipefit.schedule import SCHEDULES, lower
 from pipefit.simulator import Costs, Simulation, simulate
 from pipefit.simulator.effects import effect
 from pipefit.trace import Category, MemorySample
-from pipelines import equal_profile, make_plan, random_profile
+from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
-# Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not saved), kept 16,
-# scratch 4. So a forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved; a backward peaks at 8 + 32 + 4 = 44 the first time
-# and at 8 + 32 + 8 = 48 later. On the first stage it sends no gradient back. Optimizer state is 64, its scratch 4.
+# Device 0 of two, under GPipe with two microbatches. One layer: parameters 32, input 8 (saved), output 8 (not saved),
+# kept 16, scratch 4. So a forward peaks at 8 + 16 + 4 = 28 and leaves 24 saved; a backward peaks at 8 + 32 + 4 = 44 the
+# first time and at 8 + 32 + 8 = 48 later. On the first stage it sends no gradient back. Optimizer state is 64, with
+# 4 of scratch.
 BY_HAND = {  # the highest total during the action: first step, later steps (64 bytes of state more, no growth in STEP)
     "0LOAD0": 32 + 8,
     "0F0": 40 + 28,
@@ -47,14 +49,15 @@ def test_a_small_program_adds_up_as_by_hand() -> None:
 
 
 def test_categories_say_what_the_bytes_are_for() -> None:
-    """At the first backward's peak: parameters, the gradients it leaves, what it consumes, what travels, and scratch."""
+    """At a backward's peak: parameters, the gradients it leaves, what it consumes, what travels, and scratch."""
     trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe"))
     found = {sample.action: sample.by_category for sample in trace.devices[0].memory}
     assert found["0F0"] == {
         Category.PARAMETERS: 32, Category.ACTIVATIONS: 24, Category.BOUNDARY: 8, Category.TEMPORARY: 4
     }  # fmt: skip
     assert found["0B0"] == {
-        Category.PARAMETERS: 32, Category.GRADIENTS: 32, Category.ACTIVATIONS: 48, Category.BOUNDARY: 24, Category.TEMPORARY: 12
+        Category.PARAMETERS: 32, Category.GRADIENTS: 32, Category.ACTIVATIONS: 48, Category.BOUNDARY: 24,
+        Category.TEMPORARY: 12,
     }  # fmt: skip
     assert found["0STEP"] == {
         Category.PARAMETERS: 32, Category.GRADIENTS: 32, Category.OPTIMIZER: 64, Category.TEMPORARY: 4
@@ -65,7 +68,7 @@ def test_categories_say_what_the_bytes_are_for() -> None:
 def test_an_effect_splits_its_peak_without_remainder(
     above: int, gradients: int, optimizer: int, activations: int, boundary: int
 ) -> None:
-    """At the peak the categories add up to it; none has lost more than the action consumes, and temporary is never negative."""
+    """Categories add up to the peak; none has lost more than the action consumes; temporary is never negative."""
     changes = (gradients, optimizer, activations, boundary)
     found = effect(
         peak_bytes=sum(changes) + above,
@@ -83,7 +86,7 @@ def test_an_effect_splits_its_peak_without_remainder(
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1 << 30))
 def test_categories_add_up_and_end_where_they_began(schedule: str, stages: int, microbatches: int, seed: int) -> None:
-    """For random layers, no category is ever negative, a device's peak is its highest sample, and a step leaks nothing."""
+    """For random layers, no category is negative, a device's peak is its highest sample, and nothing leaks."""
     plan = make_plan(random_profile(2 * stages, seed), [2] * stages, microbatches=microbatches, schedule=schedule)
     simulation = Simulation(plan, steps=3)
     trace = simulation.trace()
@@ -119,12 +122,14 @@ def test_cutting_stages_into_segments_changes_no_peak(stages: int, layers: int, 
 
 
 def segmented(plan: Plan) -> Program:
+    """The plan's program with every forward and backward cut into single layers."""
     program = lower(plan)
     pieces = [[piece for action in actions for piece in cut(plan, action)] for actions in program.actions]
     return Program(placement=program.placement, microbatches=program.microbatches, actions=tuple(map(tuple, pieces)))
 
 
 def cut(plan: Plan, action: Action) -> list[Action]:
+    """The action layer by layer, backwards from the last."""
     stage = plan.stages[action.stage]
     ranges = list(pairwise(range(stage.start, stage.stop + 1)))
     if action.kind is Kind.FORWARD:
@@ -139,13 +144,19 @@ def test_the_losses_of_all_microbatches_lie_in_the_boundary_buffers() -> None:
 
 
 def test_costs_may_be_shared_by_plans() -> None:
-    """Plans of one profile and training that share their costs get the figures that they get alone."""
-    profile = random_profile(6, seed=3)
-    plans = [make_plan(profile, split) for split in ([3, 3], [2, 4], [5, 1])]
-    shared = Costs.of(plans[0])
+    """Plans of one profile and training, on whatever devices, get from shared costs the figures that they get alone."""
+    cluster = make_cluster(2)
+    slow = replace(cluster.devices[1].kind, memory_bandwidth=1e9)
+    cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
+    profile = equal_profile(6, forward_seconds=None, parameter_bytes=100)
+    plans = [make_plan(profile, split, cluster=cluster) for split in ([3, 3], [2, 4], [5, 1])]
+    plans.append(replace(plans[0], stages=tuple(replace(s, devices=(1 - s.device,)) for s in plans[0].stages)))
+    shared, different = Costs.of(plans[0]), set()
     for plan in plans:
         alone, together = Simulation(plan), Simulation(plan, costs=shared)
         assert (alone.peak_bytes, alone.step_seconds) == (together.peak_bytes, together.step_seconds)
+        different.add(alone.step_seconds)
+    assert len(different) == len(plans)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ BACK = "0RELOAD0[0.0]@{place} 0B0[1:2] 0WAIT_RELOAD0[0.0]@{place} 0B0[0:1] 0STEP
 
 
 def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
+    """The trace of a program of one stage of two layers on device 0."""
     cluster = cluster or make_cluster(1)
     plan = make_plan(equal_profile(2, **layer), [2], microbatches=1, cluster=cluster)
     lines = [f"device 0: {text}", *(f"device {number}:" for number in range(1, len(cluster.devices)))]
@@ -31,6 +32,7 @@ def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
 
 
 def levels(trace: Trace, category: Category, device: int = 0) -> dict[str, int]:
+    """The bytes of a category in every sample of a device, by action."""
     return {sample.action: sample.by_category.get(category, 0) for sample in trace.devices[device].memory}
 
 
@@ -55,7 +57,7 @@ def test_a_tensor_that_is_away_lowers_the_peak() -> None:
 
 
 def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
-    """16 bytes at 4 a second: the offload hides behind nothing longer than the forward of a second, so its join waits."""
+    """16 bytes at 4 a second do not hide behind a forward of a second, so the join waits for the rest."""
     trace = run((AWAY + BACK).format(place="host"), make_cluster(1, bytes_per_second=4.0))
     times = {e.action: (e.start_seconds, e.end_seconds) for e in trace.devices[0].events}
     assert times["0OFFLOAD0[0.0]@host"] == (1.0, 5.0)
@@ -85,6 +87,35 @@ def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
     assert times["0RELOAD0[0.0]@host"] == (6.0, 10.0)
 
 
+def test_a_copy_never_starts_before_it_is_issued() -> None:
+    """A second offload, issued when the first one is long done, starts then."""
+    text = (
+        "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[0.0]@host "
+        "0WAIT_OFFLOAD0[1.0]@host"
+    )
+    trace = run(text, make_cluster(1, bytes_per_second=32.0))
+    assert [e.start_seconds for e in trace.devices[0].events if e.stream is Stream.COPY] == [1.0, 2.0]
+
+
+def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
+    """An offload over a free wire still follows the one before it, even when the device was blocked in between."""
+    links = (
+        Link(members=("device0", "host0"), bytes_per_second=2.0),
+        Link(members=("device0", "device1"), bytes_per_second=16.0),
+        Link(members=("device0", "device2"), bytes_per_second=8.0),
+    )
+    text = (
+        "0LOAD0 0F0 0OFFLOAD0[0.0]@device1 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[0.0]@device1 0RELOAD0[0.0]@device1 "
+        "0WAIT_RELOAD0[0.0]@device1 0OFFLOAD0[0.1]@device2 0WAIT_OFFLOAD0[0.1]@device2 0WAIT_OFFLOAD0[1.0]@host"
+    )
+    trace = run(text, make_cluster(3, *links))
+    times = {e.action: (e.start_seconds, e.end_seconds) for e in trace.devices[0].events}
+    assert times["0OFFLOAD0[0.0]@device1"] == (2.0, 3.0)
+    assert times["0OFFLOAD0[1.0]@host"] == (3.0, 11.0)
+    assert times["0RELOAD0[0.0]@device1"] == (3.0, 4.0)
+    assert times["0OFFLOAD0[0.1]@device2"] == (11.0, 12.0)
+
+
 @pytest.mark.parametrize(("shared", "copies"), [(True, [(2.0, 6.0), (6.0, 10.0)]), (False, [(2.0, 6.0), (3.0, 7.0)])])
 def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tuple[float, float]]) -> None:
     """Offloads of two devices over one wire follow one another; over a wire each, they overlap."""
@@ -105,15 +136,25 @@ def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tup
 # -------------------------------------------------------------------- peers
 
 
-def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last() -> None:
-    """Of 18 bytes in shares of two to one, 12 go over the fast link and 6 over the slow one, at once."""
+@pytest.mark.parametrize(
+    ("place", "wire", "copies"),
+    [
+        ("device1*2+device2*1", None, [(1.0, 4.0), (4.0, 7.0)]),
+        ("device2*1+device1*2", None, [(1.0, 4.0), (4.0, 7.0)]),
+        ("device1*2+device2*1", "one", [(1.0, 6.0), (6.0, 11.0)]),
+    ],
+)
+def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last(
+    place: str, wire: str | None, copies: list[tuple[float, float]]
+) -> None:
+    """Of 18 bytes in shares of two to one, 12 take two seconds and 6 take three: at once, or in turn over one wire."""
     links = (
-        Link(members=("device0", "device1"), bytes_per_second=6.0),
-        Link(members=("device0", "device2"), bytes_per_second=2.0),
+        Link(members=("device0", "device1"), bytes_per_second=6.0, wire=wire),
+        Link(members=("device0", "device2"), bytes_per_second=2.0, wire=wire),
     )
-    trace = run((AWAY + BACK).format(place="device1*2+device2*1"), make_cluster(3, *links), kept_bytes=18)
-    copies = [(e.start_seconds, e.end_seconds) for e in trace.devices[0].events if e.stream is Stream.COPY]
-    assert copies == [(1.0, 4.0), (4.0, 7.0)]
+    trace = run((AWAY + BACK).format(place=place), make_cluster(3, *links), kept_bytes=18)
+    found = [(e.start_seconds, e.end_seconds) for e in trace.devices[0].events if e.stream is Stream.COPY]
+    assert found == copies
     assert [max(levels(trace, Category.LENT, device).values()) for device in (1, 2)] == [12, 6]
 
 
@@ -129,7 +170,7 @@ def test_a_peer_lends_from_the_offload_until_the_reload_is_joined() -> None:
 
 
 def test_lent_bytes_count_at_the_peak_of_the_lender() -> None:
-    """Under GPipe the last stage peaks in its first backward, while it lends for all microbatches; figure and trace agree."""
+    """Under GPipe the last stage peaks in its first backward, while it lends for all microbatches."""
     plan = make_plan(
         equal_profile(4, kept_bytes=100), [2, 2], microbatches=3, schedule="gpipe",
         cluster=make_cluster(2, bytes_per_second=500.0),

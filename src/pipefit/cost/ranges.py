@@ -1,9 +1,9 @@
 """Memory of every range of layers at once: the vectorised twin of `cost.memory.StageMemory`.
 
 `Ranges(measurement).band(width)` holds, for every start i and every stop j up to i + width, the same bytes that
-`StageMemory(measurement, i, j)` finds, as integer arrays of shape (width, starts): row w is the ranges of w + 1 layers,
-column c those that start at layer `first + c`. `stage_peak(band, situations)` is then the peak of a stage that holds the
-range at one position of a schedule, to the byte what the simulator finds.
+`StageMemory(measurement, i, j)` finds, as integer arrays of shape (width, starts): row w is the ranges of w + 1
+layers, column c those that start at layer `first + c`. `stage_peak(band, situations)` is then the peak of a stage
+that holds the range at one position of a schedule, to the byte what the simulator finds.
 
     static        parameters and buffers, and the losses on the last stage
     gradients     parameter gradients; state: optimizer state
@@ -115,7 +115,9 @@ def stage_peak(band: Band, situations: Iterable[Situation], window: Window = EVE
 
 
 class Ranges:
-    """The sums over layers and the lives of storages from which bands are made. The loss is the layer behind the last."""
+    """The sums over layers and the lives of storages from which bands are made. The loss is the layer behind the
+    last.
+    """
 
     def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
         model = lives(measurement)
@@ -134,7 +136,9 @@ class Ranges:
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(life.nbytes for life in targets)
         self.kept_targets = sum(life.nbytes for life in targets if life.saver != NEVER)
-        self.born = _array([0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))])
+        self.born = _array(
+            [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
+        )
         own = [life for layer in model.own for life in layer]
         fresh = [life for layer in model.fresh[:-1] for life in layer]
         self.own_saved, self.own_gone = _saved(own), _gone(own)
@@ -148,7 +152,9 @@ class Ranges:
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
 
     def floor(self) -> tuple[Ints, Ints]:
-        """Two rising sums; `retained` of [i, j) is at least saved[j] - born[i], whatever the cuts do to the storages there."""
+        """Two rising sums; `retained` of [i, j) is at least saved[j] - born[i], whatever the cuts do to the storages
+        there.
+        """
         stop, birth, nbytes = self.own_saved
         saved, born = np.zeros(self.count + 2, np.int64), np.zeros(self.count + 2, np.int64)
         np.add.at(saved, stop, nbytes)
@@ -157,7 +163,8 @@ class Ranges:
 
 
 class _BandMaker:
-    """Row w, column c of a boundary table is boundary i + w of a range that starts at i = first + c; of a layer table, layer i + w.
+    """Row w, column c of a boundary table is boundary i + w of a range that starts at i = first + c; of a layer
+    table, layer i + w.
 
     Rows reach one further than the widest range: where a range ends the model, the loss is in it.
     """
@@ -213,13 +220,17 @@ class _BandMaker:
         return held
 
     def _live(self) -> Ints:
-        """Bytes that exist when the layers before the boundary have run forward: saved by one of them, or values there."""
+        """Bytes that exist when the layers before the boundary have run forward: saved by one of them, or values
+        there.
+        """
         change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
         change[0] = self._start(self.ranges.input_bytes)
         return np.cumsum(change, axis=0)
 
     def _summed(self, own: Events, fresh: Events) -> Ints:
-        """Bytes of the events at the boundary: of own storages born in the range, of fresh ones received at its start."""
+        """Bytes of the events at the boundary: of own storages born in the range, of fresh ones received at its
+        start.
+        """
         boundary, birth, nbytes = _where(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
         np.add.at(table, (boundary - birth, boundary - self.first), nbytes)
@@ -267,7 +278,9 @@ class _BandMaker:
         return out
 
     def _backward(self, inner: Ints, entry: Ints, spans: Ints) -> Ints:
-        """The highest over the layers of every range, each above what there is behind it: `entry` behind the last layer."""
+        """The highest over the layers of every range, each above what there is behind it: `entry` behind the last
+        layer.
+        """
         highest = np.maximum.accumulate(inner[1:] + spans, axis=0)
         out = entry[1:-1] + spans[:-1]
         np.maximum(out[1:], highest[:-2], out=out[1:])
@@ -284,7 +297,9 @@ class _BandMaker:
         return array
 
     def _behind_first(self, vector: Ints) -> Ints:
-        """The vector at the start of every range, 0 for ranges that begin the model, which receive and send back nothing."""
+        """The vector at the start of every range, 0 for ranges that begin the model, which receive and send back
+        nothing.
+        """
         row = self._start(vector).copy()
         if self.first == 0:
             row[0, 0] = 0
@@ -306,17 +321,24 @@ def _gone(storages: Sequence[Life]) -> Events:
 
 
 def _span_table(model: Lives, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
-    """Each layer's highest backward bytes in a range that starts far before it; and (layer, depth, bytes) where nearer ones differ."""
+    """Each layer's highest backward bytes in a range that starts far before it; and (layer, depth, bytes) where
+    nearer ones differ.
+    """
     peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
     nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
     return _array(by_depth[-1] for by_depth in peaks), _events(nearer)
 
 
 def _span_peaks(model: Lives, number: int, spans: tuple[Span, ...]) -> list[int]:
-    """Highest backward bytes of a layer in a range that starts 0, 1, ... layers before it; the last holds for all earlier."""
+    """Highest backward bytes of a layer in a range that starts 0, 1, ... layers before it; the last holds for all
+    earlier.
+    """
     freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
     depths = range(max(map(len, freed.values()), default=1))
-    return [max((s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans), default=_NOTHING) for d in depths]
+    return [
+        max((s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans), default=_NOTHING)
+        for d in depths
+    ]
 
 
 def _events(rows: Iterable[tuple[int, int, int]]) -> Events:

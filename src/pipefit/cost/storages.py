@@ -20,7 +20,9 @@ NEVER = 1 << 40
 
 
 class Life(NamedTuple):
-    """One storage: born (own) or received (fresh) at layer `birth`, first saved by layer `saver`, a value up to boundary `end`."""
+    """One storage: born (own) or received (fresh) at layer `birth`, first saved by layer `saver`, a value up to
+    boundary `end`.
+    """
 
     birth: int
     nbytes: int
@@ -53,7 +55,9 @@ def lives(measurement: Measurement) -> Lives:
 
 def _lives_of(cost: LayerCost, number: int, values: Sequence[Life]) -> tuple[tuple[Life, ...], tuple[Life, ...]]:
     """The fresh lives of a layer's inputs and the lives of its own storages, from those of the values behind it."""
-    savers = {("own", o): NEVER for o in range(len(cost.storages))} | {("input", k): NEVER for k in range(len(cost.inputs))}
+    savers = {("own", o): NEVER for o in range(len(cost.storages))} | {
+        ("input", k): NEVER for k in range(len(cost.inputs))
+    }
     ends = dict.fromkeys(savers, number)
     for origin, value in zip(cost.output_origins, values, strict=False):
         key = (origin.kind, origin.index)

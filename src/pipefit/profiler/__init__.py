@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.profile import ModelProfile, Target
 from pipefit.profiler.fake import Progress, profile_fake
+from pipefit.profiler.measured import add_seconds
 
 __all__ = ["Progress", "profile"]
 
@@ -31,4 +34,9 @@ def profile(
         raise UsageError(f"a microbatch has at least one sample, not {microbatch_size}")
     if threads < 1:
         raise UsageError(f"a worker needs at least one thread, not {threads}")
-    return profile_fake(task, microbatch_size=microbatch_size, target=target, threads=threads, progress=progress)
+    if device not in ("fake", "cpu", "cuda"):
+        raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
+    real = device if device != "fake" else None
+    followed: Target = "cuda" if real == "cuda" else target
+    found = profile_fake(task, microbatch_size=microbatch_size, target=followed, threads=threads, progress=progress)
+    return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress) if real else found

@@ -56,7 +56,7 @@ def _twin(module: nn.Module, fake: FakeTarget) -> nn.Module:
     """A deep copy of `module` whose parameters and buffers are fake."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(fake.fake(parameter.detach()), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(fake.fake(parameter), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = fake.fake(buffer.detach())
+        memo[id(buffer)] = fake.fake(buffer)
     return copy.deepcopy(module, memo)

@@ -14,11 +14,12 @@ from pipefit.errors import UsageError
 from pipefit.zoo.bert import bert
 from pipefit.zoo.gpt import gpt
 from pipefit.zoo.mlp import mlp
+from pipefit.zoo.stdlib_text import gpt_stdlib
 from pipefit.zoo.vgg import vgg11
 
-__all__ = ["MODELS", "bert", "build", "gpt", "mlp", "vgg11"]
+__all__ = ["MODELS", "bert", "build", "gpt", "gpt_stdlib", "mlp", "vgg11"]
 
-MODELS: dict[str, Callable[..., Task]] = {"bert": bert, "gpt": gpt, "mlp": mlp, "vgg11": vgg11}
+MODELS: dict[str, Callable[..., Task]] = {"bert": bert, "gpt": gpt, "gpt-stdlib": gpt_stdlib, "mlp": mlp, "vgg11": vgg11}
 
 
 def build(name: str, **settings: Any) -> Task:

@@ -1,0 +1,34 @@
+# make demo | test | check | schemas | format.  Each makes .venv first where it is missing or out of date.
+# PIP_ARGS goes to pip, for example the index of torch's CPU builds.
+PYTHON ?= python3.11
+PIP_ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test check schemas format
+.DELETE_ON_ERROR:
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(RUN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		'torch==2.13.0' -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(RUN)/pipefit demo
+
+test: $(VENV)/.installed
+	$(RUN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+schemas: $(VENV)/.installed
+	$(RUN)/python -m pipefit.files docs/schemas
+
+format: $(VENV)/.installed
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .

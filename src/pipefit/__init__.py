@@ -1,0 +1,111 @@
+"""pipefit makes a PyTorch model fit: will it fit, how, and how fast; then it trains that way.
+
+    import pipefit
+
+    task    = pipefit.Task(module, batch=make_batch, loss=loss_fn)
+    profile = pipefit.profile(task, microbatch_size=4)
+    plan    = pipefit.plan(profile, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
+    trainer = pipefit.Trainer(task, plan)                # in each worker
+    loss    = trainer.step(batch)
+
+Importing this imports neither torch nor anything else: a name is fetched when it is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipefit.capture import Task
+    from pipefit.cluster import Cluster
+    from pipefit.errors import FileError, InfeasibleError, OutOfMemory, PipefitError, UsageError, WorkerFailed
+    from pipefit.files import load, load_cluster, save
+    from pipefit.plan import Plan
+    from pipefit.planner import plan
+    from pipefit.profile import ModelProfile
+    from pipefit.profiler import profile
+    from pipefit.program import Program
+    from pipefit.report.plan import explain
+    from pipefit.runtime import Trainer, certify, train
+    from pipefit.schedule import lower
+    from pipefit.simulator import simulate
+    from pipefit.trace import Trace
+    from pipefit.training import Training
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "FileError",
+    "InfeasibleError",
+    "ModelProfile",
+    "OutOfMemory",
+    "PipefitError",
+    "Plan",
+    "Program",
+    "Task",
+    "Trace",
+    "Trainer",
+    "Training",
+    "UsageError",
+    "WorkerFailed",
+    "__version__",
+    "certify",
+    "explain",
+    "load",
+    "load_cluster",
+    "lower",
+    "plan",
+    "profile",
+    "save",
+    "simulate",
+    "train",
+]
+
+_HOMES = {
+    "capture": ("Task",),
+    "cluster": ("Cluster",),
+    "errors": ("FileError", "InfeasibleError", "OutOfMemory", "PipefitError", "UsageError", "WorkerFailed"),
+    "files": ("load", "load_cluster", "save"),
+    "plan": ("Plan",),
+    "planner": ("plan",),
+    "profile": ("ModelProfile",),
+    "profiler": ("profile",),
+    "program": ("Program",),
+    "report.plan": ("explain",),
+    "runtime": ("Trainer", "certify", "train"),
+    "schedule": ("lower",),
+    "simulator": ("simulate",),
+    "trace": ("Trace",),
+    "training": ("Training",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'pipefit' has no attribute {name!r}")
+    value = getattr(import_module(f"pipefit.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Face(ModuleType):
+    """Keeps `pipefit.profile` and `pipefit.plan` functions: importing the modules of these names would replace them.
+
+    The modules stay where `from pipefit.plan import Plan` finds them.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

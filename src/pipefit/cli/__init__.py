@@ -1,0 +1,96 @@
+"""The command line. Each command is one thin file: it reads its arguments, calls the function of that name, and prints.
+
+What a command needs is imported when it runs, so that help costs no more than the parser. Failures arrive here, once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+from pipefit.cli import certify, compare, demo, doctor, plan, profile, show, simulate, train
+from pipefit.errors import PipefitError
+from pipefit.validation import printable
+
+_EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
+
+app = typer.Typer(
+    name="pipefit",
+    add_completion=False,
+    rich_markup_mode=None,  # rich would double the time of --help
+    pretty_exceptions_enable=False,  # errors are printed here, in one sentence
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _module in (demo, profile, plan, simulate, certify, train, compare, show, doctor):
+    app.command(_module.__name__.rpartition(".")[2])(_module.command)
+
+
+@app.callback(epilog=_EPILOG)
+def pipefit(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; works after a command too.")] = False,
+) -> None:
+    """Make a PyTorch model fit: will it fit, how, and how fast; then train it that way."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code. `arguments` are those of the process unless given."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _take(words, "--debug")
+    words = words or ["--help"]
+    if words[:1] == ["--version"]:
+        return _print_version()
+    try:
+        code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except PipefitError as error:
+        return _fail(str(error), error.exit_code, debug)
+    except typer.TyperException as error:
+        return _fail(_usage_sentence(error), error.exit_code, debug)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("stopped", 130, debug)
+    except BrokenPipeError:  # the reader of a pipe left, as head does; what follows must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
+        what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
+        return _fail(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1, debug)
+
+
+def _take(words: list[str], flag: str) -> bool:
+    """Removes a flag that may stand anywhere before a `--`; whether it was there."""
+    end = words.index("--") if "--" in words else len(words)
+    found = flag in words[:end]
+    words[:end] = [word for word in words[:end] if word != flag]
+    return found
+
+
+def _fail(sentence: str, code: int, debug: bool) -> int:
+    """Says what went wrong, on stderr, and passes the exit code on."""
+    if debug:
+        traceback.print_exc()
+    text = "\n".join(printable(line) for line in sentence.splitlines())
+    print(f"pipefit: {text}", file=sys.stderr)
+    return code
+
+
+def _usage_sentence(error: typer.TyperException) -> str:
+    """The parser's complaint, and where help is."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "pipefit"
+    complaint = error.format_message().partition(", unable to parse")[0].replace("Input should be", "it must be")
+    return f"{complaint.rstrip('.')}; {command} --help shows what it takes"
+
+
+def _print_version() -> int:
+    from pipefit import __version__
+
+    print(f"pipefit {__version__}")
+    return 0

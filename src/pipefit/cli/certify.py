@@ -1,0 +1,64 @@
+"""`pipefit certify`: the dry run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipefit.cli.options import Json, Model, Output, PlanFile, Settings, Steps, Target
+
+if TYPE_CHECKING:
+    from pipefit.trace import Trace
+
+
+def command(
+    plan: PlanFile,
+    model: Model,
+    settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
+    steps: Steps = 2,
+    target: Annotated[Target | None, typer.Option(help="Whose kernels to follow; the profile's unless given.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Certify PLAN: exact peaks by a dry run.
+
+    The real runtime runs over fake tensors, so this needs neither the hardware nor the data. Exits with 4 if a device
+    would pass its memory.
+    """
+    from pipefit.cli.model import resolve
+    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.progress import progress
+    from pipefit.files import load
+    from pipefit.plan import Plan
+
+    check_output(output)
+    document = load(plan, Plan)
+    task = resolve(model, settings)
+    from pipefit.runtime import certify
+
+    with progress("dry run"):
+        trace = certify(task, document, steps=steps, target=target)
+    deliver(trace, output=output, as_json=as_json)
+    _check_budgets(trace)
+
+
+def _check_budgets(trace: Trace) -> None:
+    """A dry run enforces no budget; a certificate has to.
+
+    Raises:
+        OutOfMemory: the fullest device would pass its memory; says where and by how much.
+    """
+    from pipefit.errors import OutOfMemory
+    from pipefit.units import format_bytes
+
+    over = [device for device in trace.devices if device.peak_bytes > device.budget_bytes]
+    if not over:
+        return
+    worst = max(over, key=lambda device: device.peak_bytes - device.budget_bytes)
+    raise OutOfMemory(
+        f"device {worst.device} needs {format_bytes(worst.peak_bytes)} at {worst.peak.action if worst.peak else '-'}, "
+        f"{format_bytes(worst.peak_bytes - worst.budget_bytes)} over its {format_bytes(worst.budget_bytes)} "
+        f"({len(over)} of {len(trace.devices)} devices are over): plan again for this cluster, in smaller microbatches "
+        f"or over more devices"
+    )

@@ -1,0 +1,135 @@
+"""`pipefit demo`: the whole thread on real text. An equal split runs out of memory; the plan fits, and trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipefit.cli.options import Json
+
+if TYPE_CHECKING:
+    from pipefit.capture import Task
+    from pipefit.plan import Plan
+    from pipefit.report.tables import Block
+    from pipefit.trace import Trace
+
+_MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
+_CLUSTER = "emulated:4x20MiB"
+_MICROBATCH, _MICROBATCHES = 2, 8
+
+
+def command(
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 80,
+    seed: Annotated[int, typer.Option(min=0, help="Decides weights and data.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Out of memory, then a plan, then training.
+
+    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 20 MiB. Takes about a
+    minute and needs no GPU, no network and no data.
+    """
+    from pipefit.cli.progress import progress
+    from pipefit.files import load_cluster
+    from pipefit.planner import plan
+    from pipefit.profiler import profile
+    from pipefit.runtime import certify, train
+    from pipefit.simulator import simulate
+    from pipefit.zoo import build
+
+    task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
+    say = _silent if as_json else _print
+    with progress("profiling") as report:
+        costs = profile(task(), microbatch_size=_MICROBATCH, progress=report)
+    cluster = load_cluster(_CLUSTER)
+    question = partial(plan, costs, cluster, batch_size=_MICROBATCH * _MICROBATCHES, microbatches=_MICROBATCHES)
+    say([_introduction(costs.layers, cluster.name)])
+
+    equal = question(planner="uniform", allow_infeasible=True)
+    with progress("training the equal split"):
+        failure = _run_out(task, equal, seed)
+    say(["1. The same number of layers on every device:", f"   {failure}"])
+
+    chosen = question(planner="exact")
+    say(["2. A plan by the true peak of every stage (pipefit plan):", chosen])
+    with progress("dry run"):
+        certified = certify(task(), chosen)
+    with progress("training") as report:
+        losses, measured = train(
+            task, chosen, steps=steps, seed=seed, on_step=lambda n, loss: report(n + 1, steps, f"loss {loss:.3f}")
+        )
+    say(["3. Training it (pipefit train), four processes, caps enforced:", _losses(losses)])
+    predicted = simulate(chosen, steps=2)
+    say(["4. Peaks, predicted beside measured:", _peaks(predicted, certified, measured)])
+    if as_json:
+        json.dump(_result(failure, chosen, losses, predicted, certified, measured), sys.stdout)
+        print()
+
+
+def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
+    """Train the equal split for a step; the message of its failure.
+
+    Raises:
+        PipefitError: it failed otherwise, or did not fail.
+    """
+    from pipefit.errors import OutOfMemory, PipefitError
+    from pipefit.runtime import train
+
+    try:
+        train(task, plan, steps=1, seed=seed)
+    except OutOfMemory as error:
+        return str(error)
+    raise PipefitError("the equal split was meant to run out of memory and did not")
+
+
+def _introduction(layers: tuple[str, ...], cluster: str) -> str:
+    tokens = _MICROBATCH * _MICROBATCHES * _MODEL["sequence"]
+    return (
+        f"A byte-level GPT of {len(layers)} layers learns the sources of Python's standard library, {tokens} bytes a step "
+        f"in {_MICROBATCHES} microbatches, on {cluster}."
+    )
+
+
+def _losses(losses: list[float]) -> str:
+    """The loss now and then, and at the end the mean of the last ten steps."""
+    marks = sorted({0, *range(9, len(losses), 10)})
+    course = "  ".join(f"{mark + 1}: {losses[mark]:.2f}" for mark in marks)
+    last = losses[-10:]
+    return f"   loss in nats per byte, by step   {course}\n   mean of the last {len(last)}: {sum(last) / len(last):.2f}"
+
+
+def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
+    from pipefit.report.tables import Table
+    from pipefit.units import format_bytes
+
+    rows = tuple(
+        (str(a.device), format_bytes(a.budget_bytes), *(format_bytes(n) for n in peaks), str(peaks[2] - peaks[0]))
+        for a, b, c in zip(predicted.devices, certified.devices, measured.devices, strict=True)
+        for peaks in [(a.peak_bytes, b.peak_bytes, c.peak_bytes)]
+    )
+    return Table(("device", "cap", "simulated", "dry run", "measured", "bytes apart"), rows)
+
+
+def _result(failure: str, plan: Plan, losses: list[float], predicted: Trace, certified: Trace, measured: Trace) -> dict[str, Any]:
+    return {
+        "equal_split": failure,
+        "split": plan.split,
+        "losses": losses,
+        "peak_bytes": {trace.source: trace.peak_bytes for trace in (predicted, certified, measured)},
+    }
+
+
+def _print(blocks: list[Block | Plan]) -> None:
+    from pipefit.plan import Plan
+    from pipefit.report.plan import explain
+    from pipefit.report.tables import write
+
+    write([explain(block) if isinstance(block, Plan) else block for block in blocks])
+    print(flush=True)
+
+
+def _silent(blocks: list[Block | Plan]) -> None:
+    """For --json: stdout holds the result alone."""

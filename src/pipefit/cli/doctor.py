@@ -1,0 +1,130 @@
+"""`pipefit doctor`: what this machine has, and what pipefit can do on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pipefit.cli.options import Json
+
+_PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors", "plotly")
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
+
+
+def command(as_json: Json = False) -> None:
+    """Tell what pipefit can do on this machine."""
+    found = examine()
+    if as_json:
+        print(json.dumps(found))
+        return
+    from pipefit.report.tables import Table, write
+
+    rows = tuple(
+        (name.removesuffix("_bytes").replace("_", " "), _shown(value))
+        for name, value in found.items()
+        if name not in ("abilities", "packages")
+    )
+    packages = tuple((name, number or "missing") for name, number in found["packages"].items())
+    abilities = "\n".join(f"{'yes' if able else 'no '}  {what}" for what, able in found["abilities"].items())
+    write([Table(("machine", ""), rows), Table(("package", "version"), packages), f"pipefit can here:\n{abilities}"])
+
+
+def examine() -> dict[str, Any]:
+    """Everything the command tells, as plain data; sizes in bytes."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "shared_memory_bytes": _or_none(lambda: shutil.disk_usage(_SHARED_MEMORY).free),
+        "open_files": _limit("RLIMIT_NOFILE"),
+        "locked_memory_bytes": _limit("RLIMIT_MEMLOCK"),
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+    facts |= _torch_facts()
+    facts["abilities"] = dict(_abilities(facts))
+    return facts
+
+
+def _abilities(facts: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """What can be done with what was found."""
+    has_torch = facts["torch"] is not None
+    gpus = len(facts["gpus"])
+    yield "plan, simulate, show and compare", True
+    yield "profile and certify on fake tensors, for cpu and cuda", has_torch
+    yield "train on emulated devices", facts["gloo"]
+    yield f"train on {gpus or 'CUDA'} GPUs" if gpus != 1 else "train on 1 GPU", gpus > 0 and facts["nccl"]
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+        from torch import distributed
+    except (ImportError, OSError) as error:
+        print(f"pipefit: torch cannot be imported: {error}", file=sys.stderr)
+        return {"torch": None, "threads": None, "gpus": [], "gloo": False, "nccl": False}
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "gpus": [_gpu(torch.cuda.get_device_properties(number)) for number in range(torch.cuda.device_count())],
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+        "nccl": distributed.is_available() and distributed.is_nccl_available(),
+    }
+
+
+def _gpu(properties: Any) -> dict[str, Any]:
+    return {"name": properties.name, "memory_bytes": properties.total_memory}
+
+
+def _memory_bytes() -> int | None:
+    """The machine's memory, or what its container may use of it."""
+    machine = _or_none(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    container = _or_none(lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" is no number: no limit
+    return min((nbytes for nbytes in (machine, container) if nbytes is not None), default=None)
+
+
+def _limit(name: str) -> int | None:
+    """The soft limit of that name; None where there is none."""
+
+    def ask() -> int | None:
+        import resource
+
+        soft = resource.getrlimit(getattr(resource, name))[0]
+        return None if soft == resource.RLIM_INFINITY else int(soft)
+
+    return _or_none(ask)
+
+
+def _or_none(ask: Callable[[], int | None]) -> int | None:
+    """An answer that some systems do not give."""
+    try:
+        return ask()
+    except (ImportError, AttributeError, OSError, ValueError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _shown(value: Any) -> str:
+    from pipefit.units import format_bytes
+
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(f"{gpu['name']} {format_bytes(gpu['memory_bytes'])}" for gpu in value) or "none"
+    if value is None:
+        return "not limited or not known"
+    return format_bytes(value) if isinstance(value, int) and value >= 1 << 20 else str(value)

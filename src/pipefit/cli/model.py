@@ -1,0 +1,118 @@
+"""MODEL on the command line: `zoo:gpt`, or `package.module:factory` of the current folder or the environment.
+
+A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all our rights: name your own.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import PipefitError, UsageError
+
+if TYPE_CHECKING:
+    from pipefit.capture import Task
+
+_FORMS = "write zoo:NAME, or package.module:factory for one of your own"
+
+
+def resolve(model: str, settings: Sequence[str]) -> Task:
+    """The task that MODEL and its `--set` arguments mean.
+
+    Raises:
+        UsageError: no such model, module or factory; it raised; or it returned something else.
+    """
+    source, colon, name = model.partition(":")
+    if not colon or not source or not name:
+        raise UsageError(f"{model!r} is not a model: {_FORMS}")
+    arguments = parse_settings(settings)
+    if source == "hf":
+        raise UsageError(f"hf: is not available yet: {_FORMS}")
+    if source == "zoo":
+        from pipefit import zoo
+
+        return zoo.build(name, **arguments)
+    return _from_factory(source, name, arguments)
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`["layers=4", "optimizer=adamw"]` as `{"layers": 4, "optimizer": "adamw"}`: a Python literal, or else text.
+
+    Raises:
+        UsageError: not of that form, or a name given twice.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--set {setting} is not a setting: write --set name=value, such as --set layers=4")
+        if key in found:
+            raise UsageError(f"--set {key} is given twice: keep one of them")
+        found[key] = _value(text.strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on text that is nearly a number
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
+    from pipefit.capture import Task
+
+    factory = _attribute(_module(source), source, name)
+    if not callable(factory):
+        raise UsageError(f"{source}:{name} is a {type(factory).__name__}, not a function that returns a Task")
+    try:
+        task = factory(**arguments)
+    except PipefitError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{source}:{name} raised {_told(error)}: --debug shows where") from error
+    if not isinstance(task, Task):
+        raise UsageError(f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task")
+    return task
+
+
+def _module(source: str) -> Any:
+    """The module of that name; the current folder comes first, as with `python -m`."""
+    if source.endswith(".py"):
+        raise UsageError(f"{source!r} is a file: write {source[:-3].replace(os.sep, '.')}:factory without .py")
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise UsageError(f"{source!r} is not the name of a module: {_FORMS}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {error.name!r} here or in the environment: {_FORMS}") from error
+        raise UsageError(f"module {source} cannot be imported: {_told(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"module {source} raised {_told(error)} on import: --debug shows where") from error
+
+
+def _attribute(module: Any, source: str, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            closest = get_close_matches(part, [other for other in dir(found) if not other.startswith("_")], n=1)
+            raise UsageError(f"module {source} has no {name!r}{f'; did you mean {closest[0]}?' if closest else ''}")
+        found = getattr(found, part)
+    return found
+
+
+def _told(error: BaseException) -> str:
+    """An exception in one line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,22 @@
+"""The options that several commands share, so that they read alike everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Target = Literal["cpu", "cuda"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Save the result; the file appears when all is done."),
+]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, or package.module:factory that returns a Task.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]

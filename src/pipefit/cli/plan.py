@@ -1,0 +1,53 @@
+"""`pipefit plan`: which layers go where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipefit.cli.options import Json, Output
+
+
+def command(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What pipefit profile saved.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
+    ],
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Samples in one optimizer step.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
+    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
+    planner: Annotated[str, typer.Option(help="exact, exhaustive, uniform, parameters or time.")] = "exact",
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Plan how a model is split over a cluster.
+
+    The split leaves the fullest device as empty as can be; the plan says what limits it.
+    """
+    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.progress import progress
+    from pipefit.files import load, load_cluster
+    from pipefit.profile import ModelProfile
+
+    check_output(output)
+    model, devices = load(profile, ModelProfile), load_cluster(cluster)
+    from pipefit.planner import plan
+
+    with progress("planning"):
+        made = plan(
+            model,
+            devices,
+            batch_size=batch_size,
+            microbatches=microbatches,
+            schedule=schedule,
+            planner=planner,
+            stages=stages,
+        )
+    deliver(made, output=output, as_json=as_json)

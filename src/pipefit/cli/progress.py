@@ -1,0 +1,29 @@
+"""Progress on stderr, for what may take longer than two seconds; silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Report = Callable[[int, int, str], None]
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A function to call with (done, total, what is being done). The bar goes when the work ends."""
+    if not sys.stderr.isatty():
+        yield _ignore
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(title, total=None)
+        yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=f"{title}: {what}")
+
+
+def _ignore(done: int, total: int, what: str) -> None:
+    """For a run that nobody watches."""

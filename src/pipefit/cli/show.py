@@ -1,0 +1,25 @@
+"""`pipefit show`: any document, readably."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipefit.cli.options import Json
+
+
+def command(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Any document, or the name of a cluster.")],
+    as_json: Json = False,
+) -> None:
+    """Show any document readably.
+
+    The layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
+    """
+    from pipefit.cli.output import deliver
+    from pipefit.files import load, load_cluster, preset_names
+
+    is_cluster = file in preset_names() or file.startswith("emulated:") or Path(file).suffix.lower() == ".toml"
+    deliver(load_cluster(file) if is_cluster else load(file), output=None, as_json=as_json)

@@ -1,0 +1,22 @@
+"""`pipefit simulate`: a plan on a virtual clock."""
+
+from __future__ import annotations
+
+from pipefit.cli.options import Json, Output, PlanFile, Steps
+
+
+def command(plan: PlanFile, steps: Steps = 2, output: Output = None, as_json: Json = False) -> None:
+    """Simulate PLAN: predicted peaks and time.
+
+    The first step differs from the others: gradients and optimizer state are born in it.
+    """
+    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.progress import progress
+    from pipefit.files import load
+    from pipefit.plan import Plan
+    from pipefit.simulator import simulate
+
+    check_output(output)
+    with progress("simulating"):
+        trace = simulate(load(plan, Plan), steps=steps)
+    deliver(trace, output=output, as_json=as_json)

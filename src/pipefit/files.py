@@ -1,0 +1,321 @@
+"""Saves and loads every document as versioned JSON: `save(plan, "plan.json")`, `load("plan.json", Plan)`.
+
+A document is one object: its kind, its version, and the fields of the dataclass.
+
+    {"pipefit": "plan", "version": 1, "profile": {...}, "cluster": {...}, ...}
+
+Loading checks everything: a file that loads is a valid document, and one that does not is refused in one sentence
+that says where. Nothing in a file names code. Saving replaces the file as a whole or leaves it alone. Both cost one
+pass over the text; a thousand layers take milliseconds. Clusters may also be TOML, a name, or emulated: `load_cluster`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import sys
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from pipefit.cluster import Cluster, parse_emulated
+from pipefit.errors import FileError, UsageError
+from pipefit.plan import Plan
+from pipefit.presets import load_preset, preset_names
+from pipefit.presets.toml import parse_cluster
+from pipefit.profile import ModelProfile
+from pipefit.program import Program, parse_action
+from pipefit.trace import Trace
+from pipefit.units import format_bytes
+from pipefit.validation import adapter, printable, validated
+
+__all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "schema"]
+
+Document = Cluster | ModelProfile | Plan | Program | Trace
+Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, Program, Trace)
+
+LARGEST_BYTES = 512 << 20
+_LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramText:
+    """A program in a file: the actions of every device in their text form, separated by blanks."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    placement: tuple[int, ...]
+    microbatches: int
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of document: its type, the type that is written, and which command makes one."""
+
+    document: Any  # a dataclass
+    stored: Any  # a dataclass; pydantic reads and writes it
+    maker: str
+    version: int = _VERSION
+
+
+_KINDS = {
+    "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
+    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
+    "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
+    "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
+    "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
+}
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save(document: Document, path: str | os.PathLike[str]) -> None:
+    """Writes `document` to `path` as JSON; an existing file is replaced at once, or, on any failure, stays as it is.
+
+    Raises:
+        FileError: the file cannot be written, or a number in the document is not finite.
+    """
+    text = dumps(document)
+    check_target(path)
+    try:
+        _replace(Path(os.path.realpath(path)), text.encode())
+    except OSError as error:
+        raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
+
+
+def dumps(document: Document) -> str:
+    """The JSON text of `document`, as `save` writes it.
+
+    Raises:
+        FileError: a number in the document is not finite, or a text cannot be written as UTF-8.
+    """
+    name = _kind_of(type(document))
+    stored = _program_text(document) if isinstance(document, Program) else document
+    kind = _KINDS[name]
+    body = adapter(kind.stored).dump_python(stored, mode="python", warnings="none")
+    indent = None if name == "trace" else 1  # a trace is large, and read by programs
+    try:
+        text = json.dumps({"pipefit": name, "version": kind.version, **body}, indent=indent, allow_nan=False)
+    except ValueError:
+        raise FileError(f"this {name} cannot be written: it holds a number that is not finite") from None
+    return f"{text}\n"
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Before work is spent on it: can a file be written to `path`?
+
+    Raises:
+        FileError: its folder is missing or closed to us, or it is a folder or a device itself.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise FileError(f"{_named(path)} cannot be written: it is not a file; name one such as {_named(path)}.json")
+    if not target.parent.is_dir():
+        raise FileError(f"{_named(path)} cannot be written: its folder is missing; create {_named(target.parent)}")
+    if not os.access(target.parent, os.W_OK):
+        raise FileError(f"{_named(path)} cannot be written: you may not write to its folder; choose another")
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Writes beside the target, to the disk, and only then takes its name."""
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _program_text(program: Program) -> ProgramText:
+    actions = tuple(" ".join(map(str, device)) for device in program.actions)
+    return ProgramText(placement=program.placement, microbatches=program.microbatches, actions=actions)
+
+
+# ---------------------------------------------------------------- loading
+
+
+@overload
+def load(path: str | os.PathLike[str]) -> Document: ...
+@overload
+def load(path: str | os.PathLike[str], type_: type[Loaded]) -> Loaded: ...
+def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
+    """The document in `path`; of type `type_`, or of whatever kind the file says.
+
+    Raises:
+        FileError: missing, too large, not JSON, of another version or kind, or not valid: what, and where.
+    """
+    source = _named(path)
+    expected = None if type_ is None else _kind_of(type_)
+    data = _parse(_read(path, source), source)
+    name = _check_header(data, source, expected)
+    stored: Any = validated(_KINDS[name].stored, data, source)
+    return _program(stored, source) if isinstance(stored, ProgramText) else stored
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """The cluster that a person means: a preset's name, `emulated:4x256MiB`, or a .toml or .json file.
+
+    Raises:
+        UsageError: no preset of that name, or not an emulated cluster.
+        FileError: the file cannot be used.
+    """
+    if name_or_path.startswith("emulated:"):
+        return parse_emulated(name_or_path)
+    suffix = Path(name_or_path).suffix.lower()
+    if suffix == ".toml":
+        source = _named(name_or_path)
+        return parse_cluster(_decode(_read(name_or_path, source), source), source)
+    if suffix == ".json" or os.sep in name_or_path:
+        return load(name_or_path, Cluster)
+    return load_preset(name_or_path)
+
+
+def _read(path: str | os.PathLike[str], source: str) -> bytes:
+    """The bytes of a file of reasonable size."""
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise FileError(f"{source} is a folder; name a file in it")
+        if not stat.S_ISREG(status.st_mode):
+            raise FileError(f"{source} is not a regular file; save its content to one first")
+        if status.st_size > LARGEST_BYTES:
+            raise FileError(
+                f"{source} has {format_bytes(status.st_size)}; documents have at most {format_bytes(LARGEST_BYTES)}"
+            )
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise FileError(f"there is no file {source}; check the name and the folder") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise FileError(f"{source} cannot be read: {_reason(error)}") from None
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
+
+
+def _parse(content: bytes, source: str) -> dict[str, Any]:
+    """The one object that the text holds, with every key once and every number finite."""
+    text = _decode(content, source)
+    try:
+        data = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number, parse_int=_whole_number
+        )
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
+            what = "is cut off" if text.strip() else "is empty"
+            raise FileError(f"{source} {what}: make it again, or copy it again") from None
+        raise FileError(f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise FileError(f"{source} is not a document: it is nested too deeply") from None
+    except ValueError as error:
+        raise FileError(f"{source} is not valid: {error}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{source} is JSON, but not a pipefit document: it holds no object")
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {printable(twice)!r} appears twice in one object")
+    return found
+
+
+def _number(text: str) -> float:
+    if not isfinite(float(text)):
+        raise ValueError(f"{text[:_LONGEST_NUMBER]} is not a finite number")
+    return float(text)
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"{text[:_LONGEST_NUMBER]}... is not a number that anything here can have")
+    return int(text)
+
+
+def _check_header(data: dict[str, Any], source: str, expected: str | None) -> str:
+    """Removes kind and version from `data`; the kind, when both are what they must be."""
+    name, version = data.pop("pipefit", None), data.pop("version", None)
+    if not isinstance(name, str) or name not in _KINDS:
+        said = (
+            f"it says it is a {printable(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
+        )
+        raise FileError(f"{source} is JSON, but not a pipefit document: {said}; kinds are {', '.join(_KINDS)}")
+    if expected is not None and name != expected:
+        raise FileError(f"{source} is a {name}; a {expected} is expected: {_KINDS[expected].maker}")
+    supported = _KINDS[name].version
+    if type(version) is not int or version != supported:
+        said = f"of version {version}" if type(version) is int else "without a version number"
+        raise FileError(
+            f"{source} is a {name} {said}; this pipefit reads version {supported}: "
+            f"{'use a newer pipefit' if type(version) is int and version > supported else _KINDS[name].maker}"
+        )
+    return name
+
+
+def _program(stored: ProgramText, source: str) -> Program:
+    """The program behind its text form."""
+    actions = []
+    for device, text in enumerate(stored.actions):
+        try:
+            actions.append(tuple(map(parse_action, text.split())))
+        except UsageError as error:
+            raise FileError(f"{source} is not valid: actions[{device}]: {error}") from None
+    try:
+        return Program(placement=stored.placement, microbatches=stored.microbatches, actions=tuple(actions))
+    except UsageError as error:
+        raise FileError(f"{source} is not valid: {error}") from None
+
+
+# ---------------------------------------------------------------- names and schemas
+
+
+def _kind_of(type_: type) -> str:
+    for name, kind in _KINDS.items():
+        if kind.document is type_:
+            return name
+    known = ", ".join(kind.document.__name__ for kind in _KINDS.values())
+    raise UsageError(f"a {type_.__name__} is not a document; documents are {known}")
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    return printable(os.fspath(path)) or "''"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of the documents of that kind, such as `plan`."""
+    kind = _KINDS[name]
+    body: dict[str, Any] = adapter(kind.stored).json_schema()
+    header = {"pipefit": {"const": name}, "version": {"const": kind.version}}
+    body["properties"] = header | body["properties"]
+    body["required"] = [*header, *body["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": f"pipefit {name}"}
+
+
+def write_schemas(folder: Path) -> None:
+    """Writes the schema of every kind of document to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _KINDS:
+        (folder / f"{name}.json").write_text(json.dumps(schema(name), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_schemas(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/schemas"))

@@ -1,0 +1,73 @@
+"""Planners: from a profile, a cluster and a training to a plan. `plan` is the one to call.
+
+A planner is a callable `(profile, cluster, training, options) -> Plan`; a new one is one new file and one line here.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.planner.exact import exact
+from pipefit.planner.exhaustive import exhaustive
+from pipefit.planner.parameters import parameters
+from pipefit.planner.question import Options, Planner
+from pipefit.planner.time import time
+from pipefit.planner.uniform import uniform
+from pipefit.profile import ModelProfile
+from pipefit.training import Precision, Training
+
+__all__ = ["PLANNERS", "Options", "Planner", "exact", "exhaustive", "parameters", "plan", "time", "uniform"]
+
+PLANNERS: dict[str, Planner] = {
+    "exact": exact,
+    "exhaustive": exhaustive,
+    "uniform": uniform,
+    "parameters": parameters,
+    "time": time,
+}
+
+
+def plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training | None = None,
+    *,
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    planner: str = "exact",
+    stages: int | None = None,
+    allow_infeasible: bool = False,
+) -> Plan:
+    """Which layers go where, so that the model fits.
+
+    Say how it is trained with `training`, or in parts: `batch_size` samples in `microbatches` parts under `schedule`.
+    Without `microbatches` their size is the first profiled; without `batch_size` there are four for each device.
+    `planner` is a name in `PLANNERS`; `stages` and `allow_infeasible` are explained in `Options`.
+
+    Raises:
+        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
+        InfeasibleError: the plan does not fit; says by how much and what would.
+    """
+    if planner not in PLANNERS:
+        raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+    if training is None:
+        training = _training(profile, cluster, batch_size, microbatches, schedule)
+    elif (batch_size, microbatches) != (None, None):
+        raise UsageError("say the batch size and the number of microbatches either in training or apart, not both")
+    return PLANNERS[planner](profile, cluster, training, Options(stages=stages, allow_infeasible=allow_infeasible))
+
+
+def _training(
+    profile: ModelProfile, cluster: Cluster, batch_size: int | None, microbatches: int | None, schedule: str
+) -> Training:
+    size = profile.measurements[0].microbatch_size
+    if microbatches is None:
+        microbatches = 4 * len(cluster.devices) if batch_size is None else max(1, batch_size // size)
+    if batch_size is None:
+        batch_size = microbatches * size
+    precision = cast(Precision, profile.assumptions.precision)
+    return Training(batch_size=batch_size, microbatches=microbatches, schedule=schedule, precision=precision)

@@ -1,0 +1,109 @@
+"""Why a split does not fit, and the cheapest changes that would: each was planned before it is named.
+
+Costs up to a dozen exact searches, and only where a plan is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import ceil
+
+from pipefit.planner.lexmin import solve
+from pipefit.planner.peaks import fits, stage_peaks
+from pipefit.planner.question import Options, Question, Split
+from pipefit.units import format_bytes
+
+_MORE_DEVICES = 8  # times as many as there are
+
+
+def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, planner: str) -> str:
+    """Which device and stage, how many bytes short, how full; and what would fit."""
+    budgets = question.cluster.budgets
+    stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
+    device, need = split.devices[stage], peaks[stage]
+    names = question.profile.layers[split.edges[stage] : split.edges[stage + 1]]
+    layers = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+    budget = budgets[device]
+    why = "" if planner != "exact" else "; no other split fits either"
+    return (
+        f"device {device} needs {format_bytes(need)} for stage {stage} ({layers}), {format_bytes(need - budget)} over "
+        f"its {format_bytes(budget)} ({ceil(100 * need / budget)} % full){why}. {_remedies(question, planner)}"
+    )
+
+
+def _remedies(question: Question, planner: str) -> str:
+    """Changes that fit, the cheapest first, and whether more devices would not help."""
+    if planner != "exact" and _fullest(question) is not None:
+        return "What would fit: another split; use the exact planner"
+    most = min(_MORE_DEVICES * len(question.cluster.devices), question.layers)
+    size = format_bytes(max(question.cluster.budgets))
+    more, useless = "", ""
+    if question.options.stages is None and most > len(question.cluster.devices):
+        count = _enough_devices(question, most)
+        more = f"{count} devices of {size}" if count else ""
+        useless = "" if count else f". More devices of {size} do not help, up to {most} of them"
+    changes = filter(None, (*_free(question), more, _more_memory(question)))
+    return f"What would fit: {'; '.join(changes)}{useless}"
+
+
+def _free(question: Question) -> Iterator[str]:
+    """Changes that need no other hardware."""
+    training, options = question.training, question.options
+    changes: list[tuple[str, Callable[[], Question]]] = []
+    if training.schedule != "1f1b":
+        changes.append(("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b"))))
+    if options.stages is not None and options.stages < min(question.layers, len(question.cluster.devices)):
+        changes.append(("a stage on every device", lambda: replace(question, options=Options())))
+    for size in sorted({m.microbatch_size for m in question.profile.measurements}, reverse=True):
+        if size < training.microbatch_size and training.batch_size % size == 0:
+            parts = training.batch_size // size
+            changes.append((f"{parts} microbatches", _in_parts(question, parts)))
+    for name, change in changes:
+        full = _fullest(change())
+        if full is not None:
+            yield f"{name} (the fullest device is then {ceil(100 * full)} % full)"
+
+
+def _in_parts(question: Question, parts: int) -> Callable[[], Question]:
+    return lambda: replace(question, training=replace(question.training, microbatches=parts))
+
+
+def _enough_devices(question: Question, most: int) -> int | None:
+    """The fewest devices that fit, of the largest size there is: doubling, then bisection; None if `most` do not."""
+    low = high = len(question.cluster.devices)
+    while high == low or _fullest(_with_devices(question, high)) is None:
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits_already = _fullest(_with_devices(question, middle)) is not None
+        low, high = (low, middle) if fits_already else (middle, high)
+    return high
+
+
+def _with_devices(question: Question, count: int) -> Question:
+    cluster = question.cluster
+    largest = max(cluster.devices, key=lambda device: device.memory_bytes)
+    more = (largest,) * (count - len(cluster.devices))
+    return replace(question, cluster=replace(cluster, devices=cluster.devices + more))
+
+
+def _more_memory(question: Question) -> str:
+    """How much more memory the same number of devices would need."""
+    split = solve(question).split
+    peaks = stage_peaks(question, split)
+    if question.equal_budgets:
+        return f"the same devices with {format_bytes(max(peaks))} each ({max(peaks)} bytes)"
+    more = question.value(peaks, split.devices) - 1
+    return f"{ceil(1000 * more) / 10} % more memory on every device"
+
+
+def _fullest(question: Question) -> float | None:
+    """How full the fullest device of the best split is; None where it does not fit."""
+    split = solve(question).split
+    peaks = stage_peaks(question, split)
+    budgets = question.cluster.budgets
+    fullest = max(peak / budgets[device] for peak, device in zip(peaks, split.devices, strict=True))
+    return fullest if fits(question, split, peaks) else None

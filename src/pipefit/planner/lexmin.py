@@ -1,0 +1,247 @@
+"""The exact search: of all splits and orders of devices, the one whose fullest device is least full, then the next,
+and so on.
+
+A stage's cost depends on its layers, its position and its device; not on the other stages. So the best way to place
+the first layers on the first stages stays best whatever follows, also when ways are compared by all their costs in
+descending order: adding the same cost to two lists does not change which is smaller. Dynamic programming over
+
+    (how many devices of each class are used, how many layers are placed)
+
+is therefore exact. Peaks do not always grow with a range (a cut may fall on a smaller tensor), so every width
+within the bounds of `planner.windows` is tried. Two passes:
+
+    1. from the last stage to the first, scalars: the lowest possible level of the fullest device
+    2. from the first stage to the last, only along what stays within that level: whole lists of costs, column by column
+
+Among equals, compare stages from the last to the first: the smaller first layer wins, then the earlier class of
+devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from pipefit.cost.ranges import Band, Ranges, stage_peak
+from pipefit.planner.peaks import range_peak
+from pipefit.planner.question import Question, Split
+from pipefit.planner.windows import Bounds, Floats, Window
+
+Used = tuple[int, ...]  # how many devices of each class hold a stage already
+Indices = NDArray[np.intp]
+
+_ROUNDING = 1 + 1e-9  # bounds in bytes against levels that are fractions of a budget
+
+
+class Solution(NamedTuple):
+    """The best split, and how many candidate stages were looked at."""
+
+    split: Split
+    evaluated: int
+
+
+def solve(question: Question) -> Solution:
+    """The best split of the question."""
+    search = _Search(question)
+    return search.best()
+
+
+class _Nodes(NamedTuple):
+    """Ways to place some layers on some devices: one best way for each of `used` and `stop`, and its costs, highest
+    first.
+    """
+
+    used: list[Used]
+    place: Indices  # which of `used`
+    stop: Indices
+    costs: Floats  # shape (stages, nodes)
+
+
+class _Candidates(NamedTuple):
+    """Candidate stages as parallel arrays: from which node, over which layers, on which class, to where, at what
+    cost.
+    """
+
+    source: Indices
+    start: Indices
+    kind: Indices
+    target: Indices  # ranks (used, stop)
+    cost: Floats
+
+    def take(self, which: Indices | NDArray[np.bool_]) -> _Candidates:
+        return _Candidates._make(part[which] for part in self)
+
+
+class _Search:
+    def __init__(self, question: Question) -> None:
+        self.question, self.layers, self.stages = question, question.layers, question.stages
+        self.sizes = [len(c.devices) for c in question.classes]
+        self.units = [1 if question.equal_budgets else c.memory_bytes for c in question.classes]
+        self.ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
+        self.bounds = Bounds(question, self.ranges)
+        self.evaluated = 0
+        self.windows: list[Window]
+        self.band: Band
+
+    def best(self) -> Solution:
+        """Runs the passes."""
+        self._limit(self._achievable())
+        self.band = self.ranges.band(max(window.widest for window in self.windows))
+        rest = self._rest()
+        level = float(rest[self._nothing][0])
+        self._limit(level)
+        return Solution(self._forward(rest, level), self.evaluated)
+
+    @property
+    def _nothing(self) -> Used:
+        return (0,) * len(self.sizes)
+
+    def _limit(self, level: float) -> None:
+        windows = self.bounds.windows(level * max(self.units) * _ROUNDING)
+        assert windows is not None, "a level that some split achieves excludes every split"
+        self.windows = windows
+
+    def _achievable(self) -> float:
+        """The level of some split that is good by the bounds, on the largest devices."""
+        edges = self.bounds.lowest_split()
+        units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
+        ends = enumerate(pairwise(edges))
+        return max(range_peak(self.question, self.ranges, s, *stage) / units[s] for s, stage in ends)
+
+    # ---------------------------------------------------------------- costs
+
+    def _costs(self, stage: int) -> Floats:
+        """Peaks of every range in the stage's window: row r is the ranges of `narrowest + r` layers."""
+        first, last, narrowest, widest = self.windows[stage]
+        window = (slice(narrowest - 1, widest), slice(first, last + 1))
+        peaks = stage_peak(self.band, self.question.situations(stage), window)
+        self.evaluated += peaks.size
+        return peaks.astype(float)
+
+    def _places(self, stage: int) -> list[Used]:
+        """Every way to have used `stage` devices, in rising order."""
+        ways = product(*(range(size + 1) for size in self.sizes))
+        return [used for used in ways if sum(used) == stage]
+
+    def _next(self, used: Used) -> Iterator[tuple[int, Used]]:
+        """One more device: its class, and what is used then."""
+        for kind, size in enumerate(self.sizes):
+            if used[kind] < size:
+                yield kind, (*used[:kind], used[kind] + 1, *used[kind + 1 :])
+
+    # ---------------------------------------------------------------- pass 1: the level
+
+    def _rest(self) -> dict[Used, Floats]:
+        """For what is used and each first layer not placed yet: the lowest possible level of what follows."""
+        empty = np.full(self.layers + self.band.valid.shape[0] + 2, np.inf)
+        rest = {used: empty.copy() for used in self._places(self.stages)}
+        for level in rest.values():
+            level[self.layers] = 0
+        for stage in reversed(range(self.stages)):
+            costs, window = self._costs(stage), self.windows[stage]
+            by_kind = [costs / unit for unit in self.units]
+            for used in self._places(stage):
+                rest[used] = empty.copy()
+                here = rest[used][window.first : window.last + 1]
+                for kind, after in self._next(used):
+                    following = _following(rest[after], window)
+                    np.minimum(here, np.maximum(by_kind[kind], following).min(axis=0), out=here)
+        return rest
+
+    # ---------------------------------------------------------------- pass 2: whole lists
+
+    def _forward(self, rest: dict[Used, Floats], level: float) -> Split:
+        """The best split within the level, from the first stage to the last."""
+        zero = np.zeros(1, np.intp)
+        nodes = _Nodes([self._nothing], zero, zero, np.zeros((0, 1)))
+        trail = []
+        for stage in range(self.stages):
+            chosen, nodes = self._step(stage, nodes, rest, level)
+            trail.append(chosen)
+        ends = [(*nodes.costs[:, node].tolist(), _path(trail, node)) for node in range(len(nodes.stop))]
+        return self._split(min(ends)[-1])
+
+    def _step(self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float) -> tuple[_Candidates, _Nodes]:
+        """The best candidate stage into every node behind this stage, and those nodes."""
+        places = self._places(stage + 1)
+        found = list(self._within(stage, nodes, rest, level, places))
+        candidates = _Candidates._make(map(np.concatenate, zip(*found, strict=True)))
+        candidates = candidates.take(np.lexsort((candidates.kind, candidates.start, candidates.target)))
+        chosen = _lowest(candidates, nodes.costs)
+        place, stop = np.divmod(chosen.target, self.layers + 1)
+        return chosen, _Nodes(places, place, stop, _merged(nodes.costs, chosen))
+
+    def _within(
+        self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float, places: list[Used]
+    ) -> Iterator[_Candidates]:
+        """Candidate stages that leave every stage within the level."""
+        costs, window = self._costs(stage), self.windows[stage]
+        by_kind = [costs / unit for unit in self.units]
+        for place, used in enumerate(nodes.used):
+            members = np.flatnonzero(nodes.place == place)
+            columns = nodes.stop[members] - window.first
+            for kind, after in self._next(used):
+                cost = by_kind[kind][:, columns]
+                row, column = np.nonzero(np.maximum(cost, _following(rest[after], window)[:, columns]) <= level)
+                start = nodes.stop[members[column]]
+                target = places.index(after) * (self.layers + 1) + start + row + window.narrowest
+                yield _Candidates(members[column], start, np.full_like(start, kind), target, cost[row, column])
+
+    def _split(self, path: tuple[tuple[int, int], ...]) -> Split:
+        """The split of a path from the last stage to the first."""
+        free = [iter(c.devices) for c in self.question.classes]
+        starts = [start for start, _ in reversed(path)]
+        return Split((*starts, self.layers), tuple(next(free[kind]) for _, kind in reversed(path)))
+
+
+def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
+    """First layer and class of device of every stage on the way to a final node, from the last stage to the first."""
+    path = []
+    for chosen in reversed(trail):
+        path.append((int(chosen.start[node]), int(chosen.kind[node])))
+        node = int(chosen.source[node])
+    return tuple(path)
+
+
+def _following(level: Floats, window: Window) -> Floats:
+    """`level` behind every range of the window."""
+    first, last, narrowest, widest = window
+    return sliding_window_view(level[first + narrowest : last + widest + 1], last - first + 1)
+
+
+def _lowest(candidates: _Candidates, costs: Floats) -> _Candidates:
+    """For every target the candidate whose list of costs is lowest, the first of equals. Candidates are sorted by
+    target.
+
+    Adding a cost c to a list a0 >= a1 >= ... gives the list max(a0, c), max(a1, min(a0, c)), max(a2, min(a1, c)), ...
+    """
+    high = np.full(len(candidates.cost), np.inf)
+    for column in (*costs, np.zeros(costs.shape[1])):
+        begins = _begins(candidates.target)
+        if len(begins) == len(candidates.target):
+            return candidates
+        low = column[candidates.source]
+        merged = np.maximum(low, np.minimum(high, candidates.cost))
+        lowest = np.minimum.reduceat(merged, begins)
+        keep = merged == np.repeat(lowest, np.diff(begins, append=len(merged)))
+        candidates, high = candidates.take(keep), low[keep]
+    return candidates.take(_begins(candidates.target))
+
+
+def _begins(target: Indices) -> Indices:
+    """Where each run of equal numbers begins."""
+    return np.flatnonzero(np.concatenate(([True], target[1:] != target[:-1])))
+
+
+def _merged(costs: Floats, chosen: _Candidates) -> Floats:
+    """The lists of costs of the chosen candidates, highest first."""
+    lists = costs[:, chosen.source]
+    lists = np.vstack([lists, np.zeros((1, lists.shape[1]))])
+    above = np.vstack([np.full((1, lists.shape[1]), np.inf), lists[:-1]])
+    merged: Floats = np.maximum(lists, np.minimum(above, chosen.cost))
+    return merged

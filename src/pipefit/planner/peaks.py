@@ -1,0 +1,26 @@
+"""The peaks of one split, to the byte, and whether they fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from pipefit.cost.ranges import Ranges, stage_peak
+from pipefit.planner.question import Question, Split
+
+
+def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
+    """Highest bytes of every stage."""
+    ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
+    return tuple(range_peak(question, ranges, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
+
+
+def range_peak(question: Question, ranges: Ranges, stage: int, start: int, stop: int) -> int:
+    """Highest bytes of layers `start` to `stop - 1` as stage number `stage`."""
+    band = ranges.band(stop - start, first=start, last=start)
+    return int(stage_peak(band, question.situations(stage))[-1, 0])
+
+
+def fits(question: Question, split: Split, peaks: tuple[int, ...]) -> bool:
+    """Whether every stage fits its device."""
+    budgets = question.cluster.budgets
+    return all(peak <= budgets[device] for peak, device in zip(peaks, split.devices, strict=True))

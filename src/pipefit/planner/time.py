@@ -1,0 +1,48 @@
+"""The time planner: the slowest stage is as fast as can be. What planners of throughput do; memory has no say.
+
+Good for speed when memory is plenty: a pipeline runs at the pace of its slowest stage. Under 1F1B the first stage
+holds the most microbatches, so equal time fills it first. Takes forward and backward seconds from the profile, or
+their estimate, on the first device's kind. Exact for its own measure, in milliseconds. (torchgpipe's
+`balance_by_time`, solved exactly.)
+"""
+
+from __future__ import annotations
+
+import time as clock
+
+from pipefit.cluster import Cluster
+from pipefit.cost.time import seconds
+from pipefit.plan import Plan
+from pipefit.planner.answer import Found, answer
+from pipefit.planner.question import Options, Question
+from pipefit.planner.sums import lightest_parts
+from pipefit.profile import ModelProfile
+from pipefit.training import Training
+
+_TICK = 1e-12  # seconds are rounded to this, so that sums of them are exact
+
+
+def time(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+    """The split with the lowest highest sum of forward and backward seconds. Stage s is on device s.
+
+    Raises:
+        UsageError: the question is wrong.
+        InfeasibleError: a device is too small for its stage.
+    """
+    began = clock.perf_counter()
+    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    slowest, edges = lightest_parts(ticks(question), question.stages)
+    took = clock.perf_counter() - began
+    objective = "seconds of the slowest stage, for one microbatch"
+    return answer(question, Found("time", question.in_order(edges), objective, slowest * _TICK, 1, took))
+
+
+def ticks(question: Question) -> list[int]:
+    """Forward and backward time of every layer, the loss with the last, in picoseconds."""
+    kind, dtype = question.cluster.devices[0].kind, question.training.precision
+    *costs, last = question.measurement.costs
+    parts = [(cost,) for cost in costs] + [(last, question.measurement.loss)]
+    return [
+        sum(round(seconds(work, kind, dtype) / _TICK) for cost in part for work in (cost.forward, cost.backward))
+        for part in parts
+    ]

@@ -1,0 +1,117 @@
+"""Which layers a stage can start at, and how many it can hold, if no stage may need more than a given level.
+
+Bounds alone, in microseconds. Parameters, gradients and optimizer state of a range only grow with it, and so do the
+activations that were born and saved inside it (`Ranges.floor`). A stage that holds n microbatches at once, and in some
+moment m microbatches besides its gradients, needs at least
+
+    owned(j) - owned(i) + n * (saved(j) - born(i))          and         the same with m, and gradients among the owned
+
+bytes for layers i to j - 1. Each is a rising reach(j) minus a rising base(i), so the furthest stop and the earliest
+start are binary searches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.ranges import Ranges
+from pipefit.planner.question import Question
+from pipefit.program import Kind
+
+Floats = NDArray[np.float64]
+
+
+class Window(NamedTuple):
+    """A stage's starts `first` to `last` and its widths, `narrowest` to `widest`."""
+
+    first: int
+    last: int
+    narrowest: int
+    widest: int
+
+
+class _Line(NamedTuple):
+    """At least reach[j] - base[i] bytes for layers i to j - 1."""
+
+    reach: Floats
+    base: Floats
+
+
+class Bounds:
+    """The lower bounds of every stage of a question."""
+
+    def __init__(self, question: Question, ranges: Ranges) -> None:
+        self.stages, self.layers = question.stages, question.layers
+        sums = (ranges.static + ranges.state, ranges.gradients, *ranges.floor())
+        owned, gradients, saved, born = (part[: self.layers + 1].astype(float) for part in sums)
+        self.lines: list[list[_Line]] = []
+        for stage in range(self.stages):
+            held = [(s.in_flight + (s.kind is Kind.BACKWARD), s.gradients) for s in question.situations(stage)]
+            n = max(number for number, _ in held)
+            m = max((number for number, exist in held if exist), default=0)
+            full = owned + gradients
+            self.lines.append([_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)])
+
+    def windows(self, level: float) -> list[Window] | None:
+        """Where every stage must lie if none may need more than `level` bytes; None where that is impossible."""
+        last = self._latest_starts(level)
+        first = self._earliest_starts(level)
+        if last[-1] < self.layers or any(a > b for a, b in zip(first, last, strict=True)):
+            return None
+        return [self._window(stage, first, last, level) for stage in range(self.stages)]
+
+    def greedy(self, level: float) -> tuple[int, ...] | None:
+        """A split that the bounds all but allow at `level`, early stages filled first."""
+        last = self._latest_starts(level)
+        if last[-1] < self.layers or any(start < stage for stage, start in enumerate(last)):
+            return None
+        edges = [self.layers]
+        for stage in reversed(range(self.stages)):
+            edges.append(min(last[stage], edges[-1] - 1))
+        return tuple(reversed(edges))
+
+    def lowest_split(self) -> tuple[int, ...]:
+        """A split whose highest bound is about as low as can be: bisection on the level."""
+        high = float(max(line.reach[-1] for lines in self.lines for line in lines)) + 1.0
+        low, best = 0.0, self.greedy(high)
+        assert best is not None
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            found = self.greedy(middle)
+            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        return best
+
+    def _latest_starts(self, level: float) -> list[int]:
+        """For every stage, the last layer it can start at; then how many layers all stages can hold.
+
+        These may fall: a layer that is too large for one stage may fit a later one, which holds fewer microbatches.
+        """
+        starts = [0]
+        for stage in range(self.stages):
+            stop = int(self._stops(stage, np.array(starts[-1:]), level)[0])
+            starts.append(min(stop, self.layers - (self.stages - 1 - stage)))
+        return starts
+
+    def _stops(self, stage: int, starts: NDArray[np.intp], level: float) -> NDArray[np.intp]:
+        """The furthest stop from each start."""
+        lines = self.lines[stage]
+        stops = [np.searchsorted(line.reach, level + line.base[starts], side="right") for line in lines]
+        furthest: NDArray[np.intp] = np.minimum.reduce(stops) - 1
+        return furthest
+
+    def _earliest_starts(self, level: float) -> list[int]:
+        """For every stage, the first layer it can start at so that it and the later ones reach the end."""
+        starts = [self.layers]
+        for stage in reversed(range(self.stages)):
+            lines = self.lines[stage]
+            found = [int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines]
+            starts.append(max(stage, *found))
+        return starts[::-1]
+
+    def _window(self, stage: int, first: list[int], last: list[int], level: float) -> Window:
+        starts = np.arange(first[stage], last[stage] + 1)
+        widest = min(int((self._stops(stage, starts, level) - starts).max()), last[stage + 1] - first[stage])
+        return Window(first[stage], last[stage], max(1, first[stage + 1] - last[stage]), max(1, widest))

@@ -1,0 +1,43 @@
+"""Clusters by name, each a TOML file beside this one: the form that people write, with the sources of its figures.
+
+Figures are the data sheets'. A data sheet's GB is taken as 10**9 bytes: what the device has beyond that, up to 7 %, is
+left to what no tensor holds, such as the driver's context and communication buffers. Derating peak figures to what
+programs reach is left to the cost models.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from pipefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipefit.cluster import Cluster
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names that `load_preset` knows, in alphabetical order."""
+    found = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".toml"))
+    return tuple(sorted(name.removesuffix(".toml") for name in found))
+
+
+@cache
+def load_preset(name: str) -> Cluster:
+    """The cluster of that name.
+
+    Raises:
+        UsageError: there is none; says which exist and which is closest.
+    """
+    from pipefit.presets.toml import parse_cluster  # a cluster offers presets, and presets are clusters
+
+    if name not in preset_names():
+        closest = get_close_matches(name.lower(), preset_names(), n=1)
+        guess = f"did you mean {closest[0]}? " if closest else ""
+        raise UsageError(
+            f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
+            f"a .toml file or emulated:4x256MiB will do as well"
+        )
+    return parse_cluster((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")

@@ -1,0 +1,220 @@
+"""The TOML that people write for a cluster: sizes with units, devices in groups, links by pattern.
+
+name = "two-boxes"
+backend = "cuda"
+
+[kinds.v100]
+flops = { float32 = 15.7e12, float16 = 125e12 }
+memory_bandwidth = "900GB/s"
+
+[[devices]]                              # devices 0 to 7, in the order of the groups
+count = 8
+kind = "v100"
+memory = "32GB"
+host = 0
+
+[[hosts]]
+memory = "512GB"
+
+[[links]]                                # three ways to say whom a link joins:
+pairs = ["0-1:1", "0-3:2"]               # a link for each pair of devices, with its number of lanes
+bytes_per_second = "25GB/s"              # of one lane, one way
+
+[[links]]
+members = ["device*"]                    # one switch with all of them; device0-3 is a range
+bytes_per_second = "300GB/s"
+
+[[links]]
+each = "device0-1"                       # a link from each of them
+to = "host0"                             # to this one
+bytes_per_second = "16GB/s"
+wire = "pcie0"                           # and all of them share a wire
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from pipefit.cluster import Backend, Cluster, Device, DeviceKind, Host, Link
+from pipefit.errors import FileError, UsageError
+from pipefit.units import parse_bytes
+from pipefit.validation import validated
+
+_PATTERN = re.compile(r"(device|host)(?:(\*)|(\d+)(?:-(\d+))?)")
+_PAIR = re.compile(r"(\d+)-(\d+)(?::(\d+))?")
+_MOST_DEVICES = 4096
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindText:
+    """`[kinds.NAME]`."""
+
+    __pydantic_config__ = _FORBID
+
+    flops: dict[str, float]
+    memory_bandwidth: str | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesText:
+    """`[[devices]]`: `count` devices alike."""
+
+    __pydantic_config__ = _FORBID
+
+    kind: str
+    memory: str | int
+    count: int = 1
+    host: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostText:
+    """`[[hosts]]`."""
+
+    __pydantic_config__ = _FORBID
+
+    memory: str | int
+    disk: str | int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksText:
+    """`[[links]]`: one of `members`, `pairs`, or `each` with `to`."""
+
+    __pydantic_config__ = _FORBID
+
+    bytes_per_second: str | float
+    members: tuple[str, ...] = ()
+    pairs: tuple[str, ...] = ()
+    each: str | None = None
+    to: str | None = None
+    lanes: int = 1
+    latency_seconds: float = 0.0
+    wire: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterText:
+    """The whole file."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    backend: Backend
+    kinds: dict[str, KindText]
+    devices: tuple[DevicesText, ...]
+    hosts: tuple[HostText, ...]
+    links: tuple[LinksText, ...] = field(default=())
+
+
+def parse_cluster(text: str, source: str) -> Cluster:
+    """The cluster that a TOML text describes; `source` names the text in errors.
+
+    Raises:
+        FileError: not TOML, or not a cluster: what, and where.
+    """
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise FileError(f"{source} is not TOML: {error or 'nested too deeply'}") from None
+    written = validated(ClusterText, data, source)
+    try:
+        return _cluster(written)
+    except UsageError as error:
+        raise FileError(f"{source} is not valid: {error}") from None
+
+
+def _cluster(written: ClusterText) -> Cluster:
+    kinds = {
+        name: DeviceKind(
+            name=name,
+            flops={dtype: _rate(figure) for dtype, figure in kind.flops.items()},
+            memory_bandwidth=_rate(kind.memory_bandwidth),
+        )
+        for name, kind in written.kinds.items()
+    }
+    hosts = tuple(
+        Host(memory_bytes=_size(host.memory), disk_bytes=_size(host.disk) if host.disk else 0)
+        for host in written.hosts
+        for _ in range(_count(host.count, "hosts"))
+    )
+    devices = tuple(_device(group, kinds) for group in written.devices for _ in range(_count(group.count, "devices")))
+    known = {"device": len(devices), "host": len(hosts)}
+    links = tuple(link for text in written.links for link in _links(text, known))
+    return Cluster(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=links)
+
+
+def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
+    if group.kind not in kinds:
+        known = ", ".join(kinds) or "none"
+        raise UsageError(
+            f"devices are of kind {group.kind!r}, which has no table [kinds.{group.kind}]: add it (known: {known})"
+        )
+    return Device(kind=kinds[group.kind], memory_bytes=_size(group.memory), host=group.host)
+
+
+def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
+    """The links that one `[[links]]` table stands for."""
+    ways = [bool(text.members), bool(text.pairs), text.each is not None or text.to is not None]
+    if sum(ways) != 1 or (text.each is None) != (text.to is None):
+        raise UsageError("a link needs one of: members, pairs, or each together with to")
+    rate = _rate(text.bytes_per_second)
+    for members, lanes in _joined(text, known):
+        yield Link(
+            members=members,
+            bytes_per_second=rate,
+            latency_seconds=text.latency_seconds,
+            lanes=lanes,
+            wire=text.wire,
+        )
+
+
+def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Whom each link joins, and by how many lanes."""
+    for pair in text.pairs:
+        match = _PAIR.fullmatch(pair)
+        if not match:
+            raise UsageError(f"{pair!r} is not a pair of devices: write 0-3, or 0-3:2 for two lanes")
+        yield (f"device{int(match[1])}", f"device{int(match[2])}"), int(match[3] or text.lanes)
+    if text.members:
+        yield tuple(member for pattern in text.members for member in _members(pattern, known)), text.lanes
+    if text.each is not None and text.to is not None:
+        for member in _members(text.each, known):
+            yield (member, text.to), text.lanes
+
+
+def _members(pattern: str, known: dict[str, int]) -> Sequence[str]:
+    """`device*` is every device, `device2-5` four of them, `host0` itself."""
+    match = _PATTERN.fullmatch(pattern)
+    if not match:
+        raise UsageError(f"{pattern!r} names no members of a link: write device0, device0-3, device* or host0")
+    what, every, first, last = match.groups()
+    if every:
+        return [f"{what}{number}" for number in range(known[what])]
+    if int(last or first) >= known[what]:
+        raise UsageError(f"a link names {pattern}; the cluster has {known[what]} {what}s")
+    return [f"{what}{number}" for number in range(int(first), int(last or first) + 1)]
+
+
+def _size(written: str | int) -> int:
+    return parse_bytes(written) if isinstance(written, str) else written
+
+
+def _rate(written: str | float) -> float:
+    """Per second: a number, or a size with or without `/s`."""
+    rate = float(parse_bytes(written.removesuffix("/s"))) if isinstance(written, str) else written
+    if not isfinite(rate):
+        raise UsageError(f"{rate} is not a rate: write a finite number")
+    return rate
+
+
+def _count(count: int, what: str) -> int:
+    if not 1 <= count <= _MOST_DEVICES:
+        raise UsageError(f"a group of {what} has a count from 1 to {_MOST_DEVICES}, not {count}")
+    return count

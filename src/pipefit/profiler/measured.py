@@ -1,0 +1,121 @@
+"""The measured profiler: seconds, from running every kind of layer on a real device.
+
+Bytes come from the fake profiler, which is exact; this adds the time of each kind's forward, backward and update. Layers run
+one after the other on the task's own data, so the device needs room for one layer at a time, the host for the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, Values, as_values, capture, single
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.profile import LayerCost, Measurement, ModelProfile
+from pipefit.profiler.fake import Progress
+from pipefit.runtime.boundary import Cell, backward, enter, leave
+from pipefit.runtime.twins import sample
+
+_WARM_UPS = 2
+_LEAST_REPEATS, _MOST_REPEATS = 3, 20
+_LEAST_SECONDS = 0.1  # of repeats of one layer, unless there are already the most
+
+
+def add_seconds(profile: ModelProfile, task: Task, *, device: torch.device, threads: int, progress: Progress | None = None) -> ModelProfile:
+    """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        chain = capture(task)
+        measured = tuple(_Clock(task, chain, device, progress).measure(m) for m in profile.measurements)
+    finally:
+        torch.set_num_threads(before)
+    assumptions = replace(profile.assumptions, device=str(device))
+    return replace(profile, measurements=measured, assumptions=assumptions)
+
+
+class _Clock:
+    """Runs and times layers."""
+
+    def __init__(self, task: Task, chain: Chain, device: torch.device, progress: Progress | None) -> None:
+        self.task, self.chain, self.device, self.progress = task, chain, device, progress
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
+
+    def measure(self, measurement: Measurement) -> Measurement:
+        """The measurement, with seconds."""
+        inputs, targets = sample(self.task, measurement.microbatch_size)
+        values: Values = tuple(value.to(self.device) for value in inputs)
+        timed: dict[int, LayerCost] = {}
+        for number, (layer, kind) in enumerate(zip(self.chain.layers, measurement.layers, strict=True)):
+            if self.progress is not None:
+                self.progress(number, len(self.chain.layers), layer.name)
+            layer.module.to(self.device).train()
+            if kind not in timed:
+                timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values)
+            with torch.no_grad():
+                values = layer(values)
+        loss = self._time(measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets)))
+        return replace(measurement, kinds=tuple(timed[kind] for kind in range(len(measurement.kinds))), loss=loss)
+
+    def _loss(self, count: int) -> Callable[[Values], Values]:
+        return lambda values: as_values(self.task.loss(single(values[:count]), single(values[count:])), "the loss")
+
+    def _time(self, cost: LayerCost, call: Callable[[Values], Values], module: nn.Module, values: Values) -> LayerCost:
+        """`cost` with the median seconds of each pass."""
+        flags = tuple(value.requires_grad for value in cost.inputs)
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        stepper = self.task.optimizer([{"params": trainable}]) if trainable else None
+        rows: list[tuple[float, float, float]] = []
+        for repeat in range(_WARM_UPS + _MOST_REPEATS):
+            row = self._once(call, values, flags, stepper)
+            if repeat >= _WARM_UPS:
+                rows.append(row)
+            if len(rows) >= _LEAST_REPEATS and sum(map(sum, rows)) > _LEAST_SECONDS:
+                break
+        module.zero_grad(set_to_none=True)
+        forward, backwards, update = (statistics.median(column) for column in zip(*rows, strict=True))
+        return replace(
+            cost,
+            forward=replace(cost.forward, seconds=forward),
+            backward=replace(cost.backward, seconds=backwards),
+            update=replace(cost.update, seconds=update),
+        )
+
+    def _once(
+        self, call: Callable[[Values], Values], values: Values, flags: Sequence[bool], stepper: torch.optim.Optimizer | None
+    ) -> tuple[float, float, float]:
+        """Seconds of one forward, backward and update."""
+        cell = Cell()
+        fresh = tuple(value.clone() for value in values)  # in-place layers may write
+        began = self._now()
+        entered = enter(cell, fresh, tuple(flags), self.anchor) if any(flags) else fresh
+        outputs = call(entered)
+        forwarded = self._now()
+        cell.incoming = [_gradient(value) if value.requires_grad else None for value in outputs]
+        leave(cell, outputs)
+        ready = self._now()
+        backward(cell)
+        returned = self._now()
+        if stepper is not None:
+            with torch.no_grad():
+                for group in stepper.param_groups:
+                    group["lr"] = 0.0 if isinstance(group["lr"], float) else group["lr"]  # the next repeat sees the same weights
+            stepper.step()
+        return forwarded - began, returned - ready, self._now() - returned
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _gradient(value: Tensor) -> Tensor:
+    return torch.full_like(value, 1.0 / max(value.numel(), 1), requires_grad=False)

@@ -1,0 +1,121 @@
+"""Predicted beside measured: accuracy is a subtraction of two traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.errors import UsageError
+from pipefit.report.tables import Block, Table
+from pipefit.report.trace import has_clock
+from pipefit.trace import Trace
+from pipefit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceComparison:
+    """One device's peaks, in bytes."""
+
+    device: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        """Measured above predicted: positive where the prediction was too low."""
+        return self.measured_bytes - self.predicted_bytes
+
+    @property
+    def difference(self) -> float | None:
+        """The same, as a share of what was measured; None where nothing was."""
+        return self.difference_bytes / self.measured_bytes if self.measured_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two traces of the same devices. Seconds are the last step's, None for a trace without a clock."""
+
+    predicted_source: str
+    measured_source: str
+    devices: tuple[DeviceComparison, ...]
+    predicted_seconds: float | None
+    measured_seconds: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, the shape of `pipefit compare --json`."""
+        return {
+            "predicted": {"source": self.predicted_source, "step_seconds": self.predicted_seconds},
+            "measured": {"source": self.measured_source, "step_seconds": self.measured_seconds},
+            "devices": [
+                {
+                    "device": row.device,
+                    "predicted_bytes": row.predicted_bytes,
+                    "measured_bytes": row.measured_bytes,
+                    "difference_bytes": row.difference_bytes,
+                    "difference": row.difference,
+                }
+                for row in self.devices
+            ],
+        }
+
+
+def compare(predicted: Trace, measured: Trace) -> Comparison:
+    """Peaks and step seconds of two traces, device by device.
+
+    Raises:
+        UsageError: they are traces of different devices.
+    """
+    ours, theirs = ({device.device: device.peak_bytes for device in trace.devices} for trace in (predicted, measured))
+    if ours.keys() != theirs.keys():
+        raise UsageError(
+            f"the traces are of different devices, {_list(ours)} and {_list(theirs)}: compare two traces of one plan"
+        )
+    rows = (DeviceComparison(device=d, predicted_bytes=ours[d], measured_bytes=theirs[d]) for d in sorted(ours))
+    return Comparison(
+        predicted_source=predicted.source,
+        measured_source=measured.source,
+        devices=tuple(rows),
+        predicted_seconds=_seconds(predicted),
+        measured_seconds=_seconds(measured),
+    )
+
+
+def describe_comparison(comparison: Comparison) -> list[Block]:
+    """A row for each device, and a sentence on time."""
+    rows = tuple(
+        (
+            str(row.device),
+            format_bytes(row.predicted_bytes),
+            format_bytes(row.measured_bytes),
+            f"{row.difference_bytes:+d}",
+            "-" if row.difference is None else f"{row.difference:+.2%}",
+        )
+        for row in comparison.devices
+    )
+    columns = (
+        "device",
+        f"peak, {comparison.predicted_source}",
+        f"peak, {comparison.measured_source}",
+        "bytes apart",
+        "%",
+    )
+    return [Table(columns, rows), _time(comparison)]
+
+
+def _time(comparison: Comparison) -> str:
+    ours, theirs = comparison.predicted_seconds, comparison.measured_seconds
+    if ours is None or theirs is None:
+        return "step time: not compared, a trace has no clock"
+    apart = f" ({theirs / ours - 1:+.1%})" if ours else ""
+    return (
+        f"step time: {format_seconds(ours)} {comparison.predicted_source}, "
+        f"{format_seconds(theirs)} {comparison.measured_source}{apart}"
+    )
+
+
+def _seconds(trace: Trace) -> float | None:
+    return trace.step_seconds[-1] if has_clock(trace) and trace.step_seconds else None
+
+
+def _list(devices: dict[int, int]) -> str:
+    return ", ".join(map(str, sorted(devices))) or "none"

@@ -1,0 +1,137 @@
+"""A plan explained: what is where, what limits it, how good it is known to be, and how fast it should run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import comb
+
+from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
+from pipefit.plan import Plan, Provenance, Stage
+from pipefit.report.tables import Table, plain
+from pipefit.units import format_bytes, format_seconds
+
+_BAR = 20
+
+
+def explain(plan: Plan) -> str:
+    """A table of the stages and a few sentences, in plain text."""
+    sentences = [_limit(plan), *_planner(plan), *_time(plan)]
+    return plain([_head(plan), stage_table(plan), "\n".join(sentence for sentence in sentences if sentence)])
+
+
+def stage_table(plan: Plan) -> Table:
+    """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
+    rows = tuple(_row(plan, number, stage) for number, stage in enumerate(plan.stages))
+    return Table(("stage", "device", "layers", "count", "parameters", "peak", "of budget", "full", ""), rows)
+
+
+def _head(plan: Plan) -> str:
+    training = plan.training
+    return (
+        f"{plan.profile.model}: {len(plan.profile.layers)} layers in {len(plan.stages)} stages on {plan.cluster}\n"
+        f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
+        f"{training.microbatch_size}, {training.precision}"
+    )
+
+
+def _row(plan: Plan, number: int, stage: Stage) -> tuple[str, ...]:
+    names = plan.profile.layers[stage.start : stage.stop]
+    span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
+    budget = plan.cluster.budgets[stage.device]
+    full = _fullness(plan, stage)
+    peak = format_bytes(plan.prediction.peak_bytes[stage.device]) if plan.prediction else "-"
+    percent = "-" if full is None else f"{100 * full:.1f} %"
+    cells = (
+        str(number),
+        str(stage.device),
+        span,
+        str(len(names)),
+        format_bytes(parameters),
+        peak,
+        format_bytes(budget),
+    )
+    return (*cells, percent, "" if full is None else _bar(full))
+
+
+def _fullness(plan: Plan, stage: Stage) -> float | None:
+    """Predicted peak as a part of the budget."""
+    if plan.prediction is None:
+        return None
+    return plan.prediction.peak_bytes[stage.device] / plan.cluster.budgets[stage.device]
+
+
+def _bar(full: float) -> str:
+    filled = min(_BAR, round(full * _BAR))
+    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else "")
+
+
+def _limit(plan: Plan) -> str:
+    """The fullest device, and how much room it has or lacks."""
+    if plan.prediction is None:
+        return "No peaks were predicted for this plan; simulate it to see them."
+    number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
+    budget, peak = plan.cluster.budgets[stage.device], plan.prediction.peak_bytes[stage.device]
+    room = (
+        f"{format_bytes(budget - peak)} free" if peak <= budget else f"{format_bytes(peak - budget)} too little memory"
+    )
+    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, which leaves it {room}."
+
+
+def _planner(plan: Plan) -> Iterator[str]:
+    """Who planned it and how good it is known to be."""
+    made = plan.provenance
+    if made is None:
+        yield "Nobody is on record as the planner."
+        return
+    took = f" in {format_seconds(made.seconds)}" if made.seconds else ""
+    yield f"Planned by {made.planner}{took}. {_optimality(made)}"
+    splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
+    if made.bound == made.value and made.objective.startswith("peak"):
+        yield f"That covers all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
+
+
+def _optimality(made: Provenance) -> str:
+    value, what = _value(made), made.objective.partition(",")[0]
+    if made.bound is None:
+        return f"The {what} is {value}; how near that is to the lowest possible is not known."
+    if made.bound == made.value and not made.objective.startswith("peak"):
+        return f"It looks at nothing but the {what}: {value}, the lowest possible."
+    if made.bound == made.value:
+        return f"Proven optimal: no split brings the {what} below {value}."
+    gap = 100 * (made.value / made.bound - 1)
+    return f"The {what} is {value}, at most {gap:.1f} % above the lowest possible."
+
+
+def _value(made: Provenance) -> str:
+    """The value in the unit that the objective names."""
+    if "budget" in made.objective:
+        return f"{100 * made.value:.1f} % of its budget"
+    if "bytes" in made.objective:
+        return format_bytes(round(made.value))
+    return format_seconds(made.value) if "seconds" in made.objective else f"{made.value:g}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    """Step time, throughput and how long devices wait."""
+    if plan.prediction is None or plan.prediction.step_seconds <= 0:
+        return
+    step, training, stages = plan.prediction.step_seconds, plan.training, len(plan.stages)
+    idle = 1 - sum(_busy_seconds(plan, stage) for stage in plan.stages) / (stages * step)
+    bubble = (stages - 1) / (training.microbatches + stages - 1)
+    yield (
+        f"A step takes {format_seconds(step)}: {training.batch_size / step:.3g} samples per second. Devices wait "
+        f"{100 * max(idle, 0.0):.0f} % of it; equal stages would wait {100 * bubble:.0f} %."
+    )
+
+
+def _busy_seconds(plan: Plan, stage: Stage) -> float:
+    """Computing time of a stage in one step."""
+    where = (
+        plan.measurement,
+        stage.start,
+        stage.stop,
+        plan.cluster.devices[stage.device].kind,
+        plan.training.precision,
+    )
+    return plan.training.microbatches * (forward_seconds(*where) + backward_seconds(*where)) + update_seconds(*where)

@@ -1,0 +1,69 @@
+"""A profile as text: what every layer costs, and what its forward keeps for its backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from pipefit.profile import LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.report.tables import Block, Table
+from pipefit.units import format_bytes, format_seconds
+
+
+def describe_profile(profile: ModelProfile) -> list[Block]:
+    """The model, what the profile took for granted, and two tables for every measured microbatch size."""
+    taken = profile.assumptions
+    head = (
+        f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint}\n"
+        f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
+        f"with torch {taken.torch} and {taken.threads} threads"
+    )
+    blocks: list[Block] = [head]
+    for measurement in profile.measurements:
+        blocks += [_layers(profile, measurement), _saved(profile, measurement)]
+    return blocks
+
+
+def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
+    named = enumerate(zip(profile.layers, measurement.costs, strict=True))
+    rows = [_layer_row(str(number), name, cost) for number, (name, cost) in named]
+    rows.append(_layer_row("", "(loss)", measurement.loss))
+    columns = ("layer", "name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
+    return Table(columns, tuple(rows), title=f"a microbatch of {measurement.microbatch_size}")
+
+
+def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:
+    sizes = (
+        cost.parameter_bytes + cost.buffer_bytes,
+        cost.state_bytes,
+        cost.saved_bytes,
+        sum(value.nbytes for value in cost.outputs),
+        cost.forward_peak_bytes,
+    )
+    return number, name, cost.module, *map(format_bytes, sizes), _work(cost.forward), _work(cost.backward)
+
+
+def _work(work: Work) -> str:
+    """Seconds where they were measured, otherwise floating-point operations."""
+    return f"{work.flops / 1e9:.3g} GFLOP" if work.seconds is None else format_seconds(work.seconds)
+
+
+def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What each kind of layer saves, by dtype and by whose storage it is: masks and score matrices show here."""
+    rows = []
+    for number, cost in enumerate((*measurement.kinds, measurement.loss)):
+        example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
+        groups: dict[tuple[str, str], list[SavedTensor]] = defaultdict(list)
+        for tensor in cost.saved:
+            groups[tensor.dtype, tensor.origin.kind].append(tensor)
+        rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
+    columns = ("layer like", "module", "dtype", "storage", "tensors", "together", "largest")
+    return Table(columns, tuple(rows), title="saved for backward")
+
+
+def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
+    """How many, their bytes, and those of the largest. Tensors that share a storage of the layer's count once."""
+    sizes: dict[object, int] = {}
+    for tensor in tensors:
+        key = tensor.origin if tensor.origin.kind in ("own", "input") else tensor.index
+        sizes[key] = max(sizes.get(key, 0), tensor.nbytes)
+    return str(len(tensors)), format_bytes(sum(sizes.values())), format_bytes(max(sizes.values()))

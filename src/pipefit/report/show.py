@@ -1,0 +1,35 @@
+"""Any document as blocks of text: one function for each kind, chosen by type."""
+
+from __future__ import annotations
+
+from pipefit.cluster import Cluster
+from pipefit.plan import Plan
+from pipefit.profile import ModelProfile
+from pipefit.program import Program
+from pipefit.report.cluster import describe_cluster
+from pipefit.report.plan import explain
+from pipefit.report.profile import describe_profile
+from pipefit.report.tables import Block
+from pipefit.report.trace import describe_trace
+from pipefit.trace import Trace
+
+
+def describe(document: Cluster | ModelProfile | Plan | Program | Trace) -> list[Block]:
+    """What a person wants to see of a document."""
+    match document:
+        case Cluster():
+            return describe_cluster(document)
+        case ModelProfile():
+            return describe_profile(document)
+        case Plan():
+            return [explain(document)]
+        case Program():
+            return describe_program(document)
+        case Trace():
+            return describe_trace(document)
+
+
+def describe_program(program: Program) -> list[Block]:
+    """The text form, a paragraph for each device."""
+    head = f"program of {program.stages} stages and {program.microbatches} microbatches"
+    return [head, *(line for line, actions in zip(str(program).splitlines(), program.actions, strict=True) if actions)]

@@ -1,0 +1,56 @@
+"""The bounds that prune the exact search, against splits that they must not exclude."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from chains import devices, hostile, profile, skewed, training
+from pipefit.cost.ranges import Ranges
+from pipefit.planner.lexmin import solve
+from pipefit.planner.peaks import stage_peaks
+from pipefit.planner.question import Question
+from pipefit.planner.windows import Bounds
+
+
+def question(seed: int, schedule: str, layers: int, stages: int) -> Question:
+    chain = hostile(Random(seed), layers) if seed % 3 == 0 else skewed(Random(seed), layers)
+    return Question(profile=profile(chain), cluster=devices(*[1 << 40] * stages), training=training(schedule, 9))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: str) -> None:
+    """Whatever the split: allow its own highest peak, and every one of its stages lies within its window."""
+    asked = question(seed, schedule, 40, 8)
+    bounds = Bounds(asked, Ranges(asked.measurement, microbatches=9))
+    rng = Random(seed)
+    for _ in range(10):
+        edges = (0, *sorted(rng.sample(range(1, 40), 7)), 40)
+        windows = bounds.windows(max(stage_peaks(asked, asked.in_order(edges))))
+        assert windows is not None
+        for window, (start, stop) in zip(windows, pairwise(edges), strict=True):
+            assert window.first <= start <= window.last
+            assert window.narrowest <= stop - start <= window.widest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
+    """Where nothing is to spare, a layer that fits only a late stage of 1F1B must not end the search at an early one."""
+    asked = question(3 * seed + 1, "1f1b", 40, 8)
+    edges = solve(asked).split.edges
+    windows = Bounds(asked, Ranges(asked.measurement, microbatches=9)).windows(
+        max(stage_peaks(asked, asked.in_order(edges)))
+    )
+    assert windows is not None
+    for window, (start, stop) in zip(windows, pairwise(edges), strict=True):
+        assert window.first <= start <= window.last
+        assert window.narrowest <= stop - start <= window.widest
+
+
+def test_a_level_below_every_parameter_is_impossible() -> None:
+    """Bounds say so, without a search."""
+    asked = question(1, "1f1b", 12, 4)
+    assert Bounds(asked, Ranges(asked.measurement)).windows(0.0) is None

@@ -1,0 +1,80 @@
+"""What `explain` says of a plan, checked against the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import comb
+
+import pytest
+
+from chains import alike, devices, profile, training, vgg_like
+from pipefit.plan import Plan
+from pipefit.planner import plan
+from pipefit.report.plan import explain, stage_table
+from pipefit.simulator import simulate
+from pipefit.units import format_bytes
+
+AMPLE = 1 << 40
+
+
+def made(**options: object) -> Plan:
+    return plan(profile(vgg_like()), devices(*[40000] * 4), training("1f1b", 8), allow_infeasible=True, **options)
+
+
+def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
+    """Layers by name, their count, the peak in bytes and as a part of the budget, with a bar of that length."""
+    shown = made()
+    for stage, row in zip(shown.stages, stage_table(shown).rows, strict=True):
+        peak = shown.prediction.peak_bytes[stage.device]
+        assert row[2].startswith(f"layer{stage.start}") and row[2].endswith(f"layer{stage.stop - 1}")
+        assert row[3] == str(stage.stop - stage.start)
+        assert row[5] == format_bytes(peak)
+        assert row[7] == f"{100 * peak / 40000:.1f} %"
+        assert row[8].count("#") == round(20 * peak / 40000)
+
+
+def test_a_device_that_is_too_small_is_marked() -> None:
+    """In its row, and in the sentence on what limits."""
+    shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), allow_infeasible=True)
+    assert any(row[8].endswith("does not fit") for row in stage_table(shown).rows)
+    short = max(shown.prediction.peak_bytes) - 9000
+    assert f"which leaves it {format_bytes(short)} too little memory" in explain(shown)
+
+
+def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
+    """With the number of splits."""
+    text = explain(made())
+    assert "Proven optimal: no split brings the peak of the fullest device below" in text
+    assert f"all {comb(29, 3):,} splits" in text
+
+
+def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
+    """Its sentence names its own measure, and claims nothing of memory."""
+    text = explain(made(planner="uniform"))
+    assert "It looks at nothing but the layers of the longest stage: 8, the lowest possible." in text
+    assert "splits of" not in text
+
+
+@pytest.mark.parametrize(("bound", "says"), [(None, "is not known"), (1000.0, "at most 100.0 % above")])
+def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: str) -> None:
+    """The gap to the bound, or that there is none."""
+    shown = made()
+    provenance = replace(shown.provenance, value=2000.0, bound=bound)
+    assert says in explain(replace(shown, provenance=provenance))
+
+
+def test_waiting_is_what_the_simulation_leaves_of_a_step() -> None:
+    """Equal stages on fast links wait as the closed form says; the share agrees with the simulated utilisation."""
+    shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4))
+    busy = simulate(shown).utilisation()
+    assert f"Devices wait {100 * (1 - sum(busy) / len(busy)):.0f} % of it; equal stages would wait 43 %." in explain(
+        shown
+    )
+
+
+def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
+    """Without prediction and planner, the stages are shown all the same."""
+    text = explain(replace(made(), prediction=None, provenance=None))
+    assert "layer0" in text
+    assert "No peaks were predicted" in text
+    assert "Nobody is on record" in text
