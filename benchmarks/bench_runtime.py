@@ -1,6 +1,7 @@
 """Claim: the runtime costs no more than its peers on the same split and schedule.
 
-A GPT of about 10 M parameters, two stages, eight microbatches, one thread a stage. In one run, interleaved repeat by repeat:
+A GPT of about 10 M parameters, two stages, eight microbatches, one thread a stage. In one run, interleaved repeat by
+repeat:
 
     pipefit 1F1B           two worker processes, gloo, unmetered devices
     pipefit 1F1B metered   the same on emulated devices, whose meter enforces a cap
@@ -8,9 +9,9 @@ A GPT of about 10 M parameters, two stages, eight microbatches, one thread a sta
     pipefit GPipe          as above
     torchgpipe GPipe       one process, one thread a stage
 
-Every repeat of a system is a few steps; the figure is the median over repeats of the time per step, and the ratios are medians of
-the ratios repeat by repeat, so that the machine's drift cancels. The last column sets the predicted step time, simulated
-from a profile measured on the same machine, beside the measured one.
+Every repeat of a system is a few steps; the figure is the median over repeats of the time per step, and the ratios are
+medians of the ratios repeat by repeat, so that the machine's drift cancels. The last column sets the predicted step
+time, simulated from a profile measured on the same machine, beside the measured one.
 
     python benchmarks/bench_runtime.py [--repeats 15] [--json FILE]
 """
@@ -123,7 +124,9 @@ def torchgpipe_worker(pipe: Connection) -> None:
     torch.manual_seed(0)
     module = task.build()
     half = len(module) // 2
-    model = GPipe(module, balance=[half, len(module) - half], devices=["cpu", "cpu"], chunks=MICROBATCHES, checkpoint="never")
+    model = GPipe(
+        module, balance=[half, len(module) - half], devices=["cpu", "cpu"], chunks=MICROBATCHES, checkpoint="never"
+    )
     optimizer = task.optimizer(model.parameters())
     inputs, targets = task.batch(BATCH)
     pipe.send("ready")
@@ -183,9 +186,15 @@ def main() -> None:
     options = parser.parse_args()
     parameters = sum(p.numel() for p in make_task().build().parameters())
     seconds = measure(options.repeats)
-    print(f"GPT, {parameters / 1e6:.1f} M parameters, 2 stages, {MICROBATCHES} microbatches, {options.repeats} repeats of {STEPS} steps")
+    print(
+        f"GPT, {parameters / 1e6:.1f} M parameters, 2 stages, {MICROBATCHES} microbatches, "
+        f"{options.repeats} repeats of {STEPS} steps"
+    )
     for name, values in seconds.items():
-        print(f"{name:24} {statistics.median(values) * 1e3:8.1f} ms a step   ({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})")
+        print(
+            f"{name:24} {statistics.median(values) * 1e3:8.1f} ms a step   "
+            f"({min(values) * 1e3:.1f} - {max(values) * 1e3:.1f})"
+        )
     ratios = {
         "pipefit 1f1b / torch 1f1b": ratio(seconds, "pipefit 1f1b", "torch 1f1b"),
         "pipefit 1f1b metered / torch 1f1b": ratio(seconds, "pipefit 1f1b metered", "torch 1f1b"),
@@ -195,7 +204,9 @@ def main() -> None:
         print(f"{name:40} {value:.3f}")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"parameters": parameters, "settings": SETTINGS, "seconds": seconds, "ratios": ratios}, file, indent=1)
+            json.dump(
+                {"parameters": parameters, "settings": SETTINGS, "seconds": seconds, "ratios": ratios}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

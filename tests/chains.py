@@ -175,10 +175,13 @@ def _plain_layer(rng: Random, inward: Value, outward: Value, size: int) -> Layer
 
 def skewed(rng: Random, count: int) -> Measurement:
     """`count` layers whose activations and weights differ by orders of magnitude."""
-    widths = [4 ** rng.randrange(8) for _ in range(count + 1)]
-    weights = [4 ** rng.randrange(4) for _ in range(count)]
-    pairs = zip(widths, widths[1:], weights, strict=False)
-    layers = [layer((value(a),), (value(b),), parameter_bytes=weight) for a, b, weight in pairs]
+    widths = [round(rng.lognormvariate(14, 2)) for _ in range(count + 1)]
+    weights = [round(rng.lognormvariate(8, 2)) for _ in range(count)]
+    saved = (INPUT, Origin(kind="own", index=1))
+    layers = [
+        layer((value(a),), (value(b),), storages=(b, a), saved=saved, parameter_bytes=weight)
+        for a, b, weight in zip(widths, widths[1:], weights, strict=False)
+    ]
     return measurement(layers, _loss(widths[-1]))
 
 

@@ -1,7 +1,7 @@
 """The independent oracle for memory: the CPU allocator's own events, read from torch's profiler.
 
-It shares nothing with pipefit's meter: the allocator reports every byte it gives and takes, inside kernels too. All devices of
-a plan run in turn in this process, so events belong to the device whose action they fall into.
+It shares nothing with pipefit's meter: the allocator reports every byte it gives and takes, inside kernels too. All
+devices of a plan run in turn in this process, so events belong to the device whose action they fall into.
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
 
 def _resident(reader: DeviceReader) -> int:
     """Bytes of what exists before the first step, counted from the tensors themselves."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (
-        *reader.runner.parameters, *reader.runner.buffers, *reader.runner.constants, *reader.runner.optimizer_state())}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in (
+            *reader.runner.parameters,
+            *reader.runner.buffers,
+            *reader.runner.constants,
+            *reader.runner.optimizer_state(),
+        )
+    }
     return sum(storages.values())
 
 
@@ -68,7 +75,9 @@ def _marked() -> Iterator[None]:
 
 
 def _changes(observed: profile, device: int) -> list[int]:
-    """The allocator's events inside this device's actions, in order: positive for bytes given, negative for bytes taken."""
+    """The allocator's events inside this device's actions, in order: positive for bytes given, negative for bytes
+    taken.
+    """
     events = observed.profiler.kineto_results.events()  # type: ignore[union-attr]
     ranges = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == f"device:{device}")
     starts = [start for start, _ in ranges]

@@ -3,9 +3,9 @@
 A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
 `emulated:4x256MiB`, CPU workers whose memory is capped.
 
-A link joins two members or many. `device3` and `host0` name its members; any two members talk at
-`lanes * bytes_per_second`, each way. Two members share one full-duplex wire; more than two meet in a switch, where every
-member has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+A link joins two members or many. `device3` and `host0` name its members; any two members talk at `lanes *
+bytes_per_second`, each way. Two members share one full-duplex wire; more than two meet in a switch, where every member
+has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
@@ -38,7 +39,9 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         if self.memory_bandwidth <= 0 or not self.flops or min(self.flops.values()) <= 0:
-            raise UsageError(f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure")
+            raise UsageError(
+                f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
+            )
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
@@ -91,9 +94,13 @@ class Link:
 
     def __post_init__(self) -> None:
         if len(set(self.members)) < 2 or any(not _MEMBER.fullmatch(member) for member in self.members):
-            raise UsageError(f"a link joins two or more different members named like device0 or host0, not {list(self.members)}")
+            raise UsageError(
+                f"a link joins two or more different members named like device0 or host0, not {list(self.members)}"
+            )
         if self.bytes_per_second <= 0 or self.latency_seconds < 0 or self.lanes < 1:
-            raise UsageError(f"link {'-'.join(self.members)}: bytes_per_second and lanes must be positive, latency not negative")
+            raise UsageError(
+                f"link {'-'.join(self.members)}: bytes_per_second and lanes must be positive, latency not negative"
+            )
 
 
 class Route(NamedTuple):
@@ -125,7 +132,9 @@ class Cluster:
             raise UsageError(f"cluster {self.name!r} has no devices")
         for number, device in enumerate(self.devices):
             if not 0 <= device.host < len(self.hosts):
-                raise UsageError(f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts")
+                raise UsageError(
+                    f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts"
+                )
         known = {"device": len(self.devices), "host": len(self.hosts)}
         for link in self.links:
             for member in link.members:
@@ -146,7 +155,7 @@ class Cluster:
 
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:
-        """CPU workers with capped memory: `Cluster.emulated((2, 256 * MIB), (2, 128 * MIB))`, pairs of count and bytes."""
+        """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
         if any(count < 1 for count, _ in groups):
             raise UsageError("an emulated cluster needs at least one device in every group")
         devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
@@ -184,7 +193,10 @@ def parse_emulated(text: str) -> Cluster:
     for part in text.removeprefix("emulated:").split("+"):
         count, times, size = part.partition("x")
         if not times or not count.strip().isdigit():
-            raise UsageError(f"{text!r} is not an emulated cluster: write count x memory, such as emulated:4x256MiB or emulated:2x256MiB+2x128MiB")
+            raise UsageError(
+                f"{text!r} is not an emulated cluster: write count x memory, such as emulated:4x256MiB "
+                "or emulated:2x256MiB+2x128MiB"
+            )
         groups.append((int(count), parse_bytes(size)))
     if sum(count for count, _ in groups) > 4096:
         raise UsageError(f"{text!r} asks for more than 4096 devices")
@@ -211,8 +223,10 @@ def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: str, target:
     ends = [f"host{hosts[int(member[6:])]}" if member.startswith("device") else member for member in (source, target)]
     path = list(dict.fromkeys([source, *ends, target]))
     if len(path) < 3:
-        raise UsageError(f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host")
-    hops = [_route(links, hosts, a, b) for a, b in zip(path, path[1:], strict=False)]
+        raise UsageError(
+            f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
+        )
+    hops = [_route(links, hosts, a, b) for a, b in pairwise(path)]
     wires = tuple(dict.fromkeys(wire for hop in hops for wire in hop.wires))
     return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
 

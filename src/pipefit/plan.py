@@ -1,7 +1,8 @@
 """A plan: which layers go where, under which schedule, and what that is predicted to cost. Pure data, self-contained.
 
-A plan carries the profile, the cluster and the training it was made for, so that it can be simulated, explained, certified
-and run from its one file. Anyone may write one by hand: `Plan(profile=..., cluster=..., training=..., stages=...)`.
+A plan carries the profile, the cluster and the training it was made for, so that it can be simulated, explained,
+certified and run from its one file. Anyone may write one by hand: `Plan(profile=..., cluster=..., training=...,
+stages=...)`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Prediction:
 class Provenance:
     """Who made a plan and how good it is known to be.
 
-    `objective` is what was minimised, with its value; `bound` is a value no plan can go below (equal to the value when the
-    planner is exact, None when it does not know); `evaluated` counts candidate stages or splits looked at.
+    `objective` is what was minimised, with its value; `bound` is a value no plan can go below (equal to the value when
+    the planner is exact, None when it does not know); `evaluated` counts candidate stages or splits looked at.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -89,7 +90,10 @@ class Plan:
         if len(set(used)) != len(used):
             raise UsageError("every stage needs a device of its own")
         if any(not 0 <= device < len(self.cluster.devices) for device in used):
-            raise UsageError(f"a stage names a device that cluster {self.cluster.name!r} does not have (it has {len(self.cluster.devices)})")
+            raise UsageError(
+                f"a stage names a device that cluster {self.cluster.name!r} does not have: "
+                f"it has {len(self.cluster.devices)}"
+            )
         self.profile.at(self.training.microbatch_size)
 
     @property

@@ -3,9 +3,9 @@
 Layers that are alike share one `LayerCost`, so a file holds each kind of layer once. Costs are exact for one microbatch
 size (a `Measurement`); a profile may hold several.
 
-How memory composes. A layer's forward leaves *storages*. Each has one origin: the layer's own allocation, the storage of
-one of its inputs, a parameter or buffer, or a constant from elsewhere. Outputs and saved tensors name their origin, so
-that a storage that two layers hold, such as an activation that one returns and the next one saves, is counted once,
+How memory composes. A layer's forward leaves *storages*. Each has one origin: the layer's own allocation, the storage
+of one of its inputs, a parameter or buffer, or a constant from elsewhere. Outputs and saved tensors name their origin,
+so that a storage that two layers hold, such as an activation that one returns and the next one saves, is counted once,
 whichever layers end up on one device. `pipefit.cost.memory` does the composition.
 """
 
@@ -32,7 +32,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor that crosses a layer boundary. `nbytes` is its dense size: what a transfer moves and a receiver allocates."""
+    """A tensor that crosses a layer boundary. `nbytes` is its dense size: what a transfer moves and a receiver
+    allocates.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -69,7 +71,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A part of a backward pass: its highest bytes above entry, were all inputs kept, and which inputs it had released before.
+    """A part of a backward pass: its highest bytes above entry, were all inputs kept, and which inputs it had released
+    before.
 
     An input's storage is released when nothing in the layer needs it any more. If nothing outside holds it either, the
     device has that much less in this span and the later ones.
@@ -83,7 +86,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a pass of a layer computes: floating-point operations, bytes its kernels read and write, seconds where measured."""
+    """What a pass of a layer computes: floating-point operations, bytes its kernels read and write, seconds where
+    measured.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -135,7 +140,9 @@ class LayerCost:
     @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that the saved tensors hold, inputs included."""
-        return sum(self.storages[o.index] if o.kind == "own" else self.inputs[o.index].nbytes for o in self.saved_storages)
+        return sum(
+            self.storages[o.index] if o.kind == "own" else self.inputs[o.index].nbytes for o in self.saved_storages
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +198,9 @@ class ModelProfile:
         if not self.measurements:
             raise UsageError(f"the profile of {self.model!r} holds no measurement")
         if any(len(m.layers) != len(self.layers) for m in self.measurements):
-            raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number")
+            raise UsageError(
+                f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number"
+            )
 
     def at(self, microbatch_size: int) -> Measurement:
         """The measurement at `microbatch_size` samples.
@@ -205,5 +214,6 @@ class ModelProfile:
         sizes = ", ".join(str(m.microbatch_size) for m in self.measurements)
         raise UsageError(
             f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: "
-            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of microbatches"
+            f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of "
+            "microbatches"
         )

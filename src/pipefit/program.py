@@ -2,25 +2,25 @@
 
 An action has a text form that parses back. The number in front is the stage, the one behind the kind the microbatch:
 
-    0LOAD3            copy microbatch 3's data onto the device            0WAIT_LOAD is not needed: it is done when it returns
-    2RECV_F0          post the receive of stage 2's inputs                2WAIT_RECV_F0        they are here
-    2F0               forward of the whole stage                          2F0[3:6]             of layers 3, 4 and 5 only
-    2N0               forward that saves nothing for backward             2R0[3:6]             forward again, before its backward
-    2B0               backward (of what F or R kept)                      2B0[3:6]
-    2SEND_F0          start sending stage 2's outputs to stage 3          2WAIT_SEND_F0        done: the buffer may go
-    2SEND_B0 2RECV_B0 the same for gradients: from stage 2 to stage 1; into stage 2 from stage 3
-    2OFFLOAD0[5.3]@host            start copying layer 5's saved tensor 3 away      2WAIT_OFFLOAD0[5.3]@host   device copy freed
-    2RELOAD0[5.3]@host             allocate and start copying back                  2WAIT_RELOAD0[5.3]@host    it is back
-    2OFFLOAD0[5.3]@device3*2+device4*1      striped over two peers, two parts to one
-    2REDUCE           sum gradients over the replicas of the stage
-    2STEP             optimizer step; gradients are freed
+    0LOAD3               copy microbatch 3's data onto the device; done when it returns
+    2RECV_F0             post the receive of stage 2's inputs           2WAIT_RECV_F0       they are here
+    2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
+    2N0                  forward that saves nothing                     2R0[3:6]            forward again, for a backward
+    2B0                  backward of what F or R kept                   2B0[3:6]
+    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       done: the buffer may go
+    2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
+    2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
+    2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
+    2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
+    2REDUCE              sum gradients over the replicas of the stage
+    2STEP                optimizer step; gradients are freed
 
-One mechanism for all that takes time in the background: an action starts it, and the same action with WAIT joins it. What
-a start needs on its device is allocated when it starts (receives, reloads); what a wait makes superfluous is freed when it
-returns (sends, offloads). So memory over time is a function of the program alone, not of anyone's speed.
+One mechanism for all that takes time in the background: an action starts it, and the same action with WAIT joins it.
+What a start needs on its device is allocated when it starts (receives, reloads); what a wait makes superfluous is freed
+when it returns (sends, offloads). So memory over time is a function of the program alone, not of anyone's speed.
 
-A subject in brackets may also be `5.parameters`, `5.gradients` or `5.optimizer`. Under asynchronous schedules a stage has
-a STEP per microbatch, with its number (`2STEP0`); a backward uses the weights that its forward used.
+A subject in brackets may also be `5.parameters`, `5.gradients` or `5.optimizer`. Under asynchronous schedules a stage
+has a STEP per microbatch, with its number (`2STEP0`); a backward uses the weights that its forward used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BACKGROUND = frozenset(
 
 
 class Subject(NamedTuple):
-    """What a memory action moves: a saved tensor of a layer by its number, or `parameters`, `gradients`, `optimizer`."""
+    """What a memory action moves: saved tensor number `what` of a layer, or `parameters`, `gradients`, `optimizer`."""
 
     layer: int
     what: int | str
@@ -71,7 +71,7 @@ class Subject(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing a device does. `layers` is a half-open range, None for the whole stage; `wait` joins an earlier start."""
+    """One thing a device does. `layers` is a half-open range, None the whole stage; `wait` joins an earlier start."""
 
     kind: Kind
     stage: int
@@ -119,7 +119,10 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text.strip())
     if not match:
-        raise UsageError(f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 or 2OFFLOAD0[5.3]@host")
+        raise UsageError(
+            f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 "
+            "or 2OFFLOAD0[5.3]@host"
+        )
     part = match.groupdict()
     what = part["what"]
     return Action(
@@ -156,7 +159,9 @@ class Program:
         return len(self.placement)
 
     def __str__(self) -> str:
-        return "\n".join(f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions))
+        return "\n".join(
+            f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions)
+        )
 
 
 def parse_program(text: str, *, placement: tuple[int, ...], microbatches: int) -> Program:
@@ -188,7 +193,9 @@ def _check_device(device: int, actions: Iterable[Action], placement: tuple[int, 
 
 
 def _check_messages(devices: tuple[tuple[Action, ...], ...], last: int) -> None:
-    starts = Counter(action for actions in devices for action in actions if action.kind in BACKGROUND and not action.wait)
+    starts = Counter(
+        action for actions in devices for action in actions if action.kind in BACKGROUND and not action.wait
+    )
     for action, count in starts.items():
         partner = message_partner(action)
         if partner is not None and not 0 <= partner.stage <= last:

@@ -26,13 +26,18 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.microbatches < 1:
-            raise UsageError(f"batch size and microbatches must be positive, not {self.batch_size} and {self.microbatches}")
+            raise UsageError(
+                f"batch size and microbatches must be positive, not {self.batch_size} and {self.microbatches}"
+            )
         if self.microbatches > self.batch_size:
-            raise UsageError(f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}")
+            raise UsageError(
+                f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}"
+            )
         if self.batch_size % self.microbatches:
             raise UsageError(
                 f"a batch of {self.batch_size} does not divide into {self.microbatches} equal microbatches: "
-                f"use {self.batch_size // self.microbatches * self.microbatches} or {-(-self.batch_size // self.microbatches) * self.microbatches} samples"
+                f"use {self.batch_size - self.batch_size % self.microbatches} samples, or "
+                f"{self.batch_size + -self.batch_size % self.microbatches}"
             )
 
     @property

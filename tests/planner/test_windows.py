@@ -38,12 +38,11 @@ def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
-    """Where nothing is to spare, a layer that fits only a late stage of 1F1B must not end the search at an early one."""
+    """Where nothing is to spare, a layer that fits only a late stage of 1F1B does not end the search early."""
     asked = question(3 * seed + 1, "1f1b", 40, 8)
     edges = solve(asked).split.edges
-    windows = Bounds(asked, Ranges(asked.measurement, microbatches=9)).windows(
-        max(stage_peaks(asked, asked.in_order(edges)))
-    )
+    bounds = Bounds(asked, Ranges(asked.measurement, microbatches=9))
+    windows = bounds.windows(max(stage_peaks(asked, asked.in_order(edges))))
     assert windows is not None
     for window, (start, stop) in zip(windows, pairwise(edges), strict=True):
         assert window.first <= start <= window.last

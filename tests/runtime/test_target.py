@@ -125,7 +125,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (8, 3, 32, 32)),
     "gpt": (lambda: Block(64, 4, 0.1), (2, 16, 64)),
     "attention": (lambda: First(nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True), times=3), (2, 16, 64)),
-    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2), (2, 16, 64)),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),
+        (2, 16, 64),
+    ),
     "lstm": (lambda: First(nn.LSTM(64, 32, 2, dropout=0.1)), (5, 4, 64)),
     "gru": (lambda: First(nn.GRU(64, 32, 2, dropout=0.1)), (5, 4, 64)),
 }
@@ -277,7 +280,9 @@ def test_half_precision_attention_is_flash(dtype: torch.dtype, options: dict[str
     assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, T), torch.float32)], key=str)
 
 
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {"is_causal": True}), (torch.float32, {"dropout_p": 0.1})])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {"is_causal": True}), (torch.float32, {"dropout_p": 0.1})]
+)
 def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: dict[str, object]) -> None:
     """In float32: q, k, v, the output and one float32 per query, the queries rounded up to a multiple of 32."""
     with FakeTarget("cuda") as fake:
@@ -510,7 +515,11 @@ def _layers(device: torch.device) -> dict[str, list[int]]:
             layers[f"{name} {dtype}"] = saved(lambda model=model, x=x: model(x), model.parameters())  # type: ignore[misc]
         q = torch.randn(B, H, T, D, device=device, dtype=dtype, requires_grad=True)
         mask = torch.ones(T, T, dtype=torch.bool, device=device)
-        for label, options in (("causal", {"is_causal": True}), ("dropout", {"dropout_p": 0.1}), ("mask", {"attn_mask": mask})):
+        for label, options in (
+            ("causal", {"is_causal": True}),
+            ("dropout", {"dropout_p": 0.1}),
+            ("mask", {"attn_mask": mask}),
+        ):
             layers[f"sdpa {label} {dtype}"] = saved(
                 lambda q=q, options=options: F.scaled_dot_product_attention(q, q, q, **options)  # type: ignore[misc]
             )
@@ -523,7 +532,9 @@ def _layers(device: torch.device) -> dict[str, list[int]]:
 
 def _run(*arguments: str) -> str:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.gpu

@@ -38,7 +38,9 @@ class Chain:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of layer names, classes and the shapes and dtypes of parameters: the same for the same model, anywhere."""
+        """A digest of layer names, classes and the shapes and dtypes of parameters: the same for the same model,
+        anywhere.
+        """
         digest = hashlib.sha256()
         for layer in self.layers:
             digest.update(f"{layer.name}:{type(layer.module).__qualname__};".encode())
@@ -56,7 +58,8 @@ def capture(task: Task) -> Chain:
     module = task.build()
     if not isinstance(module, nn.Sequential):
         raise UsageError(
-            f"{task.name} is a {type(module).__name__}; pipefit takes an nn.Sequential whose layers pass a tensor or a tuple of tensors: "
+            f"{task.name} is a {type(module).__name__}; pipefit takes an nn.Sequential whose layers pass a tensor or a "
+            "tuple of tensors: "
             "wrap the model's parts in one, in the order they run"
         )
     if not len(module):
@@ -90,4 +93,7 @@ def _refuse_shared_parameters(layers: tuple[ChainLayer, ...]) -> None:
         for name, parameter in layer.module.named_parameters():
             first = owner.setdefault(id(parameter), f"{layer.name}.{name}")
             if not first.startswith(f"{layer.name}."):
-                raise UsageError(f"{first} and {layer.name}.{name} are one parameter: parameters shared by two layers are not supported yet")
+                raise UsageError(
+                    f"{first} and {layer.name}.{name} are one parameter: parameters shared by two layers "
+                    "are not supported yet"
+                )

@@ -17,8 +17,10 @@ class Task:
 
     Args:
         module: an `nn.Sequential` whose layers pass a tensor or a tuple of tensors, or a function that builds one. A
-            function is called under the reader's own mode, so that a model too large for this machine is never allocated.
-        batch: batch size -> (inputs, targets), tensors or tuples of tensors with the samples along dimension 0. Draws from
+            function is called under the reader's own mode, so that a model too large for this machine is never
+            allocated.
+        batch: batch size -> (inputs, targets), tensors or tuples of tensors with the samples along dimension 0. Draws
+        from
             torch's default generator, so that a seed before the call fixes the batch.
         loss: (outputs, targets) -> mean loss over the samples, a scalar.
         optimizer: parameters or parameter groups -> `torch.optim` optimizer.

@@ -88,8 +88,8 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
 def _introduction(layers: tuple[str, ...], cluster: str) -> str:
     tokens = _MICROBATCH * _MICROBATCHES * _MODEL["sequence"]
     return (
-        f"A byte-level GPT of {len(layers)} layers learns the sources of Python's standard library, {tokens} bytes a step "
-        f"in {_MICROBATCHES} microbatches, on {cluster}."
+        f"A byte-level GPT of {len(layers)} layers learns the sources of Python's standard library, {tokens} bytes a "
+        f"step in {_MICROBATCHES} microbatches, on {cluster}."
     )
 
 
@@ -113,7 +113,9 @@ def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
     return Table(("device", "cap", "simulated", "dry run", "measured", "bytes apart"), rows)
 
 
-def _result(failure: str, plan: Plan, losses: list[float], predicted: Trace, certified: Trace, measured: Trace) -> dict[str, Any]:
+def _result(
+    failure: str, plan: Plan, losses: list[float], predicted: Trace, certified: Trace, measured: Trace
+) -> dict[str, Any]:
     return {
         "equal_split": failure,
         "split": plan.split,

@@ -1,14 +1,14 @@
 """Memory of a run of layers on one device, composed exactly from the costs of the layers.
 
-`StageMemory` walks the layers of a stage once and gives every storage an identity, the set of layers that save it and the
-boundaries it crosses. From that follow, for every compute action, two numbers:
+`StageMemory` walks the layers of a stage once and gives every storage an identity, the set of layers that save it and
+the boundaries it crosses. From that follow, for every compute action, two numbers:
 
     peak_bytes    the most that is allocated above what existed when the action began
     after_bytes   what is left above that when it ends (negative when it freed more than it made)
 
-When a forward begins, its inputs exist. It leaves what its layers saved and its outputs. When a backward begins, what the
-forward left and the gradients of its outputs exist. It leaves the gradients of its inputs and, after the step's first
-microbatch, those of the parameters.
+When a forward begins, its inputs exist. It leaves what its layers saved and its outputs. When a backward begins, what
+the forward left and the gradients of its outputs exist. It leaves the gradients of its inputs and, after the step's
+first microbatch, those of the parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepMemory(NamedTuple):
 
 
 class _Storage:
-    """One storage in a stage: its bytes, and the first of the layers that save it (the last whose backward needs it)."""
+    """One storage in a stage: its bytes, and the first layer that saves it (whose backward is the last to need it)."""
 
     __slots__ = ("first_saver", "nbytes")
 
@@ -128,7 +128,9 @@ class StageMemory:
         before = self._live(first)
         return ActionMemory(peak - before, self._live(end) - before)
 
-    def backward(self, start: int | None = None, stop: int | None = None, *, first_microbatch: bool = False) -> ActionMemory:
+    def backward(
+        self, start: int | None = None, stop: int | None = None, *, first_microbatch: bool = False
+    ) -> ActionMemory:
         """The backward of layers `start` to `stop - 1`, by default of the whole stage."""
         first, end = self._segment(start, stop)
         entry = peak = self._held(end) + self._gradients(end)
@@ -174,11 +176,15 @@ class StageMemory:
         return first, end
 
     def _held(self, number: int) -> int:
-        """Bytes saved by the layers before position `number`: all that is left of a forward when their backward is next."""
+        """Bytes saved by the layers before position `number`: all that is left of a forward when their backward is
+        next.
+        """
         return self._held_bytes[number]
 
     def _live(self, number: int) -> int:
-        """Bytes that exist when layers before position `number` have run forward: saved by one of them, or values there."""
+        """Bytes that exist when layers before position `number` have run forward: saved by one of them, or values
+        there.
+        """
         waiting = {s for s in self._boundaries[number] if s.first_saver is None or s.first_saver >= number}
         return self._held(number) + sum(storage.nbytes for storage in waiting)
 

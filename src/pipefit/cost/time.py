@@ -1,8 +1,8 @@
 """Seconds of a piece of work: measured where the profile holds seconds, otherwise estimated from the device's figures.
 
-The estimate is the roofline: the longer of computing at the device's peak FLOP/s and moving bytes at its memory bandwidth,
-both derated, because kernels reach a part of either (Williams et al., 2009). It orders layers and splits well; it is not a
-promise of seconds. Measure (`pipefit profile --device cpu|cuda`) for that.
+The estimate is the roofline: the longer of computing at the device's peak FLOP/s and moving bytes at its memory
+bandwidth, both derated, because kernels reach a part of either (Williams et al., 2009). It orders layers and splits
+well; it is not a promise of seconds. Measure (`pipefit profile --device cpu|cuda`) for that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def forward_seconds(measurement: Measurement, start: int, stop: int, kind: Devic
     return sum(seconds(cost.forward, kind, dtype) for cost in layers_of(measurement, start, stop))
 
 
-def backward_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
+def backward_seconds(
+    measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32"
+) -> float:
     """Backward of one microbatch through layers `start` to `stop - 1`."""
     return sum(seconds(cost.backward, kind, dtype) for cost in layers_of(measurement, start, stop))
 

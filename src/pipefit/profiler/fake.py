@@ -1,7 +1,7 @@
 """The fake profiler: what every layer costs, from shapes alone. No hardware, no data, no bytes allocated for the model.
 
-Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. Exact in
-bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
+Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. Exact
+in bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pipefit.runtime.twins import fake_chain, sample
 Progress = Callable[[int, int, str], None]
 
 
-def profile_fake(task: Task, *, microbatch_size: int, target: Target, threads: int, progress: Progress | None = None) -> ModelProfile:
+def profile_fake(
+    task: Task, *, microbatch_size: int, target: Target, threads: int, progress: Progress | None = None
+) -> ModelProfile:
     """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
     inputs, targets = sample(task, microbatch_size)
     with FakeTarget(target) as fake:
@@ -36,11 +38,15 @@ def profile_fake(task: Task, *, microbatch_size: int, target: Target, threads: i
                 progress(number, len(chain.layers), layer.name)
             values = survey.layer(layer.module, layer, values)
         loss = survey.loss(values, [fake.fake(value) for value in targets])
-        measurement = Measurement(microbatch_size=microbatch_size, kinds=tuple(survey.kinds), layers=tuple(survey.layers), loss=loss)
+        measurement = Measurement(
+            microbatch_size=microbatch_size, kinds=tuple(survey.kinds), layers=tuple(survey.layers), loss=loss
+        )
         return describe(task, chain, measurement, target=target, device="fake", threads=threads)
 
 
-def describe(task: Task, chain: Chain, measurement: Measurement, *, target: Target, device: str, threads: int) -> ModelProfile:
+def describe(
+    task: Task, chain: Chain, measurement: Measurement, *, target: Target, device: str, threads: int
+) -> ModelProfile:
     """The profile around a measurement: names, fingerprint, assumptions."""
     dtypes = [p.dtype for layer in chain.layers for p in layer.module.parameters()] or [torch.float32]
     optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
@@ -54,7 +60,11 @@ def describe(task: Task, chain: Chain, measurement: Measurement, *, target: Targ
     )
     names = tuple(layer.name for layer in chain.layers)
     return ModelProfile(
-        model=chain.name, fingerprint=chain.fingerprint, layers=names, measurements=(measurement,), assumptions=assumptions
+        model=chain.name,
+        fingerprint=chain.fingerprint,
+        layers=names,
+        measurements=(measurement,),
+        assumptions=assumptions,
     )
 
 
@@ -67,7 +77,9 @@ class _Survey:
         self.layers: list[int] = []
         self._known: dict[object, tuple[int, Sequence[Tensor]]] = {}
 
-    def layer(self, module: nn.Module, call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def layer(
+        self, module: nn.Module, call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], values: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         """What the layer returns for `values`; its cost is looked up or measured."""
         key = (likeness(module), tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values))
         if key not in self._known:

@@ -13,7 +13,7 @@ from pipefit.profile import Span, Work
 from pipefit.runtime.meter import Meter, Tracked
 
 
-class Gauge(Meter):
+class Gauge(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: peak and spans above the level at which it began, and its work."""
 
     def __init__(self, threads: int | None) -> None:
@@ -55,7 +55,9 @@ class Gauge(Meter):
         """What the pass computed so far."""
         return Work(flops=self._flops, moved_bytes=self._moved)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -67,7 +69,8 @@ class Gauge(Meter):
     def _died(self, tracked: Tracked) -> None:
         number = self._watched.pop(tracked, None)
         if number is None:
-            return super()._died(tracked)
+            super()._died(tracked)
+            return
         self._spans.append(self._span())
         self._released.append((number, tracked.nbytes))
         super()._died(tracked)

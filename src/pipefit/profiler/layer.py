@@ -1,7 +1,7 @@
 """Measure one layer: run it forward, backward and through an update under a gauge, and write down what it costs.
 
-The layer hangs between an `enter` and a `leave`, exactly as a stage hangs in the runtime, so that what is measured alone
-holds in company. Three runs: one to see what autograd saves, a first microbatch, and a later one.
+The layer hangs between an `enter` and a `leave`, exactly as a stage hangs in the runtime, so that what is measured
+alone holds in company. Three runs: one to see what autograd saves, a first microbatch, and a later one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ Call = Callable[[Values], Values]
 class LayerMeter:
     """Measures `call` (a layer, or the `loss`) with the parameters of `module`, on inputs like `inputs`.
 
-    The gradient that a loss starts from is the stage's constant seed: it outlives the backward, a layer's gradients do not.
+    The gradient that a loss starts from is the stage's constant seed: it outlives the backward, a layer's gradients do
+    not.
     """
 
-    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None, *, loss: bool = False) -> None:
+    def __init__(
+        self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None, *, loss: bool = False
+    ) -> None:
         self.call, self.module, self.loss = call, module, loss
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
@@ -103,7 +106,9 @@ class LayerMeter:
         origins = tuple(origin(value) for value in values)
         hidden = self.gauge.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on a custom function's context, unseen by hooks
-            saved.append(SavedTensor(index=len(saved), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own))))
+            saved.append(
+                SavedTensor(index=len(saved), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own)))
+            )
             own.append(hidden)
         self.outputs = tuple(_like(value) for value in values)
         leave(cell, values)
@@ -162,8 +167,16 @@ def _like(value: Tensor) -> Tensor:
 
 def _value(tensor: Tensor) -> Value:
     nbytes = tensor.numel() * tensor.element_size()
-    return Value(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad)
+    return Value(
+        shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad
+    )
 
 
 def _parameter(name: str, p: Tensor) -> Parameter:
-    return Parameter(name=name, shape=tuple(p.shape), dtype=dtype_name(p.dtype), nbytes=p.untyped_storage().nbytes(), trainable=p.requires_grad)
+    return Parameter(
+        name=name,
+        shape=tuple(p.shape),
+        dtype=dtype_name(p.dtype),
+        nbytes=p.untyped_storage().nbytes(),
+        trainable=p.requires_grad,
+    )

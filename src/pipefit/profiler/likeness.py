@@ -19,12 +19,14 @@ def likeness(module: nn.Module) -> object:
     """A key that is equal for modules that are alike."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return id(module)
-    settings = []
+    settings: list[tuple[str, object]] = []
     for name, value in sorted(vars(module).items()):
         if name in ("_parameters", "_buffers"):
             settings.append((name, tuple((key, _shape(tensor)) for key, tensor in value.items())))
         elif name == "_modules":
-            settings.append((name, tuple((key, None if part is None else likeness(part)) for key, part in value.items())))
+            settings.append(
+                (name, tuple((key, None if part is None else likeness(part)) for key, part in value.items()))
+            )
         elif not name.startswith("_"):
             settings.append((name, _setting(value)))
     return type(module), tuple(settings)

@@ -1,7 +1,8 @@
 """The measured profiler: seconds, from running every kind of layer on a real device.
 
-Bytes come from the fake profiler, which is exact; this adds the time of each kind's forward, backward and update. Layers run
-one after the other on the task's own data, so the device needs room for one layer at a time, the host for the model.
+Bytes come from the fake profiler, which is exact; this adds the time of each kind's forward, backward and update.
+Layers run one after the other on the task's own data, so the device needs room for one layer at a time, the host for
+the model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _LEAST_REPEATS, _MOST_REPEATS = 3, 20
 _LEAST_SECONDS = 0.1  # of repeats of one layer, unless there are already the most
 
 
-def add_seconds(profile: ModelProfile, task: Task, *, device: torch.device, threads: int, progress: Progress | None = None) -> ModelProfile:
+def add_seconds(
+    profile: ModelProfile, task: Task, *, device: torch.device, threads: int, progress: Progress | None = None
+) -> ModelProfile:
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
@@ -62,7 +65,9 @@ class _Clock:
                 timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values)
             with torch.no_grad():
                 values = layer(values)
-        loss = self._time(measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets)))
+        loss = self._time(
+            measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets))
+        )
         return replace(measurement, kinds=tuple(timed[kind] for kind in range(len(measurement.kinds))), loss=loss)
 
     def _loss(self, count: int) -> Callable[[Values], Values]:
@@ -90,7 +95,11 @@ class _Clock:
         )
 
     def _once(
-        self, call: Callable[[Values], Values], values: Values, flags: Sequence[bool], stepper: torch.optim.Optimizer | None
+        self,
+        call: Callable[[Values], Values],
+        values: Values,
+        flags: Sequence[bool],
+        stepper: torch.optim.Optimizer | None,
     ) -> tuple[float, float, float]:
         """Seconds of one forward, backward and update."""
         cell = Cell()
@@ -107,7 +116,9 @@ class _Clock:
         if stepper is not None:
             with torch.no_grad():
                 for group in stepper.param_groups:
-                    group["lr"] = 0.0 if isinstance(group["lr"], float) else group["lr"]  # the next repeat sees the same weights
+                    group["lr"] = (
+                        0.0 if isinstance(group["lr"], float) else group["lr"]
+                    )  # the next repeat sees the same weights
             stepper.step()
         return forwarded - began, returned - ready, self._now() - returned
 

@@ -29,7 +29,8 @@ def check_model(plan: Plan, chain: Chain) -> None:
     what = f"{len(theirs)} layers, not {len(ours)}" if len(ours) != len(theirs) else "other layers or sizes"
     raise FileError(
         f"the plan was made for another model: {plan.profile.model} with {what} "
-        f"(fingerprint {plan.profile.fingerprint}, this model's is {chain.fingerprint}); profile and plan this model again"
+        f"(fingerprint {plan.profile.fingerprint}, this model's is {chain.fingerprint}); "
+        "profile and plan this model again"
     )
 
 
@@ -64,4 +65,6 @@ def assemble(
         device=device,
         seed=seed,
     )
-    return DeviceReader(plan, program, stage, runner, transport=transport, meter=meter, clock=clock, on_action=on_action)
+    return DeviceReader(
+        plan, program, stage, runner, transport=transport, meter=meter, clock=clock, on_action=on_action
+    )

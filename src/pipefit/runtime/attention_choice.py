@@ -73,7 +73,13 @@ def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ena
 def _flash_can(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     same_head_dim = query.shape[-1] == key.shape[-1] == value.shape[-1]
     square = query.shape[2] == key.shape[2]
-    return mask is None and query.dtype in _HALVES and same_head_dim and query.shape[-1] <= 256 and (square or not is_causal)
+    return (
+        mask is None
+        and query.dtype in _HALVES
+        and same_head_dim
+        and query.shape[-1] <= 256
+        and (square or not is_causal)
+    )
 
 
 def _efficient_can(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -108,7 +114,9 @@ def cuda_attention(
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend is SDPBackend.EFFICIENT_ATTENTION:
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
-        out = aten._scaled_dot_product_efficient_attention(query, key, value, bias, logsumexp, dropout_p, is_causal, scale=scale)
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, logsumexp, dropout_p, is_causal, scale=scale
+        )
     elif backend is SDPBackend.CUDNN_ATTENTION:
         out = aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, logsumexp, dropout_p, is_causal, False, scale=scale
@@ -124,9 +132,13 @@ def cuda_attention(
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     """Flash with the head dimension padded as CUDA pads it: the padded copies are what is saved."""
     head_dim = query.shape[-1]
-    padded = [F.pad(t, (0, -head_dim % _FLASH_ALIGNMENT)) if head_dim % _FLASH_ALIGNMENT else t for t in (query, key, value)]
+    padded = [
+        F.pad(t, (0, -head_dim % _FLASH_ALIGNMENT)) if head_dim % _FLASH_ALIGNMENT else t for t in (query, key, value)
+    ]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[
+        0
+    ]
     return out[..., :head_dim] if out.shape[-1] != head_dim else out
 
 

@@ -1,13 +1,15 @@
 """The two ends of a piece of the autograd graph: how gradients come in and go out without holding activations.
 
-Ordinarily a pipeline stage keeps its output alive until the backward, because the output is where the backward starts, and
-the gradient it received until the backward ends, because the caller holds it. Both are dead weight: megabytes for each
-microbatch in flight. Here the graph of a stage hangs between an `enter` and a `leave`:
+Ordinarily a pipeline stage keeps its output alive until the backward, because the output is where the backward starts,
+and the gradient it received until the backward ends, because the caller holds it. Both are dead weight: megabytes for
+each microbatch in flight. Here the graph of a stage hangs between an `enter` and a `leave`:
 
-- `leave` turns the outputs into a root of no bytes. The outputs may be freed as soon as they are sent. When the backward of
+- `leave` turns the outputs into a root of no bytes. The outputs may be freed as soon as they are sent. When the
+backward of
   the root runs, it takes the received gradients out of the microbatch's `Cell`, so that the engine alone holds them and
   frees each when it is used up.
-- `enter` hands the inputs on as fresh aliases and, in the backward, puts their gradients into the cell. No leaf, so nothing
+- `enter` hands the inputs on as fresh aliases and, in the backward, puts their gradients into the cell. No leaf, so
+nothing
   pins the inputs either, and in-place layers may work on them.
 """
 
@@ -64,18 +66,19 @@ def enter(cell: Cell, values: Values, differentiable: tuple[bool, ...], anchor: 
 
     `anchor` is any tensor that requires a gradient (it gets none): it makes autograd record.
     """
-    entered: Values = _Enter.apply(cell, differentiable, anchor, *values)
+    entered: Values = _Enter.apply(cell, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
     return entered
 
 
 def leave(cell: Cell, outputs: Values) -> None:
     """End the graph at `outputs`; `cell.root` is where its backward will start, None when nothing needs a gradient."""
-    root: Tensor = _Leave.apply(cell, *outputs)
+    root: Tensor = _Leave.apply(cell, *outputs)  # type: ignore[no-untyped-call]
     cell.root = root if root.requires_grad else None
 
 
 def backward(cell: Cell) -> None:
-    """Run the graph backward from `cell.incoming`, the gradients of its outputs; then `cell.outgoing` holds those of its inputs.
+    """Run the graph backward from `cell.incoming`, the gradients of its outputs; then `cell.outgoing` holds those of
+    its inputs.
 
     For the engine to free a gradient as soon as it is used up, nothing but the cell may refer to it.
     """

@@ -1,7 +1,7 @@
 """What a CUDA device needs in place of the CPU's pieces: a meter that reads the caching allocator.
 
-`allocated` bytes are what pipefit predicts. What the allocator has `reserved`, and what the process takes in all (context,
-libraries, communicators), are other numbers; `memory_figures` gives all three.
+`allocated` bytes are what pipefit predicts. What the allocator has `reserved`, and what the process takes in all
+(context, libraries, communicators), are other numbers; `memory_figures` gives all three.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pipefit.trace import CATEGORIES, Category, MemorySample
 
 
 class CudaMeter:
-    """Peaks of every action from `torch.cuda.max_memory_allocated`. Costs a few microseconds an action, nothing an operation.
+    """Peaks of every action from `torch.cuda.max_memory_allocated`. Costs a few microseconds an action, nothing an
+    operation.
 
     The allocator does not know what bytes are for: parameters and optimizer state are counted when they are tagged, and
     everything else is activations.
@@ -30,7 +31,9 @@ class CudaMeter:
     def __enter__(self) -> CudaMeter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def begin(self, action: str) -> None:
@@ -58,7 +61,7 @@ class CudaMeter:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """The three numbers of a CUDA device, never to be mixed: peak allocated, peak reserved, and the process total now."""
+    """The three numbers of a CUDA device, never to be mixed: peak allocated, peak reserved, process total now."""
     free, total = torch.cuda.mem_get_info(device)
     return {
         "allocated": torch.cuda.max_memory_allocated(device),

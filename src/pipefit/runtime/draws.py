@@ -1,7 +1,7 @@
 """Random draws that no plan can change: they depend on (seed, step, microbatch, layer) and nothing else.
 
-Before a layer runs, the device's default generator is seeded from these four. So dropout is the same on one device and on
-eight, under any schedule, and a recomputation replays it.
+Before a layer runs, the device's default generator is seeded from these four. So dropout is the same on one device and
+on eight, under any schedule, and a recomputation replays it.
 """
 
 from __future__ import annotations

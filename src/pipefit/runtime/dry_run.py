@@ -1,8 +1,8 @@
 """The dry run: the runtime itself over fake tensors, all devices in one process, no hardware and no data.
 
 It executes every action of the program as the workers would, on tensors that have shapes and storages but no bytes. The
-peaks it counts are those of the real run, to the byte, for any model that fake tensors can follow; that is what certifies
-a plan before anyone pays for a GPU.
+peaks it counts are those of the real run, to the byte, for any model that fake tensors can follow; that is what
+certifies a plan before anyone pays for a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pipefit.trace import DeviceTrace, Trace
 def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
-    The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the trace
-    are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the cluster's.
+    The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the
+    trace are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the
+    cluster's.
 
     Raises:
         FileError: the plan was made for another model.

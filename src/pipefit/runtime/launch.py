@@ -1,11 +1,11 @@
 """Launching the workers of a plan on this machine, and watching over them.
 
-One process a stage, each with a pipe to the parent. Every wait has a timeout, in the workers and here. When something goes
-wrong the parent decides who is to blame: a worker that died without a word, else one that reported an error of its own, else
-one that fell silent while the others waited for it. The rest are victims and are stopped.
+One process a stage, each with a pipe to the parent. Every wait has a timeout, in the workers and here. When something
+goes wrong the parent decides who is to blame: a worker that died without a word, else one that reported an error of its
+own, else one that fell silent while the others waited for it. The rest are victims and are stopped.
 
-The workers meet through a file in a fresh directory, so that no port can be taken by somebody else. For several machines use
-`torchrun` with a script of your own around `pipefit.Trainer`.
+The workers meet through a file in a fresh directory, so that no port can be taken by somebody else. For several
+machines use `torchrun` with a script of your own around `pipefit.Trainer`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def train(
     """Train for `steps` steps with one worker process per stage; the losses and the measured trace of all devices.
 
     Args:
-        task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of one).
-        on_step: called with (step, mean loss) as each step ends.
+        task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
+        one). on_step: called with (step, mean loss) as each step ends.
 
     Raises:
         OutOfMemory: a device passed its cap; the message says where.
@@ -93,7 +93,9 @@ class _Watch:
             ours, theirs = context.Pipe(duplex=False)
             action = context.RawValue("i", -1)
             order = _Order(task, self.plan, rank, self.steps, seed, self.timeout_seconds, store)
-            process = context.Process(target=_work, args=(order, theirs, action), daemon=True, name=f"pipefit-worker-{rank}")
+            process = context.Process(
+                target=_work, args=(order, theirs, action), daemon=True, name=f"pipefit-worker-{rank}"
+            )
             process.start()
             theirs.close()
             self.workers.append(_Worker(process, ours, action))
@@ -135,7 +137,12 @@ class _Watch:
             results.get(n) or DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
             for n, device in enumerate(self.plan.cluster.devices)
         )
-        return Trace(source="measured", steps=self.steps, devices=devices, step_seconds=tuple(map(max, zip(*seconds, strict=True))))
+        return Trace(
+            source="measured",
+            steps=self.steps,
+            devices=devices,
+            step_seconds=tuple(map(max, zip(*seconds, strict=True))),
+        )
 
     # ---------------------------------------------------------------- what workers say
 
@@ -153,7 +160,7 @@ class _Watch:
             if self.on_step is not None:
                 self.on_step(step, loss)
         elif kind == "done":
-            worker.result = tuple(words)  # type: ignore[assignment]
+            worker.result = tuple(words)
         elif kind == "error":
             worker.error, worker.detail = words
 
@@ -181,7 +188,9 @@ class _Watch:
         number = worker.action.value
         at = f"at {lower(self.plan).actions[stage.device][number]}" if number >= 0 else "before its first action"
         if error is None:
-            return WorkerFailed(f"{who} hangs {at}: no sign of life for {self.timeout_seconds:g} s; all workers were stopped")
+            return WorkerFailed(
+                f"{who} hangs {at}: no sign of life for {self.timeout_seconds:g} s; all workers were stopped"
+            )
         verdict = WorkerFailed(f"{who} failed {at}: {error}; all workers were stopped")
         verdict.add_note(worker.detail)
         return verdict
@@ -201,7 +210,9 @@ class _Death(WorkerFailed):
 
 
 def _death(code: int | None) -> _Death:
-    return _Death(f"killed by signal {-code}" if code is not None and code < 0 else f"its process exited with code {code}")
+    return _Death(
+        f"killed by signal {-code}" if code is not None and code < 0 else f"its process exited with code {code}"
+    )
 
 
 # -------------------------------------------------------------------- the worker's side
@@ -226,7 +237,7 @@ def _work(order: _Order, pipe: Connection, action: Any) -> None:
         _train(order, pipe, action)
     except PipefitError as error:
         pipe.send(("error", error, traceback.format_exc()))
-    except Exception as error:  # a worker reports whatever happens to it: the parent must not have to guess
+    except Exception as error:  # noqa: BLE001 - a worker reports whatever happens to it: the parent must not have to guess
         failure = WorkerFailed(f"{type(error).__name__}: {_first_line(error)}")
         pipe.send(("error", failure, traceback.format_exc()))
     finally:
@@ -247,7 +258,9 @@ def _train(order: _Order, pipe: Connection, action: Any) -> None:
     if world > 1:
         backend = "nccl" if order.plan.cluster.backend == "cuda" else "gloo"
         os.environ["LOCAL_RANK"] = str(order.rank)
-        dist.init_process_group(backend, init_method=f"file://{order.store}", rank=order.rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            backend, init_method=f"file://{order.store}", rank=order.rank, world_size=world, timeout=timeout
+        )
     task = order.task()
     trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=at)
     for step in range(order.steps):

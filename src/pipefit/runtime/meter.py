@@ -1,10 +1,10 @@
 """The meter: every byte a device holds, by category, counted as tensors are born and die; and the cap it enforces.
 
-A `Meter` is a dispatch mode. It sees every tensor operation of the device's worker, real or fake, and follows the life of
-each storage that one of them makes by a weak reference. Views and in-place operations make none: a tensor that belongs to
-somebody else is not counted because it was looked at. What a CPU kernel allocates and frees within one operation is invisible from outside; it
-is added from `pipefit.runtime.workspace`. When the sum passes the cap, the meter raises `torch.OutOfMemoryError`, as CUDA
-does: that is what makes an emulated device.
+A `Meter` is a dispatch mode. It sees every tensor operation of the device's worker, real or fake, and follows the life
+of each storage that one of them makes by a weak reference. Views and in-place operations make none: a tensor that
+belongs to somebody else is not counted because it was looked at. What a CPU kernel allocates and frees within one
+operation is invisible from outside; it is added from `pipefit.runtime.workspace`. When the sum passes the cap, the
+meter raises `torch.OutOfMemoryError`, as CUDA does: that is what makes an emulated device.
 
 Costs about ten microseconds an operation. Real GPUs are not metered this way; they have their allocator's own figures.
 """
@@ -29,10 +29,16 @@ _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torc
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 
 # For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
-_KEEP_SCALAR = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor})
+_KEEP_SCALAR = frozenset(
+    {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
+)
 _SCALAR_BYTES = 8
 _LOSSES = frozenset(
-    {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.binary_cross_entropy.default}
+    {
+        torch.ops.aten.mse_loss.default,
+        torch.ops.aten.smooth_l1_loss.default,
+        torch.ops.aten.binary_cross_entropy.default,
+    }
 )
 
 
@@ -51,7 +57,7 @@ class Tracked(weakref.ref[torch.UntypedStorage]):
         return self is other
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of one device.
 
     Args:
@@ -61,7 +67,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, device: int, *, cap_bytes: int | None = None, threads: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.cap_bytes, self.threads = device, cap_bytes, threads
         self.total = 0
         self.bytes = [0] * len(CATEGORIES)
@@ -99,7 +105,9 @@ class Meter(TorchDispatchMode):
 
     # ---------------------------------------------------------------- what the meter sees
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self._spent:
             self._release_scalars()
         before = self.total
@@ -128,7 +136,7 @@ class Meter(TorchDispatchMode):
             self._resize(tracked, nbytes)
 
     def _scalar(self, tensor: Tensor, value: float) -> None:
-        """`tensor * value` is under way: in a forward autograd will keep the value; in a backward it has just used one."""
+        """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one."""
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
             self._scalars[key] += 1

@@ -1,4 +1,5 @@
-"""Shapes of the few training kernels that torch cannot run on fake tensors: fused optimizers, the fused GRU cell, margin losses.
+"""Shapes of the few training kernels that torch cannot run on fake tensors: fused optimizers, the fused GRU cell,
+margin losses.
 
 Fake tensors need, of each operator, a function from input shapes to output shapes. For an operator without one, torch
 would run the real kernel on real zeros, as large as the model; a `FakeTarget` refuses that and names the operator.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 @functools.cache
 def register_missing_shapes() -> torch.library.Library:
-    """Registers, once, those that this torch lacks; the library returned keeps them alive. Real kernels are untouched."""
+    """Registers, once, those that this torch lacks; the library returned keeps them. Real kernels are untouched."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, shapes in _SHAPES.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
@@ -27,7 +28,11 @@ def _in_place(*_: object, **__: object) -> None:
 
 
 def _gru_cell(
-    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Tensor | None = None, hidden_bias: Tensor | None = None
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The next state, batch x hidden, and the five gates kept for backward."""
     return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
@@ -37,7 +42,13 @@ def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> tu
     """Gradients of input gates, hidden gates, state, and the two biases."""
     gates = workspace.new_empty(grad_hy.shape[0], 3 * grad_hy.shape[1])
     bias = workspace.new_empty(3 * grad_hy.shape[1]) if has_bias else None
-    return gates, torch.empty_like(gates), torch.empty_like(grad_hy), bias, None if bias is None else torch.empty_like(bias)
+    return (
+        gates,
+        torch.empty_like(gates),
+        torch.empty_like(grad_hy),
+        bias,
+        None if bias is None else torch.empty_like(bias),
+    )
 
 
 def _loss_backward(grad: Tensor, x: Tensor, *_: object, **__: object) -> Tensor:

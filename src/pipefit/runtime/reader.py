@@ -1,8 +1,8 @@
 """One device reading its program: the part of the runtime that every way of running shares.
 
-The dry run, the single process and the worker of a cluster all make `DeviceReader`s; they differ in the tensors (fake or
-real), the transport and the meter. `step` is a generator that yields whenever the device would have to wait for another, so
-that one process can run all devices in turn.
+The dry run, the single process and the worker of a cluster all make `DeviceReader`s; they differ in the tensors (fake
+or real), the transport and the meter. `step` is a generator that yields whenever the device would have to wait for
+another, so that one process can run all devices in turn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ class DeviceReader:
         on_action: Callable[[int], None] | None = None,
     ) -> None:
         self.on_action = on_action
-        self.plan, self.stage, self.runner, self.transport, self.meter, self.clock = plan, stage, runner, transport, meter, clock
+        self.plan, self.stage, self.runner, self.transport, self.meter, self.clock = (
+            plan,
+            stage,
+            runner,
+            transport,
+            meter,
+            clock,
+        )
         self.placement, self.number = program.placement, program.placement[stage]
         self.actions = [(action, str(action), _stream(action)) for action in program.actions[self.number]]
         self.events: list[Event] = []
@@ -82,7 +89,9 @@ class DeviceReader:
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """What happened so far."""
-        return DeviceTrace(device=self.number, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples))
+        return DeviceTrace(
+            device=self.number, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples)
+        )
 
     def abandon(self) -> None:
         """Forget everything in flight: after a failure no buffer stays behind."""
@@ -95,7 +104,9 @@ class DeviceReader:
 
     # ---------------------------------------------------------------- one action
 
-    def _timed(self, action: Action, text: str, stream: Stream, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+    def _timed(
+        self, action: Action, text: str, stream: Stream, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]
+    ) -> None:
         meter, began = self.meter, self.clock()
         try:
             if meter is None:
@@ -109,7 +120,9 @@ class DeviceReader:
             self.abandon()
             raise OutOfMemory(f"{error} ({self._where()})") from error
         if action.kind is not Kind.LOAD:
-            self.events.append(Event(step=self.steps, action=text, stream=stream, start_seconds=began, end_seconds=self.clock()))
+            self.events.append(
+                Event(step=self.steps, action=text, stream=stream, start_seconds=began, end_seconds=self.clock())
+            )
 
     def _execute(self, action: Action, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
         match action.kind:
@@ -138,7 +151,11 @@ class DeviceReader:
         assert microbatch is not None
         to = self.runner.device
         data = [t.to(to, non_blocking=True, copy=True) for t in inputs[microbatch]] if self.stage == 0 else []
-        wanted = [t.to(to, non_blocking=True, copy=True) for t in targets[microbatch]] if self.stage == len(self.placement) - 1 else []
+        wanted = (
+            [t.to(to, non_blocking=True, copy=True) for t in targets[microbatch]]
+            if self.stage == len(self.placement) - 1
+            else []
+        )
         self._loaded[microbatch] = data, wanted
 
     def _forward(self, action: Action) -> None:

@@ -67,7 +67,9 @@ class StageRunner:
         return [t for t in (self.losses, self._seed_gradient) if t is not None]
 
     def forward(self, microbatch: int, inputs: list[Tensor], targets: list[Tensor]) -> Values:
-        """Outputs of the stage, detached; none on the last. Empties `inputs` and `targets`, to hold them no longer than needed."""
+        """Outputs of the stage, detached; none on the last. Empties `inputs` and `targets`, to hold them no longer than
+        needed.
+        """
         cell = self._cells[microbatch] = Cell()
         values = _take(inputs)
         if any(self.differentiable):
@@ -94,7 +96,9 @@ class StageRunner:
         backward(cell)
         outgoing = cell.outgoing or (None,) * len(self.inputs)
         return [
-            torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device) if gradient is None else gradient.contiguous()
+            torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
+            if gradient is None
+            else gradient.contiguous()
             for gradient, value in zip(outgoing, self.inputs, strict=True)
             if value.requires_grad
         ]

@@ -77,19 +77,21 @@ class FakeTarget:
         with ExitStack() as stack:
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
-            if self.device.type == "cuda":  # cuDNN's RNNs report a reserve of no bytes here; the fused cells' is visible
+            if self.device.type == "cuda":  # cuDNN's RNNs report a reserve of no bytes; the fused cells' is visible
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            # Backward on the calling thread: autograd counts devices at a process's first backward, and may know of none.
+            # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._mode)
             self._entered.append(stack.pop_all())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A twin of `tensor` without data: its shape, strides and dtype, on `self.device`, with a storage of its own."""
+        """A twin of `tensor` without data: its shape, strides and dtype, on `self.device`, in a storage of its own."""
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
@@ -144,7 +146,9 @@ def _fill_slot() -> torch.library.Library:
             f"target 'cuda' without a GPU needs torch's one open device slot, which {holder!r} holds: "
             f"use a process that does not import that extension, or target 'cpu'"
         )
-    backend_registration._setup_privateuseone_for_python_backend(FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks())
+    backend_registration._setup_privateuseone_for_python_backend(
+        FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks()
+    )
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", cuda_attention, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
     return library

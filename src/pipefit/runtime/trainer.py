@@ -27,7 +27,7 @@ from pipefit.plan import Plan
 from pipefit.runtime.assembly import assemble, check_model
 from pipefit.runtime.cuda import CudaMeter
 from pipefit.runtime.meter import Meter
-from pipefit.runtime.reader import DeviceReader, MemoryMeter, Microbatch, run_in_turn
+from pipefit.runtime.reader import MemoryMeter, Microbatch, run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
 from pipefit.runtime.twins import tensors
 from pipefit.schedule import lower
@@ -38,7 +38,8 @@ class Trainer:
     """Trains `task` as `plan` says: this worker's stage, or in a single process all of them.
 
     Args:
-        task: what to train. A module that exists is trained in place; a factory is called after `torch.manual_seed(seed)`,
+        task: what to train. A module that exists is trained in place; a factory is called after
+        `torch.manual_seed(seed)`,
             so that every worker builds the same.
         plan: made for this task, or for one of the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
@@ -89,7 +90,9 @@ class Trainer:
             WorkerFailed: another worker died or hangs.
         """
         began = self._clock()
-        inputs, targets = (self._microbatches(part, what) for part, what in zip(batch, ("inputs", "targets"), strict=True))
+        inputs, targets = (
+            self._microbatches(part, what) for part, what in zip(batch, ("inputs", "targets"), strict=True)
+        )
         if self.distributed:
             for _ in self.readers[0].step(inputs, targets):
                 pass
@@ -109,7 +112,9 @@ class Trainer:
             else DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
             for n, device in enumerate(self.plan.cluster.devices)
         )
-        return Trace(source="measured", steps=len(self._step_seconds), devices=devices, step_seconds=tuple(self._step_seconds))
+        return Trace(
+            source="measured", steps=len(self._step_seconds), devices=devices, step_seconds=tuple(self._step_seconds)
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module."""
@@ -134,7 +139,7 @@ class Trainer:
                     f"the {what} hold {value.shape[0] if value.ndim else 'no'} samples, but the plan trains batches of "
                     f"{training.batch_size}: make a plan for this batch size, or drop the last, smaller batch"
                 )
-        pieces = [value.split(training.microbatch_size) for value in values]
+        pieces = [torch.split(value, training.microbatch_size) for value in values]
         return [list(microbatch) for microbatch in zip(*pieces, strict=True)]
 
     def _mean_loss(self) -> float:
@@ -161,7 +166,8 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
         return False
     if dist.get_world_size() != len(plan.stages):
         raise UsageError(
-            f"the plan has {len(plan.stages)} stages, but {dist.get_world_size()} workers were started: start one for each stage"
+            f"the plan has {len(plan.stages)} stages, but {dist.get_world_size()} workers were started: "
+            "start one for each stage"
         )
     return True
 

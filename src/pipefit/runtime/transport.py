@@ -103,7 +103,9 @@ class Network:
             try:
                 work.wait(self.timeout)
             except RuntimeError as error:
-                raise PeerLost(f"{action} failed: the device at its other end is gone or hangs ({_first_line(error)})") from error
+                raise PeerLost(
+                    f"{action} failed: the device at its other end is gone or hangs ({_first_line(error)})"
+                ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -17,11 +17,9 @@ Sample = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def fake_chain(task: Task, fake: FakeTarget) -> Chain:
-    """The task's chain over fake tensors on `fake.device`. Call it inside `fake`; a module that exists stays as it is."""
-    if isinstance(task.module, nn.Module):
-        module = _twin(task.module, fake)
-    else:
-        module = task.build().to(fake.device)
+    """The task's chain over fake tensors on `fake.device`; call it inside `fake`. An existing module stays as it is."""
+    existing = task.module
+    module = _twin(existing, fake) if isinstance(existing, nn.Module) else task.build().to(fake.device)
     return capture(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer, name=task.name))
 
 
@@ -35,7 +33,9 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
         torch.manual_seed(seed)
         batch = task.batch(size)
     if not isinstance(batch, tuple) or len(batch) != 2:
-        raise UsageError(f"the batch function of {task.name} must return a pair (inputs, targets), not a {type(batch).__name__}")
+        raise UsageError(
+            f"the batch function of {task.name} must return a pair (inputs, targets), not a {type(batch).__name__}"
+        )
     return tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
 
 

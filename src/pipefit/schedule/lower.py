@@ -10,7 +10,8 @@ The rule, for a stage's compute actions c0, c1, ...:
                                              the backward of what was sent, which proves that it arrived
     start the sends of what c[t] made
 
-A device thus holds, beside its microbatches in flight, at most one posted receive and one outstanding send in each direction.
+A device thus holds, beside its microbatches in flight, at most one posted receive and one outstanding send in each
+direction.
 """
 
 from __future__ import annotations

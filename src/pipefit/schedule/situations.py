@@ -27,7 +27,9 @@ class Situation(NamedTuple):
 
 @cache
 def situations(schedule: str, stage: int, stages: int, microbatches: int) -> tuple[Situation, ...]:
-    """The situations of `stage`, without those that another one of the same kind covers with more microbatches in flight."""
+    """The situations of `stage`, without those that another one of the same kind covers with more microbatches in
+    flight.
+    """
     computes = compute_actions(schedule, stage, stages, microbatches)
     highest: dict[tuple[Kind, bool, Kind | None, Kind | None], int] = {}
     held, backwards = 0, 0
@@ -40,4 +42,7 @@ def situations(schedule: str, stage: int, stages: int, microbatches: int) -> tup
         highest[key] = max(highest.get(key, 0), others)
         held += 1 if kind is Kind.FORWARD else -1
         backwards += kind is Kind.BACKWARD
-    return tuple(Situation(kind, others, gradients, after, before) for (kind, gradients, after, before), others in highest.items())
+    return tuple(
+        Situation(kind, others, gradients, after, before)
+        for (kind, gradients, after, before), others in highest.items()
+    )

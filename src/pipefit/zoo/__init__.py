@@ -19,7 +19,13 @@ from pipefit.zoo.vgg import vgg11
 
 __all__ = ["MODELS", "bert", "build", "gpt", "gpt_stdlib", "mlp", "vgg11"]
 
-MODELS: dict[str, Callable[..., Task]] = {"bert": bert, "gpt": gpt, "gpt-stdlib": gpt_stdlib, "mlp": mlp, "vgg11": vgg11}
+MODELS: dict[str, Callable[..., Task]] = {
+    "bert": bert,
+    "gpt": gpt,
+    "gpt-stdlib": gpt_stdlib,
+    "mlp": mlp,
+    "vgg11": vgg11,
+}
 
 
 def build(name: str, **settings: Any) -> Task:

@@ -1,7 +1,7 @@
 """Real text on every machine: the sources of the running Python's standard library, byte by byte, for a small GPT.
 
-About a million bytes of its larger modules. A model that knows nothing pays ln 256 = 5.5 nats a byte; one that knows how
-often each byte occurs, about 3.2; the rest is structure.
+About a million bytes of its larger modules. A model that knows nothing pays ln 256 = 5.5 nats a byte; one that knows
+how often each byte occurs, about 3.2; the rest is structure.
 """
 
 from __future__ import annotations
