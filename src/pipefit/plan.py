@@ -110,3 +110,9 @@ class Plan:
     def split(self) -> tuple[int, ...]:
         """Layers per stage."""
         return tuple(stage.stop - stage.start for stage in self.stages)
+
+    def __str__(self) -> str:
+        """The plan explained: stages, peaks, what limits, what was tried."""
+        from pipefit.report.plan import explain  # above this module; a plan that prints itself is worth the exception
+
+        return explain(self)

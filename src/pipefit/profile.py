@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -54,6 +55,8 @@ class SavedTensor:
     nbytes: int
     dtype: str
     origin: Origin
+    shape: tuple[int, ...] = ()
+    operation: str = ""  # autograd's, such as `NativeDropout`; empty where unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +179,7 @@ class Assumptions:
 
     target: Target  # whose kernels autograd's choices follow
     device: str  # fake, or the device the seconds were measured on
-    precision: str
+    precision: Precision  # of most parameters
     optimizer: str
     torch: str
     threads: int

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ class Task:
             torch's default generator, so that a seed before the call fixes the batch.
         loss: (outputs, targets) -> mean loss over the samples, a scalar.
         optimizer: parameters or parameter groups -> `torch.optim` optimizer.
+        precision: the dtype that floating-point parameters, buffers and data are cast to; None leaves them as they are.
         name: for people, and for files.
     """
 
@@ -31,8 +32,14 @@ class Task:
     batch: Callable[[int], tuple[Any, Any]] = field(kw_only=True)
     loss: Callable[[Any, Any], Tensor] = field(kw_only=True)
     optimizer: Callable[..., Optimizer] = field(kw_only=True, default=torch.optim.AdamW)
+    precision: torch.dtype | None = field(kw_only=True, default=None)
     name: str = field(kw_only=True, default="model")
 
     def build(self) -> nn.Module:
-        """The module itself; a factory is called."""
-        return self.module if isinstance(self.module, nn.Module) else self.module()
+        """The module itself, in the task's precision; a factory is called."""
+        module = self.module if isinstance(self.module, nn.Module) else self.module()
+        return module if self.precision is None else module.to(self.precision)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """`tensor` in the task's precision, if it holds floating-point numbers."""
+        return tensor.to(self.precision) if self.precision is not None and tensor.is_floating_point() else tensor

@@ -34,7 +34,7 @@ def command(
 
     check_output(output)
     document = load(plan, Plan)
-    task = resolve(model, settings)
+    task = resolve(model, settings, document.training.precision)
     from pipefit.runtime import certify
 
     with progress("dry run"):

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
 _FORMS = "write zoo:NAME, or package.module:factory for one of your own"
 
 
-def resolve(model: str, settings: Sequence[str]) -> Task:
-    """The task that MODEL and its `--set` arguments mean.
+def resolve(model: str, settings: Sequence[str], precision: str | None = None) -> Task:
+    """The task that MODEL and its `--set` arguments mean, cast to `precision` if one is given.
 
     Raises:
         UsageError: no such model, module or factory; it raised; or it returned something else.
     """
+    task = _task(model, settings)
+    if precision is None:
+        return task
+    import torch
+
+    return replace(task, precision=getattr(torch, precision))
+
+
+def _task(model: str, settings: Sequence[str]) -> Task:
     source, colon, name = model.partition(":")
     if not colon or not source or not name:
         raise UsageError(f"{model!r} is not a model: {_FORMS}")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 Target = Literal["cpu", "cuda"]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, Settings, Target
+from pipefit.cli.options import Json, Model, Output, Precision, Settings, Target
 
 
 def command(
@@ -18,6 +18,10 @@ def command(
         typer.Option(help="Where to profile; fake needs no memory, the others measure time too."),
     ] = "fake",
     target: Annotated[Target, typer.Option(help="Whose kernels to follow in what autograd saves.")] = "cpu",
+    precision: Annotated[
+        Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -30,9 +34,16 @@ def command(
     from pipefit.cli.progress import progress
 
     check_output(output)
-    task = resolve(model, settings)
+    task = resolve(model, settings, precision)
     from pipefit.profiler import profile
 
     with progress("profiling") as report:
-        found = profile(task, microbatch_size=microbatch_size, device=device, target=target, progress=report)
+        found = profile(
+            task,
+            microbatch_size=microbatch_size,
+            device=device,
+            target=target,
+            threads=threads,
+            progress=report,
+        )
     deliver(found, output=output, as_json=as_json)

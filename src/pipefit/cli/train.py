@@ -36,12 +36,13 @@ def command(
 
     check_output(output)
     document = load(plan, Plan)
-    resolve(model, settings)  # a mistake in MODEL is told here, before any worker starts
+    factory = partial(resolve, model, settings, document.training.precision)
+    factory()  # a mistake in MODEL is told here, before any worker starts
     from pipefit.runtime import train
 
     with progress("training") as report:
         losses, trace = train(
-            partial(resolve, model, settings),
+            factory,
             document,
             steps=steps,
             seed=seed,

@@ -5,7 +5,6 @@ A planner is a callable `(profile, cluster, training, options) -> Plan`; a new o
 
 from __future__ import annotations
 
-from typing import cast
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
@@ -17,7 +16,7 @@ from pipefit.planner.question import Options, Planner
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.profile import ModelProfile
-from pipefit.training import Precision, Training
+from pipefit.training import Training
 
 __all__ = ["PLANNERS", "Options", "Planner", "exact", "exhaustive", "parameters", "plan", "time", "uniform"]
 
@@ -69,5 +68,5 @@ def _training(
         microbatches = 4 * len(cluster.devices) if batch_size is None else max(1, batch_size // size)
     if batch_size is None:
         batch_size = microbatches * size
-    precision = cast(Precision, profile.assumptions.precision)
+    precision = profile.assumptions.precision
     return Training(batch_size=batch_size, microbatches=microbatches, schedule=schedule, precision=precision)

@@ -6,7 +6,9 @@ in bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from pipefit.profiler.layer import LayerMeter
 from pipefit.profiler.likeness import likeness
 from pipefit.runtime.target import FakeTarget
 from pipefit.runtime.twins import fake_chain, sample
+from pipefit.training import Precision
 
 Progress = Callable[[int, int, str], None]
 
@@ -48,12 +51,15 @@ def describe(
     task: Task, chain: Chain, measurement: Measurement, *, target: Target, device: str, threads: int
 ) -> ModelProfile:
     """The profile around a measurement: names, fingerprint, assumptions."""
-    dtypes = [p.dtype for layer in chain.layers for p in layer.module.parameters()] or [torch.float32]
+    dtypes = [dtype_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
+    precisions = [dtype for dtype in dtypes if dtype in get_args(Precision)]
+    if not precisions:
+        raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
     optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
     assumptions = Assumptions(
         target=target,
         device=device,
-        precision=dtype_name(max(set(dtypes), key=dtypes.count)),
+        precision=cast(Precision, Counter(precisions).most_common(1)[0][0]),
         optimizer=type(optimizer).__name__,
         torch=torch.__version__,
         threads=threads,

@@ -6,6 +6,7 @@ alone holds in company. Three runs: one to see what autograd saves, a first micr
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -99,8 +100,16 @@ class LayerMeter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             values = self._enter(cell, list(inputs))
             values = self.call(values)
+        operations = savers(values)
         saved = [
-            SavedTensor(index=index, nbytes=t.numel() * t.element_size(), dtype=dtype_name(t.dtype), origin=origin(t))
+            SavedTensor(
+                index=index,
+                operation=names.pop(0) if (names := operations.get(_identity(t))) else "",
+                shape=tuple(t.shape),
+                nbytes=t.numel() * t.element_size(),
+                dtype=dtype_name(t.dtype),
+                origin=origin(t),
+            )
             for index, t in enumerate(packed)
         ]
         origins = tuple(origin(value) for value in values)
@@ -157,6 +166,28 @@ class LayerMeter:
         values = tuple(inputs)
         inputs.clear()
         return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
+
+
+def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
+    """The operations in the graph of `values` that saved a tensor, in the order they ran, by what tells tensors apart."""
+    nodes = {value.grad_fn for value in values if value.grad_fn is not None}
+    pending = list(nodes)
+    while pending:
+        later = {node for node, _ in pending.pop().next_functions if node is not None} - nodes
+        nodes |= later
+        pending += later
+    found: dict[object, list[str]] = defaultdict(list)
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+        operation = node.name().rpartition("Backward")[0]
+        for name in dir(node):
+            if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):
+                found[_identity(kept)].append(operation)
+    return found
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same bytes seen the same way."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _like(value: Tensor) -> Tensor:

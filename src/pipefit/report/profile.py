@@ -48,15 +48,15 @@ def _work(work: Work) -> str:
 
 
 def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
-    """What each kind of layer saves, by dtype and by whose storage it is: masks and score matrices show here."""
+    """What each kind of layer saves, by the operation that needs it, dtype and storage: masks and score matrices show."""
     rows = []
     for number, cost in enumerate((*measurement.kinds, measurement.loss)):
         example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"
-        groups: dict[tuple[str, str], list[SavedTensor]] = defaultdict(list)
+        groups: dict[tuple[str, str, str], list[SavedTensor]] = defaultdict(list)
         for tensor in cost.saved:
-            groups[tensor.dtype, tensor.origin.kind].append(tensor)
+            groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
         rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
-    columns = ("layer like", "module", "dtype", "storage", "tensors", "together", "largest")
+    columns = ("layer like", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
     return Table(columns, tuple(rows), title="saved for backward")
 
 

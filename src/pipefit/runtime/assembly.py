@@ -61,6 +61,7 @@ def assemble(
         last=memory.last,
         inputs=memory.inputs,
         outputs=memory.outputs,
+        targets=memory.targets,
         microbatches=plan.training.microbatches,
         device=device,
         seed=seed,

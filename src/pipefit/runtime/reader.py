@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.plan import Plan
+from pipefit.profile import Value
 from pipefit.program import Action, Kind, Program
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
@@ -149,14 +150,18 @@ class DeviceReader:
 
     def _load(self, microbatch: int | None, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
         assert microbatch is not None
-        to = self.runner.device
-        data = [t.to(to, non_blocking=True, copy=True) for t in inputs[microbatch]] if self.stage == 0 else []
-        wanted = (
-            [t.to(to, non_blocking=True, copy=True) for t in targets[microbatch]]
-            if self.stage == len(self.placement) - 1
-            else []
-        )
+        last = self.stage == len(self.placement) - 1
+        data = self._cast(inputs[microbatch], self.runner.inputs) if self.stage == 0 else []
+        wanted = self._cast(targets[microbatch], self.runner.targets) if last else []
         self._loaded[microbatch] = data, wanted
+
+    def _cast(self, tensors: Microbatch, values: Sequence[Value]) -> Microbatch:
+        """Copies of host tensors on the device, in the dtypes the plan's profile saw."""
+        kinds = [getattr(torch, value.dtype) for value in values]
+        device = self.runner.device
+        return [
+            tensor.to(device, kind, non_blocking=True, copy=True) for tensor, kind in zip(tensors, kinds, strict=True)
+        ]
 
     def _forward(self, action: Action) -> None:
         microbatch = action.microbatch

@@ -30,6 +30,7 @@ class StageRunner:
         last: whether the loss follows.
         inputs: what arrives from the stage before (or the data); gradients go back for those that require them.
         outputs: what leaves; gradients come for those that require them.
+        targets: what the loss takes besides the outputs; none but on the last stage.
         microbatches: in a step; each contributes its mean loss over this number.
         seed: of all random draws.
     """
@@ -43,12 +44,13 @@ class StageRunner:
         last: bool,
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
+        targets: tuple[Value, ...],
         microbatches: int,
         device: torch.device,
         seed: int,
     ) -> None:
         self.task, self.layers, self.start, self.device, self.seed = task, tuple(layers), start, device, seed
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.targets = inputs, outputs, targets
         self.differentiable = tuple(value.requires_grad for value in inputs)
         self.step_number = 0
         self.parameters = [p for layer in layers for p in layer.module.parameters()]

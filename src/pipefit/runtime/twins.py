@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def fake_chain(task: Task, fake: FakeTarget) -> Chain:
     """The task's chain over fake tensors on `fake.device`; call it inside `fake`. An existing module stays as it is."""
     existing = task.module
     module = _twin(existing, fake) if isinstance(existing, nn.Module) else task.build().to(fake.device)
-    return capture(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer, name=task.name))
+    return capture(replace(task, module=module))
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
@@ -36,7 +37,8 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
         raise UsageError(
             f"the batch function of {task.name} must return a pair (inputs, targets), not a {type(batch).__name__}"
         )
-    return tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
+    inputs, targets = tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
+    return tuple(map(task.cast, inputs)), tuple(map(task.cast, targets))
 
 
 def tensors(part: Any, what: str) -> tuple[Tensor, ...]:
