@@ -1,12 +1,14 @@
 """The independent oracle for memory: the CPU allocator's own events, read from torch's profiler.
 
 It shares nothing with pipefit's meter: the allocator reports every byte it gives and takes, inside kernels too. All
-devices of a plan run in turn in this process, so events belong to the device whose action they fall into.
+devices of a plan run in turn in this process, so events belong to the device whose action they fall into. The garbage
+collector waits meanwhile: what it frees belongs to nobody's action.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +32,7 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
     for step in range(steps):
         torch.manual_seed(seed + step)
         batch = task.batch(plan.training.batch_size)
-        with _marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
+        with _uncollected(), _marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
             trainer.step(batch)
         for stage, reader in enumerate(trainer.readers):
             changes = _changes(observed, reader.number)
@@ -59,6 +61,17 @@ def _walk(level: int, changes: list[int]) -> tuple[int, int]:
         level += change
         highest = max(highest, level)
     return highest, level
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage of earlier runs is freed in here, only before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -114,8 +114,12 @@ def check_target(path: str | os.PathLike[str]) -> None:
         FileError: its folder is missing or closed to us, or it is a folder or a device itself.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise FileError(f"{_named(path)} cannot be written: it is not a file; name one such as {_named(path)}.json")
+    try:
+        taken = target.exists() and not target.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
+    if taken:
+        raise FileError(f"{_named(path)} cannot be written: it is not a file; name one such as result.json")
     if not target.parent.is_dir():
         raise FileError(f"{_named(path)} cannot be written: its folder is missing; create {_named(target.parent)}")
     if not os.access(target.parent, os.W_OK):

@@ -102,6 +102,14 @@ class Plan:
         return self.profile.at(self.training.microbatch_size)
 
     @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For every shared parameter, the stages that have a copy."""
+        return tuple(
+            tuple(n for n, s in enumerate(self.stages) if any(s.start <= user < s.stop for user in shared.users))
+            for shared in self.measurement.shared
+        )
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """The first layer of every stage but the first."""
         return tuple(stage.start for stage in self.stages[1:])

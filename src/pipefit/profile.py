@@ -149,6 +149,26 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter:
+    """One parameter that several layers use, such as a tied embedding. Every one of them counts it in its own cost.
+
+    On one device it exists once; across devices each has a copy, and gradients are summed before the update.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    users: tuple[int, ...]  # layers, rising
+    nbytes: int
+    gradient_bytes: int
+    state_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):
+            raise UsageError(f"shared parameter {self.name!r} needs two or more layers in rising order")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost."""
 
@@ -158,12 +178,15 @@ class Measurement:
     kinds: tuple[LayerCost, ...]
     layers: tuple[int, ...]
     loss: LayerCost  # (output..., target...) -> scalar; lives on the last stage
+    shared: tuple[SharedParameter, ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
         if not self.layers or not all(0 <= kind < len(self.kinds) for kind in self.layers):
             raise UsageError("a measurement needs at least one layer, and every layer must name one of its kinds")
+        if any(user >= len(self.layers) or user < 0 for shared in self.shared for user in shared.users):
+            raise UsageError(f"a shared parameter names a layer that does not exist; there are {len(self.layers)}")
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:

@@ -5,14 +5,15 @@ An action has a text form that parses back. The number in front is the stage, th
     0LOAD3               copy microbatch 3's data onto the device; done when it returns
     2RECV_F0             post the receive of stage 2's inputs           2WAIT_RECV_F0       they are here
     2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
-    2N0                  forward that saves nothing                     2R0[3:6]            forward again, for a backward
+    2N0                  forward that saves nothing                     2R0[3:6]            forward again
     2B0                  backward of what F or R kept                   2B0[3:6]
     2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       done: the buffer may go
     2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
     2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
     2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
-    2REDUCE              sum gradients over the replicas of the stage
+    0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
+    0AGREE               start telling all stages what this one knows of its gradients: norms, overflow; WAIT joins
     2STEP                optimizer step; gradients are freed
 
 One mechanism for all that takes time in the background: an action starts it, and the same action with WAIT joins it.
@@ -51,17 +52,20 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     REDUCE = "REDUCE"
+    AGREE = "AGREE"
     STEP = "STEP"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.BACKWARD, Kind.STEP})
-BACKGROUND = frozenset(
-    {Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.OFFLOAD, Kind.RELOAD}
-)
+COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE})
+MESSAGES = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
+BACKGROUND = MESSAGES | COLLECTIVE | {Kind.OFFLOAD, Kind.RELOAD}
 
 
 class Subject(NamedTuple):
-    """What a memory action moves: saved tensor number `what` of a layer, or `parameters`, `gradients`, `optimizer`."""
+    """What an action is about: saved tensor number `what` of a layer, its `parameters`, `gradients` or `optimizer`, or,
+    with `shared`, the shared parameter of that number.
+    """
 
     layer: int
     what: int | str
@@ -105,7 +109,7 @@ class Action(NamedTuple):
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
 _ACTION = re.compile(
     rf"(?P<stage>\d+)(?P<wait>WAIT_)?(?P<kind>{_KINDS})(?P<microbatch>\d+)?"
-    r"(?:\[(?:(?P<start>\d+):(?P<stop>\d+)|(?P<layer>\d+)\.(?P<what>\d+|parameters|gradients|optimizer))\])?"
+    r"(?:\[(?:(?P<start>\d+):(?P<stop>\d+)|(?P<layer>\d+)\.(?P<what>\d+|parameters|gradients|optimizer|shared))\])?"
     r"(?:@(?P<place>[a-z]+\d*(?:\*\d+)?(?:\+[a-z]+\d+\*\d+)*))?"
 )
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 
+MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take seconds to read
+
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -28,6 +30,11 @@ class Training:
         if self.batch_size < 1 or self.microbatches < 1:
             raise UsageError(
                 f"batch size and microbatches must be positive, not {self.batch_size} and {self.microbatches}"
+            )
+        if self.microbatches > MOST_MICROBATCHES:
+            raise UsageError(
+                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: use larger "
+                "ones"
             )
         if self.microbatches > self.batch_size:
             raise UsageError(

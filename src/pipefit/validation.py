@@ -70,6 +70,8 @@ def _sentence(refused: Any) -> str:
     errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
     first = errors[0]  # an unknown key is often the misspelling of a missing one
     meaning = _MEANINGS.get(first["type"]) or _otherwise(first)
+    if "recursion limit" in str(first.get("ctx")):
+        meaning = "it is nested too deeply"
     where = place(first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{where}: {meaning}{more}" if where else f"{meaning}{more}"

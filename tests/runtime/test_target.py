@@ -135,7 +135,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p),
+    "adamw": torch.optim.AdamW,
     "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
 }
@@ -231,7 +231,7 @@ def test_cpu_target_misses_the_lstm_workspace_only() -> None:
 
 @pytest.mark.parametrize(("target", "dtype"), [("cpu", HALF), ("cuda", torch.bool)])
 def test_dropout_saves_the_targets_mask(target: Target, dtype: torch.dtype) -> None:
-    """CUDA's dropout saves a boolean mask, the CPU's one of the input's type; both one per element, and nothing else."""
+    """CUDA's dropout saves a boolean mask, the CPU's one of the input's type; one per element, and nothing else."""
     with FakeTarget(target) as fake:
         x = torch.randn(4, 8, dtype=HALF, device=fake.device, requires_grad=True)
         assert Saved(lambda: F.dropout(x, 0.1)).kinds == [((4, 8), dtype)]
@@ -303,7 +303,7 @@ def test_masked_attention_saves_the_mask_in_aligned_rows(dtype: torch.dtype, boo
 
 
 def test_uneven_head_dimension_is_padded_for_flash() -> None:
-    """Flash saves q, k, v and its output with head dimensions padded to a multiple of eight; the caller sees its own."""
+    """Flash saves q, k, v and output with head dimensions padded to a multiple of eight; the caller sees its own."""
     with FakeTarget("cuda") as fake:
         q = torch.randn(2, 4, 16, 20, dtype=HALF, device=fake.device, requires_grad=True)
         saved = Saved(lambda: F.scaled_dot_product_attention(q, q, q))
@@ -325,7 +325,7 @@ def test_uneven_head_dimension_is_padded_for_flash() -> None:
 def test_kernel_follows_shape_and_precision(
     kernel: SDPBackend, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, bool]
 ) -> None:
-    """CUDA's conditions: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for the rest."""
+    """CUDA's rules: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for the rest."""
     with FakeTarget("cuda") as fake:
         q = torch.empty(shape, dtype=dtype, device=fake.device)
         assert choose_kernel(q, q, q, **options) is kernel  # type: ignore[arg-type]
@@ -343,7 +343,7 @@ def test_kernel_follows_lengths_and_heads() -> None:
 
 
 def test_kernel_obeys_the_user() -> None:
-    """`sdpa_kernel` decides among the kernels that can run, in its order; if none can, the error names what is enabled."""
+    """`sdpa_kernel` decides among the kernels that can run, in its order; if none can, the error names the enabled."""
     with FakeTarget("cuda") as fake:
         q = torch.empty(2, 4, 16, 32, dtype=HALF, device=fake.device)
         with sdpa_kernel(SDPBackend.MATH):

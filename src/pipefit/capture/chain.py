@@ -5,12 +5,14 @@ Layers are run one after the other; each takes what the one before returned, a t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
@@ -46,6 +48,8 @@ class Chain:
             digest.update(f"{layer.name}:{type(layer.module).__qualname__};".encode())
             for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
                 digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        for shared in shared_parameters([layer.module for layer in self.layers]):
+            digest.update(f"shared:{shared.places};".encode())
         return digest.hexdigest()[:16]
 
 
@@ -53,7 +57,7 @@ def capture(task: Task) -> Chain:
     """The chain of a task's module, built here and now.
 
     Raises:
-        UsageError: not an `nn.Sequential`, without layers, or with a parameter in two layers.
+        UsageError: not an `nn.Sequential`, or without layers.
     """
     module = task.build()
     if not isinstance(module, nn.Sequential):
@@ -64,9 +68,9 @@ def capture(task: Task) -> Chain:
         )
     if not len(module):
         raise UsageError(f"{task.name} has no layers")
-    layers = tuple(ChainLayer(name, part) for name, part in module.named_children())
-    _refuse_shared_parameters(layers)
-    return Chain(task.name, layers)
+    met: set[int] = set()
+    parts = ((name, part) for name, part in module._modules.items() if part is not None)
+    return Chain(task.name, tuple(ChainLayer(name, _own_module(part, met)) for name, part in parts))
 
 
 def single(values: Values) -> Tensor | Values:
@@ -87,13 +91,9 @@ def as_values(outputs: Any, where: str) -> Values:
     return values
 
 
-def _refuse_shared_parameters(layers: tuple[ChainLayer, ...]) -> None:
-    owner: dict[int, str] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters():
-            first = owner.setdefault(id(parameter), f"{layer.name}.{name}")
-            if not first.startswith(f"{layer.name}."):
-                raise UsageError(
-                    f"{first} and {layer.name}.{name} are one parameter: parameters shared by two layers "
-                    "are not supported yet"
-                )
+def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
+    """`part`, or, if the chain has it already, a twin with the same parameters and buffers: each layer is itself."""
+    if id(part) not in met:
+        met.add(id(part))
+        return part
+    return copy.deepcopy(part, {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())})

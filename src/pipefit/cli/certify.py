@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, PlanFile, Settings, Steps, Target
+from pipefit.cli.options import Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
 
 if TYPE_CHECKING:
     from pipefit.trace import Trace
@@ -16,7 +16,7 @@ def command(
     plan: PlanFile,
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
-    steps: Steps = 2,
+    steps: PredictedSteps = 2,
     target: Annotated[Target | None, typer.Option(help="Whose kernels to follow; the profile's unless given.")] = None,
     output: Output = None,
     as_json: Json = False,

@@ -21,3 +21,6 @@ Settings = Annotated[
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
+PredictedSteps = Annotated[
+    int, typer.Option("--steps", min=1, max=1000, help="Training steps; from the second on they are alike.")
+]

@@ -1,10 +1,13 @@
-"""Progress on stderr, for what may take longer than two seconds; silent where nobody watches."""
+"""Progress on stderr, for what may take longer than two seconds; silent where nobody watches.
+
+Stdout is kept for results meanwhile: what a model of the user's own prints goes to stderr as well.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 Report = Callable[[int, int, str], None]
 
@@ -13,7 +16,8 @@ Report = Callable[[int, int, str], None]
 def progress(title: str) -> Iterator[Report]:
     """A function to call with (done, total, what is being done). The bar goes when the work ends."""
     if not sys.stderr.isatty():
-        yield _ignore
+        with redirect_stdout(sys.stderr):
+            yield _ignore
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

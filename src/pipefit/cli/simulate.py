@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipefit.cli.options import Json, Output, PlanFile, Steps
+from pipefit.cli.options import Json, Output, PlanFile, PredictedSteps
 
 
-def command(plan: PlanFile, steps: Steps = 2, output: Output = None, as_json: Json = False) -> None:
+def command(plan: PlanFile, steps: PredictedSteps = 2, output: Output = None, as_json: Json = False) -> None:
     """Simulate PLAN: predicted peaks and time.
 
     The first step differs from the others: gradients and optimizer state are born in it.

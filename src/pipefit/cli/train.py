@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Steps = 10,
     seed: Annotated[int, typer.Option(min=0, help="Decides weights, data and dropout.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for another worker.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Longest wait for another worker.")] = 60.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +53,8 @@ def command(
     if output is not None:
         save(trace, output)
     _print(losses, trace, as_json=as_json)
+    if output is not None and not as_json:
+        print(f"saved to {output}", file=sys.stderr)
 
 
 def _print(losses: list[float], trace: Trace, *, as_json: bool) -> None:

@@ -13,12 +13,14 @@ first microbatch, those of the parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipefit.profile import LayerCost, Measurement, Origin, Value
+from pipefit.profile import LayerCost, Measurement, Origin, SharedParameter, Value
+from pipefit.program import Action, Kind
 
 
 class ActionMemory(NamedTuple):
@@ -46,6 +48,15 @@ class _Storage:
         self.first_saver: int | None = None
 
 
+def _repetitions(measurement: Measurement, start: int, stop: int) -> list[tuple[int, int, SharedParameter]]:
+    """Parameters that a stage's layers share: positions of a user and of the next one, for every pair that follows."""
+    return [
+        (user - start, later - start, shared)
+        for shared in measurement.shared
+        for user, later in pairwise(user for user in shared.users if start <= user < stop)
+    ]
+
+
 class StageMemory:
     """Layers `start` to `stop - 1` on one device; with `measurement.loss` behind the model's last layer.
 
@@ -54,6 +65,7 @@ class StageMemory:
 
     def __init__(self, measurement: Measurement, start: int, stop: int, *, microbatches: int = 1) -> None:
         costs = measurement.costs
+        self._measurement = measurement
         self.start, self.stop = start, stop
         self.last = stop == len(costs)
         self.layers: Sequence[LayerCost] = (*costs[start:stop], measurement.loss) if self.last else costs[start:stop]
@@ -61,6 +73,7 @@ class StageMemory:
         self.outputs = costs[stop - 1].outputs
         self.targets = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.microbatches = microbatches
+        self._again = _repetitions(measurement, start, stop)
         self._saved_bytes = [0] * len(self.layers)
         self._boundaries = self._walk()
         self._held_bytes = [0, *accumulate(self._saved_bytes)]
@@ -70,7 +83,8 @@ class StageMemory:
     @cached_property
     def parameter_bytes(self) -> int:
         """Parameters and buffers."""
-        return sum(cost.parameter_bytes + cost.buffer_bytes for cost in self.layers)
+        repeated = sum(shared.nbytes for _, _, shared in self._again)
+        return sum(cost.parameter_bytes + cost.buffer_bytes for cost in self.layers) - repeated
 
     @property
     def loss_bytes(self) -> int:
@@ -80,16 +94,20 @@ class StageMemory:
     @cached_property
     def gradient_bytes(self) -> int:
         """Parameter gradients, from the first backward of a step to its end."""
-        return sum(cost.gradient_bytes for cost in self.layers)
+        repeated = sum(shared.gradient_bytes for _, _, shared in self._again)
+        return sum(cost.gradient_bytes for cost in self.layers) - repeated
 
     @cached_property
     def step(self) -> StepMemory:
         """The optimizer step, which updates one layer after the other."""
         first = grown = highest = 0
-        for cost in self.layers:
-            first = max(first, grown + cost.update_first_peak_bytes)
+        updated = Counter[int]()  # bytes of state that a layer shares with an earlier one
+        for _, later, shared in self._again:
+            updated[later] += shared.state_bytes
+        for number, cost in enumerate(self.layers):
+            first = max(first, grown + cost.update_first_peak_bytes - updated[number])
             highest = max(highest, cost.update_peak_bytes)
-            grown += cost.state_bytes
+            grown += cost.state_bytes - updated[number]
         return StepMemory(first, highest, grown)
 
     # ---------------------------------------------------------------- boundary buffers
@@ -114,6 +132,12 @@ class StageMemory:
         """What a backward leaves to be sent to the stage before; nothing on the first stage."""
         return self.layers[0].input_gradient_bytes if self.start else 0
 
+    def collective_bytes(self, action: Action) -> int:
+        """What every member of a collective contributes: a shared parameter's gradient."""
+        if action.kind is Kind.REDUCE and action.subject is not None:
+            return self._measurement.shared[action.subject.layer].gradient_bytes
+        return 0
+
     @cached_property
     def sent_bytes(self) -> int:
         """What joining the send of the outputs frees: output storages that no layer saved."""
@@ -135,15 +159,26 @@ class StageMemory:
         first, end = self._segment(start, stop)
         entry = peak = self._held(end) + self._gradients(end)
         born = 0
+        added = Counter[int]()  # bytes of gradient that a layer adds to one that waits: into a third
+        for user, _, shared in self._again:
+            added[user] += shared.gradient_bytes
         for number in reversed(range(first, end)):
             cost = self.layers[number]
-            level = self._held(number + 1) + self._gradients(number + 1) + born
+            level = self._held(number + 1) + self._gradients(number + 1) + born + added[number]
+            level += 0 if first_microbatch else self._waiting(number)
             for span in cost.backward_first if first_microbatch else cost.backward_later:
                 gone = {self._boundaries[number][k] for k in span.released}
                 released = sum(storage.nbytes for storage in gone if storage.first_saver == number)
                 peak = max(peak, level + span.peak_bytes - released)
-            born += cost.gradient_bytes if first_microbatch else 0
+            born += cost.gradient_bytes - added[number] if first_microbatch else 0
         return ActionMemory(peak - entry, self._held(first) + self._gradients(first) + born - entry)
+
+    def _waiting(self, number: int) -> int:
+        """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `number`.
+
+        In the first microbatch they are counted as born; autograd adds them up before it touches what exists.
+        """
+        return sum(shared.gradient_bytes for user, later, shared in self._again if user <= number < later)
 
     # ---------------------------------------------------------------- the walk
 

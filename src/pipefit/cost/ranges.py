@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.cost.memory import gradient_bytes
+from pipefit.cost.memory import StageMemory, gradient_bytes
 from pipefit.cost.storages import NEVER, Life, Lives, lives, released_bytes
 from pipefit.profile import Measurement, Span
 from pipefit.program import Kind
@@ -120,6 +121,7 @@ class Ranges:
     """
 
     def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
+        self.measurement, self.microbatches = measurement, microbatches
         model = lives(measurement)
         costs = model.layers
         self.count = len(costs) - 1
@@ -150,6 +152,18 @@ class Ranges:
         """Every range of up to `width` layers that starts at layer `first` to `last` (by default every layer)."""
         last = self.count - 1 if last is None else last
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
+
+    def owned(self) -> tuple[Ints, Ints]:
+        """Two rising sums: what the layers of a range own at least, without gradients, and the gradients.
+
+        A parameter that several layers share is counted with the first of them alone.
+        """
+        owned, gradients = self.static + self.state, self.gradients.copy()
+        for shared in self.measurement.shared:
+            for user in shared.users[1:]:
+                owned[user + 1 :] -= shared.nbytes + shared.state_bytes
+                gradients[user + 1 :] -= shared.gradient_bytes
+        return owned, gradients
 
     def floor(self) -> tuple[Ints, Ints]:
         """Two rising sums; `retained` of [i, j) is at least saved[j] - born[i], whatever the cuts do to the storages
@@ -185,24 +199,46 @@ class _BandMaker:
         entry = held + arriving
         inner = held + at(r.inner_gradients)
         first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
-        return Band(
-            first=self.first,
-            valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts) <= r.count,
-            static=self._plus_loss(ended(at(r.static)) - self._start(r.static), r.loss_bytes),
-            gradients=ended(born) - self._start(r.gradients),
-            state=ended(at(r.state)) - self._start(r.state),
-            retained=ended(held),
-            inputs=self._plus_loss(self._start(r.input_bytes).repeat(self.width, axis=0), r.target_bytes),
-            received=self._behind_first(r.input_bytes),
-            output_gradients=ended(arriving),
-            input_gradients=self._behind_first(r.inner_gradients),
-            sent=self._but_last((live - held)[1:-1]),
-            forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
-            backward_first_peak=np.maximum(self._backward(inner, entry, first) + ended(born) - ended(entry), 0),
-            backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
-            update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.state), 0),
-            update_peak=self._highest(at(r.update)[:-1]),
+        return self._sharing(
+            Band(
+                first=self.first,
+                valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts)
+                <= r.count,
+                static=self._plus_loss(ended(at(r.static)) - self._start(r.static), r.loss_bytes),
+                gradients=ended(born) - self._start(r.gradients),
+                state=ended(at(r.state)) - self._start(r.state),
+                retained=ended(held),
+                inputs=self._plus_loss(self._start(r.input_bytes).repeat(self.width, axis=0), r.target_bytes),
+                received=self._behind_first(r.input_bytes),
+                output_gradients=ended(arriving),
+                input_gradients=self._behind_first(r.inner_gradients),
+                sent=self._but_last((live - held)[1:-1]),
+                forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
+                backward_first_peak=np.maximum(self._backward(inner, entry, first) + ended(born) - ended(entry), 0),
+                backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
+                update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.state), 0),
+                update_peak=self._highest(at(r.update)[:-1]),
+            )
         )
+
+    def _sharing(self, band: Band) -> Band:
+        """The band, with the ranges that hold a shared parameter more than once put right, one by one: they are few."""
+        starts, rows = np.arange(self.first, self.first + self.starts), np.arange(1, self.width + 1)[:, None]
+        repeats = np.zeros(band.valid.shape, np.bool_)
+        for shared in self.ranges.measurement.shared:
+            for user, later in pairwise(shared.users):
+                repeats |= (starts <= user) & (starts + rows > later)
+        for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
+            start = self.first + int(column)
+            stage = StageMemory(
+                self.ranges.measurement, start, start + int(row) + 1, microbatches=self.ranges.microbatches
+            )
+            band.static[row, column] = stage.parameter_bytes + stage.loss_bytes
+            band.gradients[row, column] = stage.gradient_bytes
+            band.state[row, column] = stage.step.state_bytes
+            band.update_first_peak[row, column] = stage.step.first_peak_bytes
+            band.backward_first_peak[row, column] = stage.backward(first_microbatch=True).peak_bytes
+        return band
 
     # ---------------------------------------------------------------- tables
 

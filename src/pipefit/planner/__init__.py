@@ -5,7 +5,6 @@ A planner is a callable `(profile, cluster, training, options) -> Plan`; a new o
 
 from __future__ import annotations
 
-
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.plan import Plan

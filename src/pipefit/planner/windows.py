@@ -45,7 +45,7 @@ class Bounds:
 
     def __init__(self, question: Question, ranges: Ranges) -> None:
         self.stages, self.layers = question.stages, question.layers
-        sums = (ranges.static + ranges.state, ranges.gradients, *ranges.floor())
+        sums = (*ranges.owned(), *ranges.floor())
         owned, gradients, saved, born = (part[: self.layers + 1].astype(float) for part in sums)
         self.lines: list[list[_Line]] = []
         for stage in range(self.stages):

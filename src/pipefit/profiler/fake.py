@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, single
+from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, Target
+from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
 from pipefit.profiler.gauge import dtype_name
-from pipefit.profiler.layer import LayerMeter
+from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.likeness import likeness
 from pipefit.runtime.target import FakeTarget
 from pipefit.runtime.twins import fake_chain, sample
@@ -42,7 +43,11 @@ def profile_fake(
             values = survey.layer(layer.module, layer, values)
         loss = survey.loss(values, [fake.fake(value) for value in targets])
         measurement = Measurement(
-            microbatch_size=microbatch_size, kinds=tuple(survey.kinds), layers=tuple(survey.layers), loss=loss
+            microbatch_size=microbatch_size,
+            kinds=tuple(survey.kinds),
+            layers=tuple(survey.layers),
+            loss=loss,
+            shared=survey.shared(chain),
         )
         return describe(task, chain, measurement, target=target, device="fake", threads=threads)
 
@@ -95,6 +100,22 @@ class _Survey:
         kind, outputs = self._known[key]
         self.layers.append(kind)
         return outputs
+
+    def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
+        """The parameters that several layers use."""
+        found = shared_parameters([layer.module for layer in chain.layers])
+        return tuple(
+            SharedParameter(
+                name=f"{chain.layers[shared.places[0][0]].name}.{shared.places[0][1]}",
+                users=shared.users,
+                nbytes=(nbytes := shared.parameter.untyped_storage().nbytes()),
+                gradient_bytes=nbytes if shared.parameter.requires_grad else 0,
+                state_bytes=state_bytes(shared.parameter, self.task.optimizer, self.threads)
+                if shared.parameter.requires_grad
+                else 0,
+            )
+            for shared in found
+        )
 
     def loss(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
         """The cost of the loss on the last layer's outputs."""

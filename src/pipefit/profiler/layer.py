@@ -168,8 +168,19 @@ class LayerMeter:
         return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
 
 
+def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], threads: int | None) -> int:
+    """Bytes that the optimizer keeps for one parameter."""
+    gauge = Gauge(threads)
+    twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
+    twin.grad = torch.empty_like(twin, requires_grad=False)
+    with gauge:
+        stepper = optimizer([{"params": [twin]}])
+        stepper.step()
+    return gauge.total
+
+
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
-    """The operations in the graph of `values` that saved a tensor, in the order they ran, by what tells tensors apart."""
+    """The operations in the graph of `values` that saved a tensor, in the order they ran, by the tensor's identity."""
     nodes = {value.grad_fn for value in values if value.grad_fn is not None}
     pending = list(nodes)
     while pending:

@@ -48,7 +48,7 @@ def _work(work: Work) -> str:
 
 
 def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
-    """What each kind of layer saves, by the operation that needs it, dtype and storage: masks and score matrices show."""
+    """What each kind of layer saves, by operation, dtype and storage: masks and score matrices show here."""
     rows = []
     for number, cost in enumerate((*measurement.kinds, measurement.loss)):
         example = profile.layers[measurement.layers.index(number)] if number in measurement.layers else "(loss)"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from pipefit.capture.chain import Chain
+from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cost.memory import StageMemory
 from pipefit.errors import FileError
@@ -34,6 +36,17 @@ def check_model(plan: Plan, chain: Chain) -> None:
     )
 
 
+def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
+    """This stage's copy of every shared parameter its layers use; the first stage that has one keeps the original."""
+    place, modules = plan.stages[stage], [layer.module for layer in chain.layers]
+    own = {}
+    for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
+        if stage in holders:
+            users = [user for user in found.users if place.start <= user < place.stop]
+            own[number] = found.parameter if stage == holders[0] else give_own_copies(modules, found, users)
+    return own
+
+
 def assemble(
     task: Task,
     chain: Chain,
@@ -41,6 +54,7 @@ def assemble(
     program: Program,
     stage: int,
     *,
+    shared: Sequence[Shared],
     device: torch.device,
     transport: Transport,
     meter: MemoryMeter | None,
@@ -51,12 +65,14 @@ def assemble(
     """The reader of `stage`'s program, its layers moved to `device` in training mode."""
     place, costs = plan.stages[stage], plan.measurement
     layers = chain.layers[place.start : place.stop]
+    own = own_shared(plan, chain, stage, shared)
     for layer in layers:
         layer.module.to(device).train()
     memory = StageMemory(costs, place.start, place.stop)
     runner = StageRunner(
         task,
         layers,
+        shared=own,
         start=place.start,
         last=memory.last,
         inputs=memory.inputs,

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
+import torch
+
+from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.plan import Plan
 from pipefit.profile import Target
@@ -37,9 +40,10 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
     threads = plan.profile.assumptions.threads if target == "cpu" else None
     training, program, mailroom = plan.training, lower(plan), Mailroom()
     inputs, targets = sample(task, training.microbatch_size)
-    with FakeTarget(target) as fake:
+    with torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         chain = fake_chain(task, fake)
         check_model(plan, chain)
+        shared = shared_parameters([layer.module for layer in chain.layers])
         ticks: Iterator[int] = count()
         readers = [
             assemble(
@@ -48,6 +52,7 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
                 plan,
                 program,
                 stage,
+                shared=shared,
                 device=fake.device,
                 transport=mailroom,
                 meter=Meter(plan.stages[stage].device, threads=threads),

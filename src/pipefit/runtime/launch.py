@@ -1,8 +1,9 @@
 """Launching the workers of a plan on this machine, and watching over them.
 
-One process a stage, each with a pipe to the parent. Every wait has a timeout, in the workers and here. When something
-goes wrong the parent decides who is to blame: a worker that died without a word, else one that reported an error of its
-own, else one that fell silent while the others waited for it. The rest are victims and are stopped.
+One process a stage, each with a pipe to the parent and a pulse that it can read. Every wait has a timeout, in the
+workers and here. When something goes wrong the parent decides who is to blame: a worker that died without a word, else
+one that reported an error of its own, else one that fell silent while the others waited for it; among equals the
+first. The rest are victims and are stopped.
 
 The workers meet through a file in a fresh directory, so that no port can be taken by somebody else. For several
 machines use `torchrun` with a script of your own around `pipefit.Trainer`.
@@ -12,25 +13,35 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import shutil
+import signal
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitError, WorkerFailed
+from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plan import Plan
+from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Order, Pulse, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 
 OnStep = Callable[[int, float], None]
+_POLL_SECONDS = 0.5  # between two looks at the pulses
 _GRACE_SECONDS = 3.0  # for the other workers to report, once one has failed
-_START_SECONDS = 120.0  # for a worker to import torch and build its layers
+_LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
+_SITUATIONS = {
+    STARTING: "while it started",
+    MEETING: "while it waited for the others to start",
+    BUILDING: "while it built its layers",
+    BETWEEN_STEPS: "while it made its batch",
+}
 
 
 def train(
@@ -40,27 +51,50 @@ def train(
     steps: int,
     seed: int = 0,
     timeout_seconds: float = 60.0,
+    start_seconds: float = 120.0,
     on_step: OnStep | None = None,
 ) -> tuple[list[float], Trace]:
     """Train for `steps` steps with one worker process per stage; the losses and the measured trace of all devices.
 
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
-        one). on_step: called with (step, mean loss) as each step ends.
+            one).
+        timeout_seconds: the longest that an action, or making a batch, may take.
+        start_seconds: the longest that a worker may take to import torch and build its layers.
+        on_step: called with (step, mean loss) as each step ends.
 
     Raises:
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung or raised; the message names it.
+        FileError: the plan was made for another model.
+        UsageError: the task cannot be sent to the workers, or a number makes no sense.
     """
-    watch = _Watch(plan, steps, timeout_seconds, on_step)
-    meeting = tempfile.mkdtemp(prefix="pipefit-")
+    for what, value in (("steps", steps), ("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
+        if not 0 < value < _LONGEST_SECONDS:
+            raise UsageError(f"{what} must be above 0 and below {_LONGEST_SECONDS:g}, not {value}")
+    watch = _Watch(plan, steps, timeout_seconds, start_seconds, on_step)
+    pickled, meeting = _pickled(task), tempfile.mkdtemp(prefix="pipefit-")
     try:
-        watch.start(task, seed, os.path.join(meeting, "store"))
+        watch.start(pickled, seed, os.path.join(meeting, "store"))
         watch.until_done()
     finally:
         watch.stop()
         shutil.rmtree(meeting, ignore_errors=True)
     return watch.losses, watch.trace()
+
+
+def _pickled(task: Callable[[], Task]) -> bytes:
+    if not callable(task):
+        raise UsageError(
+            f"every worker builds its own task: pass a function that returns it, not a {type(task).__name__}"
+        )
+    try:
+        return pickle.dumps(task)
+    except Exception as error:
+        raise UsageError(
+            f"the task cannot be sent to the workers ({error}): pass a function of a module, or a functools.partial "
+            "of one"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -69,11 +103,16 @@ class _Worker:
 
     process: Any
     pipe: Connection
-    action: Any  # shared: number of the action it is at, -1 before the first
-    started: bool = False
+    pulse: Pulse
+    beats: int = 0
+    last_sign: float = field(default_factory=time.monotonic)
     result: tuple[DeviceTrace, tuple[float, ...]] | None = None
     error: PipefitError | None = None
-    detail: str = ""
+
+    def look(self) -> None:
+        """Has it moved on since the last look?"""
+        if self.pulse.beats != self.beats:
+            self.beats, self.last_sign = self.pulse.beats, time.monotonic()
 
 
 @dataclass(slots=True)
@@ -83,22 +122,27 @@ class _Watch:
     plan: Plan
     steps: int
     timeout_seconds: float
+    start_seconds: float
     on_step: OnStep | None
     workers: list[_Worker] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    def start(self, task: Callable[[], Task], seed: int, store: str) -> None:
+    def start(self, task: bytes, seed: int, store: str) -> None:
         context = mp.get_context("spawn")
         for rank in range(len(self.plan.stages)):
             ours, theirs = context.Pipe(duplex=False)
-            action = context.RawValue("i", -1)
-            order = _Order(task, self.plan, rank, self.steps, seed, self.timeout_seconds, store)
+            pulse = Pulse(context)
+            order = Order(
+                task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store,
+                timeout_seconds=self.timeout_seconds, start_seconds=self.start_seconds,
+            )  # fmt: skip
             process = context.Process(
-                target=_work, args=(order, theirs, action), daemon=True, name=f"pipefit-worker-{rank}"
+                target=work, args=(order, theirs, pulse), daemon=True, name=f"pipefit-worker-{rank}"
             )
-            process.start()
+            with _interrupts_held():
+                process.start()
+                self.workers.append(_Worker(process, ours, pulse))
             theirs.close()
-            self.workers.append(_Worker(process, ours, action))
 
     def until_done(self) -> None:
         """Listen until every worker has delivered its trace.
@@ -106,28 +150,25 @@ class _Watch:
         Raises:
             PipefitError: the culprit's error.
         """
-        last_word = time.monotonic()
-        while any(worker.result is None for worker in self.workers):
-            pending = [worker.pipe for worker in self.workers if worker.result is None and worker.error is None]
-            heard = wait(pending, timeout=0.5)
-            for worker in self.workers:
+        while waiting := [worker for worker in self.workers if worker.result is None]:
+            heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
+            for worker in waiting:
+                worker.look()
                 if worker.pipe in heard:
                     self._hear(worker)
-            if any(worker.error for worker in self.workers):
-                self._settle()
-            if heard:
-                last_word = time.monotonic()
-            patience = self.timeout_seconds if all(worker.started for worker in self.workers) else _START_SECONDS
-            if time.monotonic() - last_word > patience + 2 * _GRACE_SECONDS:
+            now = time.monotonic()
+            if any(w.error or now - w.last_sign > self._patience(w) + 2 * _GRACE_SECONDS for w in waiting):
                 self._settle()
 
     def stop(self) -> None:
         """No worker outlives the call."""
         for worker in self.workers:
-            if worker.result is None and worker.process.is_alive():
+            if worker.result is None:
                 worker.process.kill()
         for worker in self.workers:
             worker.process.join(timeout=5)
+            worker.process.kill()  # one that delivered and then did not end
+            worker.process.join()
             worker.pipe.close()
 
     def trace(self) -> Trace:
@@ -151,9 +192,10 @@ class _Watch:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(timeout=1)
-            worker.error = _death(worker.process.exitcode)
+            worker.error = _death(worker.process.exitcode, worker.pulse.action)
             return
-        worker.started = True
+        finally:
+            worker.last_sign = time.monotonic()
         if kind == "step":
             step, loss = words
             self.losses.append(loss)
@@ -162,7 +204,9 @@ class _Watch:
         elif kind == "done":
             worker.result = tuple(words)
         elif kind == "error":
-            worker.error, worker.detail = words
+            error, message, traceback = words
+            worker.error = error(message)
+            worker.error.add_note(traceback)
 
     def _settle(self) -> None:
         """Give the others a moment to report, then raise the culprit's error."""
@@ -183,96 +227,53 @@ class _Watch:
         error = worker.error
         if error is not None and not isinstance(error, WorkerFailed):
             return error  # it says where by itself
-        stage, names = self.plan.stages[rank], self.plan.profile.layers
+        stage, names, number = self.plan.stages[rank], self.plan.profile.layers, worker.pulse.action
         who = f"worker {rank} (device {stage.device}, layers {names[stage.start]} to {names[stage.stop - 1]})"
-        number = worker.action.value
-        at = f"at {lower(self.plan).actions[stage.device][number]}" if number >= 0 else "before its first action"
+        at = _SITUATIONS.get(number) or f"at {lower(self.plan).actions[stage.device][number]}"
         if error is None:
             return WorkerFailed(
-                f"{who} hangs {at}: no sign of life for {self.timeout_seconds:g} s; all workers were stopped"
+                f"{who} hangs {at}: no sign of life for {self._patience(worker):g} s; all workers were stopped"
             )
         verdict = WorkerFailed(f"{who} failed {at}: {error}; all workers were stopped")
-        verdict.add_note(worker.detail)
+        for note in getattr(error, "__notes__", ()):
+            verdict.add_note(note)
         return verdict
 
+    def _patience(self, worker: _Worker) -> float:
+        return self.start_seconds if worker.pulse.action < BETWEEN_STEPS else self.timeout_seconds
 
-def _blame(worker: _Worker) -> int:
-    """Smaller is guiltier: died without a word, reported an error of its own, fell silent, waited for another."""
+
+def _blame(worker: _Worker) -> tuple[int, float]:
+    """Smaller is guiltier: died without a word, reported an error of its own, fell silent, waited for another; the
+    earlier the worse.
+    """
     if isinstance(worker.error, _Death):
-        return 0
+        return 0, worker.last_sign
     if worker.error is not None and not isinstance(worker.error, PeerLost):
-        return 1
-    return 2 if worker.error is None and worker.result is None else 3
+        return 1, worker.last_sign
+    return (2 if worker.error is None and worker.result is None else 3), worker.last_sign
 
 
 class _Death(WorkerFailed):
     """A process that ended without a word."""
 
 
-def _death(code: int | None) -> _Death:
-    return _Death(
-        f"killed by signal {-code}" if code is not None and code < 0 else f"its process exited with code {code}"
-    )
+def _death(code: int | None, action: int) -> _Death:
+    if code == -signal.SIGKILL:
+        return _Death("killed by signal 9, as the system does when memory runs out")
+    if code is not None and code < 0:
+        return _Death(f"killed by signal {-code} ({signal.strsignal(-code)})")
+    if code == 1 and action == STARTING:
+        return _Death('it could not be started; a script must call train under `if __name__ == "__main__":`')
+    return _Death(f"its process exited with code {code}")
 
 
-# -------------------------------------------------------------------- the worker's side
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a worker is told."""
-
-    task: Callable[[], Task]
-    plan: Plan
-    rank: int
-    steps: int
-    seed: int
-    timeout_seconds: float
-    store: str
-
-
-def _work(order: _Order, pipe: Connection, action: Any) -> None:
-    """The whole life of a worker process."""
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started meanwhile never hear of Ctrl-C: the terminal sends it to all, and the parent stops the rest."""
+    ensure_running()  # else multiprocessing starts it within, and lifts our block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        _train(order, pipe, action)
-    except PipefitError as error:
-        pipe.send(("error", error, traceback.format_exc()))
-    except Exception as error:  # noqa: BLE001 - a worker reports whatever happens to it: the parent must not have to guess
-        failure = WorkerFailed(f"{type(error).__name__}: {_first_line(error)}")
-        pipe.send(("error", failure, traceback.format_exc()))
+        yield
     finally:
-        pipe.close()
-
-
-def _train(order: _Order, pipe: Connection, action: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from pipefit.runtime.trainer import Trainer
-
-    def at(number: int) -> None:
-        action.value = number
-
-    torch.set_num_threads(order.plan.profile.assumptions.threads)
-    world, timeout = len(order.plan.stages), timedelta(seconds=order.timeout_seconds)
-    if world > 1:
-        backend = "nccl" if order.plan.cluster.backend == "cuda" else "gloo"
-        os.environ["LOCAL_RANK"] = str(order.rank)
-        dist.init_process_group(
-            backend, init_method=f"file://{order.store}", rank=order.rank, world_size=world, timeout=timeout
-        )
-    task = order.task()
-    trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=at)
-    for step in range(order.steps):
-        torch.manual_seed(order.seed + step)
-        loss = trainer.step(task.batch(order.plan.training.batch_size))
-        if order.rank == world - 1:
-            pipe.send(("step", step, loss))
-    trace = trainer.trace
-    pipe.send(("done", trace.devices[order.plan.stages[order.rank].device], trace.step_seconds))
-    if world > 1:
-        dist.destroy_process_group()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -112,17 +112,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._release_scalars()
         before = self.total
         out = func(*args, **(kwargs or {}))
-        if func in _LOSSES and self.threads is not None:
-            self._grow(out, args[0])
-        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
-            self._scalar(args[0], args[1])
-        if isinstance(out, Tensor):
-            if args and out is args[0]:  # in place: no storage is born, but one of ours may be resized
-                self._check_size(out)
-            elif not func.is_view or func is _LIFT:
-                self._track(out)
-        elif not func.is_view:
-            self._track_all(out)
+        self._account(func, args, out)
         if self.threads is not None:
             inside = kernel_peak_bytes(func, args, kwargs or {}, out, threads=self.threads)
             if inside is not None and before + inside > self._peak:
@@ -160,6 +150,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hold_scalars(-self._spent - self._scalars.total())
         self._spent = 0
         self._scalars.clear()
+
+    def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Count what an operation made."""
+        if func in _LOSSES and self.threads is not None:
+            self._grow(out, args[0])
+        elif func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
+            self._scalar(args[0], args[1])
+        if not isinstance(out, Tensor):
+            if not func.is_view:
+                self._track_all(out)
+        elif args and out is args[0]:  # in place: no storage is born, but one of ours may be resized
+            self._check_size(out)
+        elif not func.is_view or func is _LIFT:
+            self._track(out)
 
     def _track_all(self, items: Any) -> None:
         """Track every tensor in an operation's list of results."""

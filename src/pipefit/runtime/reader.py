@@ -24,6 +24,7 @@ from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
 
 Microbatch = list[Tensor]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LEFT = {Kind.FORWARD: Category.ACTIVATIONS, Kind.BACKWARD: Category.GRADIENTS, Kind.STEP: Category.OPTIMIZER}
 
 
@@ -68,10 +69,12 @@ class DeviceReader:
         self._started: dict[Action, tuple[list[Tensor], Any]] = {}
         self._arrived: dict[tuple[Kind, int | None], list[Tensor]] = {}
         self._loaded: dict[int | None, tuple[list[Tensor], list[Tensor]]] = {}
-        if meter is not None:
-            meter.tag([*runner.parameters, *runner.buffers], Category.PARAMETERS)
-            meter.tag(runner.constants, Category.BOUNDARY)
-            meter.tag(runner.optimizer_state(), Category.OPTIMIZER)
+        try:
+            self._tag([*runner.parameters, *runner.buffers], Category.PARAMETERS)
+            self._tag(runner.constants, Category.BOUNDARY)
+            self._tag(runner.optimizer_state(), Category.OPTIMIZER)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"{error} ({self._where()})") from error
 
     def step(self, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> Iterator[None]:
         """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
@@ -97,6 +100,7 @@ class DeviceReader:
     def abandon(self) -> None:
         """Forget everything in flight: after a failure no buffer stays behind."""
         self.runner.abandon()
+        self.transport.abandon()
         if self.meter is not None:
             self.meter.forget_graphs()
         self._started.clear()
@@ -126,6 +130,27 @@ class DeviceReader:
             )
 
     def _execute(self, action: Action, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
+        if action.wait:
+            self._finish(action)
+        elif action.kind in _SENDS:
+            tensors = self._started[action][0]
+            self._started[action] = tensors, self.transport.start(action, tensors, self._peer(action))
+        elif action.kind in _RECEIVES:
+            self._receive(action)
+        elif action.kind is Kind.REDUCE:
+            self._reduce(action)
+        else:
+            self._compute(action, inputs, targets)
+
+    def _finish(self, action: Action) -> None:
+        """Join what was started: received tensors have arrived, sent ones may go."""
+        tensors = self._join(action)
+        if action.kind in _RECEIVES:
+            self._arrived[action.kind, action.microbatch] = tensors
+        elif action.kind in _SENDS:
+            self._tag(tensors, Category.ACTIVATIONS)
+
+    def _compute(self, action: Action, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
         match action.kind:
             case Kind.LOAD:
                 self._load(action.microbatch, inputs, targets)
@@ -136,15 +161,6 @@ class DeviceReader:
             case Kind.STEP if action.microbatch is None:
                 self.runner.step()
                 self._tag(self.runner.optimizer_state(), Category.OPTIMIZER)
-            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD if not action.wait:
-                self._receive(action)
-            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
-                self._arrived[action.kind, action.microbatch] = self._join(action)
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD if action.wait:
-                self._tag(self._join(action), Category.ACTIVATIONS)
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                tensors, peer = self._started[action.start][0], self._peer(action)
-                self._started[action] = tensors, self.transport.start(action, tensors, peer)
             case _:
                 raise UsageError(f"the runtime cannot execute {action} yet")
 
@@ -190,6 +206,14 @@ class DeviceReader:
         device = self.runner.device
         buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=device) for v in values]
         self._started[action] = buffers, self.transport.start(action, buffers, self._peer(action))
+
+    def _reduce(self, action: Action) -> None:
+        assert action.subject is not None
+        parameter = self.runner.shared[action.subject.layer]
+        if parameter.grad is None:  # this stage's layers did not use it
+            parameter.grad = torch.zeros_like(parameter)
+        members = self.plan.holders[action.subject.layer]
+        self._started[action] = [parameter.grad], self.transport.collect(action, parameter.grad, members)
 
     def _join(self, action: Action) -> list[Tensor]:
         tensors, handle = self._started.pop(action.start)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer, Values, single
 from pipefit.capture.task import Task
@@ -26,6 +26,7 @@ class StageRunner:
     Args:
         task: its optimizer and its loss are used; the loss on the last stage alone.
         layers: this stage's, already on `device`.
+        shared: this stage's copies of parameters that other layers use too, by their number in the profile.
         start: number of the first.
         last: whether the loss follows.
         inputs: what arrives from the stage before (or the data); gradients go back for those that require them.
@@ -40,6 +41,7 @@ class StageRunner:
         task: Task,
         layers: Sequence[ChainLayer],
         *,
+        shared: dict[int, nn.Parameter],
         start: int,
         last: bool,
         inputs: tuple[Value, ...],
@@ -52,10 +54,11 @@ class StageRunner:
         self.task, self.layers, self.start, self.device, self.seed = task, tuple(layers), start, device, seed
         self.inputs, self.outputs, self.targets = inputs, outputs, targets
         self.differentiable = tuple(value.requires_grad for value in inputs)
+        self.shared = shared
         self.step_number = 0
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
-        groups = [g for layer in layers if (g := [p for p in layer.module.parameters() if p.requires_grad])]
+        groups = _groups(layers)
         # One group a layer: an update's temporary memory is then that of one layer, not of the whole stage.
         self.optimizer = task.optimizer([{"params": group} for group in groups]) if groups else None
         self.losses = torch.zeros(microbatches, device=device) if last else None
@@ -90,7 +93,9 @@ class StageRunner:
 
     def backward(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients of the inputs that require one, from those of the outputs, which are taken out of `gradients`."""
-        cell = self._cells.pop(microbatch)
+        cell = self._cells.pop(microbatch, None)
+        if cell is None:
+            raise UsageError(f"microbatch {microbatch} cannot go backward: it has no forward, or went backward already")
         if self.losses is not None:
             cell.incoming = [self._seed_gradient]
         else:
@@ -113,17 +118,30 @@ class StageRunner:
         self.step_number += 1
 
     def abandon(self) -> None:
-        """Forget the microbatches in flight, and what they hold."""
+        """Forget the microbatches in flight, what they hold, and the gradients so far: the step did not happen."""
         for cell in self._cells.values():
             cell.root = cell.incoming = None
             cell.outgoing = ()
         self._cells.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def optimizer_state(self) -> list[Tensor]:
         """Every tensor the optimizer keeps."""
         if self.optimizer is None:
             return []
         return [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+
+
+def _groups(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
+    """The trainable parameters of every layer that has some; a shared one with the first layer that uses it."""
+    met: set[int] = set()
+    groups = []
+    for layer in layers:
+        group = [p for p in layer.module.parameters() if p.requires_grad and id(p) not in met]
+        met.update(map(id, group))
+        groups += [group] if group else []
+    return groups
 
 
 def _take(box: list[Tensor]) -> Values:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.capture.chain import capture
+from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
 from pipefit.plan import Plan
@@ -29,7 +30,7 @@ from pipefit.runtime.cuda import CudaMeter
 from pipefit.runtime.meter import Meter
 from pipefit.runtime.reader import MemoryMeter, Microbatch, run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
-from pipefit.runtime.twins import tensors
+from pipefit.runtime.twins import pair
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 
@@ -66,13 +67,16 @@ class Trainer:
         torch.manual_seed(seed)
         chain = capture(task)
         check_model(plan, chain)
+        shared = shared_parameters([layer.module for layer in chain.layers])
         program, stages = lower(plan), range(len(plan.stages))
         mine = [self.rank] if self.distributed else stages
         ranks = {stage.device: number for number, stage in enumerate(plan.stages)}
-        transport: Transport = Network(timedelta(seconds=timeout_seconds), ranks) if self.distributed else Mailroom()
+        transport: Transport = Mailroom()
+        if self.distributed:
+            transport = Network(timedelta(seconds=timeout_seconds), ranks, _groups(plan))
         self.readers = [
             assemble(
-                task, chain, plan, program, stage,
+                task, chain, plan, program, stage, shared=shared,
                 device=(device := _device(plan, stage)), transport=transport, meter=_meter(plan, stage, device),
                 clock=self._clock, seed=seed, on_action=on_action,
             )
@@ -84,6 +88,8 @@ class Trainer:
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
+        Leaves torch's random generators as they were: workers that draw their batches draw the same ones.
+
         Raises:
             UsageError: the batch is not of the plan's size.
             OutOfMemory: a device passed its cap.
@@ -91,13 +97,15 @@ class Trainer:
         """
         began = self._clock()
         inputs, targets = (
-            self._microbatches(part, what) for part, what in zip(batch, ("inputs", "targets"), strict=True)
+            self._microbatches(part, what)
+            for part, what in zip(pair(batch, "a step takes"), ("inputs", "targets"), strict=True)
         )
-        if self.distributed:
-            for _ in self.readers[0].step(inputs, targets):
-                pass
-        else:
-            run_in_turn(self.readers, inputs, targets)
+        with torch.random.fork_rng(devices=[d for r in self.readers if (d := r.runner.device).type == "cuda"]):
+            if self.distributed:
+                for _ in self.readers[0].step(inputs, targets):
+                    pass
+            else:
+                run_in_turn(self.readers, inputs, targets)
         loss = self._mean_loss()
         self._step_seconds.append(self._clock() - began)
         return loss
@@ -130,16 +138,16 @@ class Trainer:
     def _clock(self) -> float:
         return time.perf_counter() - getattr(self, "_began", 0.0)
 
-    def _microbatches(self, part: Any, what: str) -> list[Microbatch]:
+    def _microbatches(self, part: tuple[Tensor, ...], what: str) -> list[Microbatch]:
         """`part` of a batch in equal pieces, views of the host's tensors."""
-        values, training = tensors(part, f"the {what}"), self.plan.training
-        for value in values:
+        training = self.plan.training
+        for value in part:
             if value.shape[:1] != (training.batch_size,):
                 raise UsageError(
                     f"the {what} hold {value.shape[0] if value.ndim else 'no'} samples, but the plan trains batches of "
                     f"{training.batch_size}: make a plan for this batch size, or drop the last, smaller batch"
                 )
-        pieces = [torch.split(value, training.microbatch_size) for value in values]
+        pieces = [torch.split(value, training.microbatch_size) for value in part]
         return [list(microbatch) for microbatch in zip(*pieces, strict=True)]
 
     def _mean_loss(self) -> float:
@@ -157,11 +165,32 @@ class Trainer:
         return mean.item()
 
 
+def _groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The process groups that sum gradients of shared parameters; every worker makes all of them, in one order."""
+    members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
+    return {stages: dist.new_group(list(stages)) for stages in members}
+
+
+def backend_of(plan: Plan) -> str:
+    """What the workers of a plan talk over.
+
+    Raises:
+        UsageError: the plan is for GPUs, and this machine has none.
+    """
+    if plan.cluster.backend != "cuda":
+        return "gloo"
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"the plan is for {plan.cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
+            f"here, plan for emulated devices, such as emulated:{len(plan.stages)}x256MiB"
+        )
+    return "nccl"
+
+
 def _distributed(plan: Plan, timeout_seconds: float) -> bool:
     """Whether this process is one of several workers; joins them when a launcher says so."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = "nccl" if plan.cluster.backend == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(backend_of(plan), timeout=timedelta(seconds=timeout_seconds))
     if not dist.is_initialized():
         return False
     if dist.get_world_size() != len(plan.stages):

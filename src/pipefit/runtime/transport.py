@@ -23,11 +23,17 @@ class Transport(Protocol):
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> Any:
         """Begin to send `tensors` to device `peer`, or to receive them from it; a handle to join."""
 
+    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> Any:
+        """Begin to add up `tensor` over the stages `members`, in place on each; a handle to join."""
+
     def ready(self, handle: Any) -> bool:
         """Whether `join` would return at once."""
 
     def join(self, action: Action, handle: Any) -> None:
         """Return when the transfer is complete."""
+
+    def abandon(self) -> None:
+        """Forget what is under way: a step has failed, and its messages must not reach the next one."""
 
 
 @dataclass(slots=True)
@@ -47,10 +53,28 @@ class _Letter:
 
 
 @dataclass(slots=True)
+class _Sum:
+    """A collective inside one process: what every stage contributes, added up in the order of the stages."""
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    done: bool = False
+
+    def add_up(self) -> None:
+        first, *others = (self.tensors[stage] for stage in sorted(self.tensors))
+        for other in others:
+            first.add_(other)
+        for other in others:
+            other.copy_(first)
+        self.tensors.clear()
+        self.done = True
+
+
+@dataclass(slots=True)
 class Mailroom:
     """The transport inside one process: a letter is delivered when both ends have started."""
 
     letters: dict[Action, _Letter] = field(default_factory=dict)
+    sums: dict[Action, _Sum] = field(default_factory=dict)
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> _Letter:
         sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -66,11 +90,24 @@ class Mailroom:
         letter.deliver()
         return letter
 
-    def ready(self, handle: _Letter) -> bool:
+    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> _Sum:
+        key = action._replace(stage=members[0])
+        total = self.sums.setdefault(key, _Sum())
+        total.tensors[action.stage] = tensor
+        if len(total.tensors) == len(members):
+            del self.sums[key]
+            total.add_up()
+        return total
+
+    def ready(self, handle: _Letter | _Sum) -> bool:
         return handle.done
 
-    def join(self, action: Action, handle: _Letter) -> None:
+    def join(self, action: Action, handle: _Letter | _Sum) -> None:
         assert handle.done
+
+    def abandon(self) -> None:
+        self.letters.clear()
+        self.sums.clear()
 
 
 @dataclass(slots=True)
@@ -79,6 +116,7 @@ class Network:
 
     timeout: timedelta
     ranks: dict[int, int]  # device -> the worker that runs it
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the stages that add up
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work]:
         sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -95,6 +133,14 @@ class Network:
             handles.append(work)
         return handles
 
+    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
+        try:
+            work = dist.all_reduce(tensor, group=self.groups[members], async_op=True)
+        except RuntimeError as error:
+            raise PeerLost(f"{action} failed: another stage is gone ({_first_line(error)})") from error
+        assert work is not None
+        return [work]
+
     def ready(self, handle: list[dist.Work]) -> bool:
         return True  # joining may block: nothing else runs in this process
 
@@ -106,6 +152,9 @@ class Network:
                 raise PeerLost(
                     f"{action} failed: the device at its other end is gone or hangs ({_first_line(error)})"
                 ) from error
+
+    def abandon(self) -> None:
+        """Nothing to forget: a worker whose step failed ends, and its connections with it."""
 
 
 def _first_line(error: Exception) -> str:

@@ -33,12 +33,23 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         batch = task.batch(size)
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise UsageError(
-            f"the batch function of {task.name} must return a pair (inputs, targets), not a {type(batch).__name__}"
-        )
-    inputs, targets = tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
+    inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     return tuple(map(task.cast, inputs)), tuple(map(task.cast, targets))
+
+
+def pair(batch: Any, who: str) -> Sample:
+    """`batch` as (inputs, targets), each a tuple of tensors.
+
+    Raises:
+        UsageError: it is something else; begins with `who`.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(f"{who} a pair (inputs, targets), not {_describe(batch)}")
+    return tensors(batch[0], "the inputs"), tensors(batch[1], "the targets")
+
+
+def _describe(batch: Any) -> str:
+    return f"{len(batch)} of them" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
 
 
 def tensors(part: Any, what: str) -> tuple[Tensor, ...]:

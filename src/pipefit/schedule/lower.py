@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from pipefit.errors import UsageError
 from pipefit.plan import Plan
-from pipefit.program import Action, Kind, Program
+from pipefit.program import Action, Kind, Program, Subject
 from pipefit.schedule.gpipe import gpipe
 from pipefit.schedule.one_f_one_b import one_f_one_b
 
@@ -48,7 +48,7 @@ def lower(plan: Plan) -> Program:
     actions: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
     for number, stage in enumerate(stages):
         computes = compute_actions(training.schedule, number, len(stages), training.microbatches)
-        actions[stage.device] = tuple(_stage_actions(number, len(stages), computes))
+        actions[stage.device] = (*_stage_actions(number, len(stages), computes), *_update(number, plan.holders))
     return Program(
         placement=tuple(stage.device for stage in stages), microbatches=training.microbatches, actions=tuple(actions)
     )
@@ -72,6 +72,17 @@ def _stage_actions(stage: int, stages: int, computes: list[tuple[Kind, int]]) ->
         yield from () if arrived else joins
         yield from sending
     yield from (send.join for send in sending)
+
+
+def _update(stage: int, holders: tuple[tuple[int, ...], ...]) -> Iterator[Action]:
+    """The end of a stage's step: sum the gradients of parameters that other stages have too, then update."""
+    reduces = [
+        Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
+        for number, stages in enumerate(holders)
+        if stage in stages and len(stages) > 1
+    ]
+    yield from reduces
+    yield from (reduce.join for reduce in reduces)
     yield Action(Kind.STEP, stage)
 
 

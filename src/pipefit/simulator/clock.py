@@ -31,7 +31,8 @@ class Clock:
         self._count = len(script.parts)
         devices = len(script.devices)
         self._now, self._at, self._step = [0.0] * devices, [0] * devices, [0] * devices
-        self._posted = [-1.0] * (self._count * steps)
+        self._posted = [0.0] * (self._count * steps)
+        self._missing = script.ends * steps
         self._waiting: dict[int, list[int]] = {}
         self._wire_free = [0.0] * script.wires
         self._stream_free = [0.0] * (2 * devices)
@@ -85,14 +86,15 @@ class Clock:
         self._now[device], self._at[device], self._step[device] = now, at, step
 
     def _post(self, transfer: int, now: float) -> None:
-        """One end of a message is there; with the other one it is ready."""
-        other = self._posted[transfer]
-        if other < 0.0:
-            self._posted[transfer] = now
-        elif self._script.parts[transfer % self._count]:
-            heappush(self._heap, (max(now, other), transfer))
+        """One end of a message or collective is there; with the last one it is ready."""
+        ready = self._posted[transfer] = max(now, self._posted[transfer])
+        self._missing[transfer] -= 1
+        if self._missing[transfer]:
+            return
+        if self._script.parts[transfer % self._count]:
+            heappush(self._heap, (ready, transfer))
         else:
-            self.begins[transfer] = self.ends[transfer] = max(now, other)
+            self.begins[transfer] = self.ends[transfer] = ready
 
     def _copy(self, transfer: int, now: float) -> None:
         """A copy is ready when the one before it in its stream has ended."""

@@ -57,7 +57,8 @@ class Ledger:
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.OFFLOAD: self._offload,
             Kind.RELOAD: self._reload,
-            Kind.REDUCE: self._reduce,
+            Kind.REDUCE: self._collect,
+            Kind.AGREE: self._collect,
             Kind.STEP: self._update,
         }
         self._joins: dict[Kind, _Handler] = {
@@ -65,6 +66,8 @@ class Ledger:
             Kind.RECV_FORWARD: self._received,
             Kind.SEND_BACKWARD: self._sent_backward,
             Kind.RECV_BACKWARD: self._received,
+            Kind.REDUCE: self._collected,
+            Kind.AGREE: self._collected,
             Kind.OFFLOAD: self._offloaded,
             Kind.RELOAD: self._reloaded,
         }
@@ -186,8 +189,13 @@ class Ledger:
         self._born.update(layers)
         return True
 
-    def _reduce(self, action: Action) -> None:
-        """One replica: nothing to add up."""
+    def _collect(self, action: Action) -> None:
+        costs = self._stages[action.stage]
+        if not self._born.issuperset(range(costs.start, costs.stop)):
+            self._refuse(action, "has no gradients: the backward of every layer must come before it")
+
+    def _collected(self, action: Action) -> None:
+        """Gradients are added up in place."""
 
     def _update(self, action: Action) -> Effect:
         costs = self._stages[action.stage]

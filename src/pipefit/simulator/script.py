@@ -10,13 +10,11 @@ from functools import cache
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
-from pipefit.program import Action, Kind, Program
+from pipefit.program import COLLECTIVE, MESSAGES, Action, Kind, Program, Subject
 from pipefit.simulator.costs import StageCosts
 from pipefit.simulator.places import parts
 
 NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
-
-MESSAGES = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
 
@@ -45,12 +43,15 @@ class Script:
         self._placement, self._cluster, self._stages = program.placement, cluster, stages
         self._wires: dict[str, int] = {}
         self._messages: dict[tuple[Kind, int, int | None], int] = {}
+        self._collectives: dict[tuple[Kind, Subject | None], int] = {}
+        self._members = _members(program)
         self._route = cache(cluster.route)
         self._message_parts = cache(self._new_message_parts)
         self._copy_parts = cache(self._new_copy_parts)
         self._shares = cache(self._new_shares)
         self.parts: list[Parts] = []
-        self.streams: list[int] = []  # of a copy: 2 * device outward, 2 * device + 1 inward; of a message -1
+        self.streams: list[int] = []  # of a copy: 2 * device outward, 2 * device + 1 inward; of others -1
+        self.ends: list[int] = []  # how many devices must be ready for it
         self.lendings: list[Lending] = []
         self.devices = [self._read(device, actions) for device, actions in enumerate(program.actions)]
 
@@ -70,15 +71,15 @@ class Script:
                 code, transfer = JOIN, started.pop(action[:6])
                 if action.kind is Kind.RELOAD:
                     self._lend(device, position, action, -1)
-            elif action.kind in MESSAGES:
-                code, transfer = POST, self._message(action)
+            elif action.kind in MESSAGES or action.kind in COLLECTIVE:
+                code, transfer = POST, self._message(action) if action.kind in MESSAGES else self._collective(action)
                 started[action[:6]] = transfer
             elif action.kind is Kind.OFFLOAD or action.kind is Kind.RELOAD:
                 code, transfer = COPY, self._copy(device, action)
                 started[action[:6]] = transfer
                 if action.kind is Kind.OFFLOAD:
                     self._lend(device, position, action, 1)
-            elif action.kind is not Kind.LOAD and action.kind is not Kind.REDUCE:
+            elif action.kind is not Kind.LOAD:
                 code, duration = COMPUTE, self._compute_seconds(action)
             codes.append(code)
             seconds.append(duration)
@@ -92,6 +93,13 @@ class Script:
         first, end = action.layers or (stage.start, stage.stop)
         return stage.forward_seconds(first, end) if action.kind is Kind.FORWARD else stage.backward_seconds(first, end)
 
+    def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
+        """The number of a new transfer."""
+        self.parts.append(parts)
+        self.streams.append(stream)
+        self.ends.append(ends)
+        return len(self.parts) - 1
+
     # ---------------------------------------------------------------- messages
 
     def _message(self, action: Action) -> int:
@@ -103,9 +111,7 @@ class Script:
             kind, stage = Kind.RECV_BACKWARD, stage - 1
         number = self._messages.get((kind, stage, microbatch))
         if number is None:
-            number = self._messages[kind, stage, microbatch] = len(self.parts)
-            self.parts.append(self._message_parts(kind, stage))
-            self.streams.append(-1)
+            number = self._messages[kind, stage, microbatch] = self._add(self._message_parts(kind, stage), ends=2)
         return number
 
     def _new_message_parts(self, kind: Kind, receiver: int) -> Parts:
@@ -115,14 +121,30 @@ class Script:
         nbytes = memory.input_bytes if kind is Kind.RECV_FORWARD else memory.output_gradient_bytes
         return () if source == target else (self._part(f"device{source}", f"device{target}", nbytes),)
 
+    # ---------------------------------------------------------------- collectives
+
+    def _collective(self, action: Action) -> int:
+        """The number of the sum or exchange that this stage takes part in."""
+        key = action.kind, action.subject
+        number = self._collectives.get(key)
+        if number is None:
+            members = self._members[key]
+            nbytes = self._stages[action.stage].memory.collective_bytes(action)
+            number = self._collectives[key] = self._add(self._ring(members, nbytes), ends=len(members))
+        return number
+
+    def _ring(self, members: list[int], nbytes: int) -> Parts:
+        """A ring all-reduce: every member sends 2 (k-1)/k of the bytes to the next one."""
+        share = 2 * (len(members) - 1) * nbytes // len(members)
+        ring = zip(members, members[1:] + members[:1], strict=True)
+        return tuple(self._part(f"device{a}", f"device{b}", share) for a, b in ring if a != b)
+
     # ---------------------------------------------------------------- copies
 
     def _copy(self, device: int, action: Action) -> int:
         outward = action.kind is Kind.OFFLOAD
-        number = len(self.parts)
-        self.parts.append(self._copy_parts(device, outward, self._nbytes(action), action.place))
-        self.streams.append(2 * device + (not outward))
-        return number
+        copied = self._copy_parts(device, outward, self._nbytes(action), action.place)
+        return self._add(copied, ends=1, stream=2 * device + (not outward))
 
     def _new_copy_parts(self, device: int, outward: bool, nbytes: int, place: str | None) -> Parts:
         here = f"device{device}"
@@ -144,3 +166,13 @@ class Script:
     def _part(self, source: str, target: str, nbytes: int) -> tuple[float, tuple[int, ...]]:
         route = self._route(source, target)
         return route.seconds(nbytes), tuple(self._wires.setdefault(wire, len(self._wires)) for wire in route.wires)
+
+
+def _members(program: Program) -> dict[tuple[Kind, Subject | None], list[int]]:
+    """The devices of every collective."""
+    found: dict[tuple[Kind, Subject | None], list[int]] = {}
+    for device, actions in enumerate(program.actions):
+        for action in actions:
+            if action.kind in COLLECTIVE and not action.wait:
+                found.setdefault((action.kind, action.subject), []).append(device)
+    return found

@@ -1,0 +1,122 @@
+"""Claim: peaks are predicted exactly, without hardware: the dry run to the byte, the simulator to a thousandth.
+
+Random models of the zoo, settings, splits and schedules, and models that no zoo knows. For every device, in the first
+step and in a steady one, three accounts of the highest bytes allocated: the CPU allocator's own events during real
+training (the oracle, from torch's profiler), the dry run over fake tensors, and the simulator.
+
+    PYTHONPATH=src python benchmarks/bench_accuracy.py [--cases 300] [--seed 0] [--json FILE]
+
+About a second a case. The JSON holds the totals, and of the table only the rows in which something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from own_models import OWN_MODELS
+from random_cases import Account, Case, accounts, plan_for, random_case
+
+OWN_SHARE = 0.2  # of the cases, with models that no zoo knows
+COLUMNS = ("model", "settings", "batch", "schedule", "split", "device", "step", "oracle B", "dry run B", "simulator %")
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """The benchmark's cases, the same for the same seed."""
+    rng = Random(seed)
+    for _ in range(count):
+        if rng.random() < OWN_SHARE:
+            name = rng.choice(sorted(OWN_MODELS))
+            yield plan_for(OWN_MODELS[name](), rng, name=name)
+        else:
+            yield random_case(rng)
+
+
+def row(account: Account) -> tuple[str, ...]:
+    """One line of the table."""
+    case, training = account.case, account.case.plan.training
+    return (
+        case.name,
+        " ".join(f"{key}={value}".replace(" ", "") for key, value in case.settings.items()) or "-",
+        f"{training.microbatches}x{training.microbatch_size}",
+        training.schedule,
+        "-".join(map(str, case.plan.split)),
+        str(account.device),
+        ("first", "steady")[account.step],
+        str(account.oracle_bytes),
+        f"{account.dry_run_difference:+d}",
+        f"{100 * account.simulator_error:+.4f}",
+    )
+
+
+def summarise(found: Sequence[Account], count: int, seconds: float) -> dict[str, Any]:
+    """The totals: how many, how many exact, and the largest errors."""
+    errors = [abs(account.simulator_error) for account in found]
+    return {
+        "cases": count,
+        "devices": len(found) // 2,
+        "peaks": len(found),
+        "dry_run_equal": sum(account.dry_run_difference == 0 for account in found),
+        "dry_run_max_bytes": max(abs(account.dry_run_difference) for account in found),
+        "simulator_equal": sum(account.simulated_bytes == account.oracle_bytes for account in found),
+        "simulator_within_0.1_percent": sum(error <= 0.001 for error in errors),
+        "simulator_max_error_percent": 100 * max(errors),
+        "seconds": round(seconds),
+    }
+
+
+def sentence(totals: dict[str, Any]) -> str:
+    """The totals in words."""
+    within = totals["simulator_within_0.1_percent"] / totals["peaks"]
+    return (
+        f"{totals['cases']} cases, {totals['devices']} devices, {totals['peaks']} peaks: dry run equal in "
+        f"{totals['dry_run_equal']} of {totals['peaks']}; simulator equal in {totals['simulator_equal']}, "
+        f"largest error {totals['simulator_max_error_percent']:.4f} %, {within:.2%} within 0.1 %"
+    )
+
+
+def main() -> None:
+    """Run, print, and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write totals, versions and differing rows here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # profiles assume one thread
+    began, found = time.perf_counter(), []
+    print("  ".join(COLUMNS))
+    for case in cases(options.cases, options.seed):
+        for account in accounts(case):
+            found.append(account)
+            print("  ".join(row(account)), flush=True)
+    totals = summarise(found, options.cases, time.perf_counter() - began)
+    print(sentence(totals))
+    if options.json is not None:
+        wrong = [a for a in found if not a.oracle_bytes == a.dry_run_bytes == a.simulated_bytes]
+        document = {
+            "summary": totals | {"seed": options.seed},
+            "versions": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            },
+            "columns": COLUMNS,
+            "differing_rows": [row(account) for account in wrong],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

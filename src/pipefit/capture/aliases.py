@@ -1,0 +1,71 @@
+"""Which values share memory, and which operations write into it.
+
+A cut between two views of one tensor is harmless until somebody writes into one of them: after the cut they are two
+tensors. So a value that is changed in place may be cut off only from what never sees the change. From the operators'
+schemas and the storages of the traced values; linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The values `node` writes into; for batch norm in training its running statistics."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+        return [item for item in node.args[3:5] if isinstance(item, fx.Node)]
+    if node.target is torch.ops.aten.instance_norm.default and node.args[5]:
+        return [item for item in node.args[3:5] if isinstance(item, fx.Node)]
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    named = ((a, node.kwargs[a.name]) for a in node.target._schema.arguments if a.name in node.kwargs)
+    return [
+        item
+        for argument, item in (*arguments, *named)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(item, fx.Node)
+    ]
+
+
+def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the first one whose memory it may share (itself when none)."""
+    first: dict[fx.Node, fx.Node] = {}
+    storages: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        candidates = [first[source] for source in _sources(node)]
+        for storage in _storages(node.meta.get("val")):
+            candidates.append(storages.setdefault(storage, candidates[0] if candidates else node))
+        root = candidates[0] if candidates else node
+        for other in {candidate for candidate in candidates if candidate is not root and candidate is not node}:
+            for known in [n for n, r in first.items() if r is other]:
+                first[known] = root
+            for storage in [s for s, r in storages.items() if r is other]:
+                storages[storage] = root
+        first[node] = root
+    return first
+
+
+def _sources(node: fx.Node) -> Iterable[fx.Node]:
+    """The arguments that the result may be a view of."""
+    if node.op != "call_function":
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        yield from node.all_input_nodes  # getitem
+        return
+    if not any(result.alias_info is not None for result in node.target._schema.returns):
+        return
+    for argument, item in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(item, fx.Node):
+            yield item
+
+
+def _storages(item: Any) -> list[int]:
+    if isinstance(item, Tensor):
+        return [item.untyped_storage()._cdata]
+    if isinstance(item, tuple | list):
+        return [storage for part in item for storage in _storages(part)]
+    return []

@@ -1,0 +1,83 @@
+"""`torch.export` over a twin without bytes: the whole model as one program, traced for the CPU in training mode.
+
+Nothing of the model's size is allocated, whatever device its parameters are on and whether they are real or fake.
+Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are those of the sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pipefit.capture.eager_masks import eager_masks
+from pipefit.capture.refusals import refuse_export
+
+
+def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
+    """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
+
+    Raises:
+        UsageError: it cannot be exported; says which part, where and why.
+    """
+    with _disable_current_modes(), torch.enable_grad():
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        twin = _twin(module, mode).train()
+        paths = {part: path for path, part in twin.named_modules()}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
+        try:
+            with _quiet(), eager_masks(kwargs):
+                return torch.export.export(twin, args, kwargs, strict=False)
+        except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
+            refuse_export(error, name, paths)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`inputs` as a module takes them."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A deep copy of `module` whose parameters, buffers and fake attributes are tensors of `mode`."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in vars(part).values():
+            if isinstance(tensor, FakeTensor):
+                memo[id(tensor)] = _fake(tensor, mode)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _fake(buffer, mode)
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch prints while it fails; the error says it better."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

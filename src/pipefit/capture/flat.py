@@ -1,0 +1,220 @@
+"""One straight list of operations: an exported program without wrappers, checks and dead code.
+
+`torch.export` hides pieces of the program behind functions of functions (`torch.no_grad()`, `torch.autocast`). Here they
+are unrolled, and every operation says in which contexts it runs, so that a cut may fall anywhere; a layer enters the
+contexts again. Linear in the operations; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from pipefit.capture.aliases import mutated_arguments
+from pipefit.capture.refusals import refuse_operation
+
+Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
+
+_CHECKS = (
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+)
+_SCALARS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a placeholder stands for: a parameter, buffer or constant of that name, or input leaf number `index`."""
+
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    name: str
+    index: int = -1
+
+
+def flatten(program: ExportedProgram) -> fx.Graph:
+    """The program's operations in order; see `role`, `path`, `context` and `value` for what each node says.
+
+    Raises:
+        UsageError: an operation that cannot be laid flat (`torch.cond`), or that reads a tensor into Python.
+    """
+    graph = _Inliner(program).graph
+    _settle_buffers(graph)
+    sweep(graph)
+    return graph
+
+
+def role(node: fx.Node) -> Role | None:
+    """What a placeholder stands for; None for an operation."""
+    found: Role | None = node.meta.get("role")
+    return found
+
+
+def stack(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules the operation ran in, outermost (the root, "") first."""
+    found: tuple[str, ...] = node.meta.get("stack", ())
+    return found
+
+
+def context(node: fx.Node) -> Context:
+    """What the operation runs under, outermost first."""
+    found: Context = node.meta.get("context", ())
+    return found
+
+
+def value(node: fx.Node) -> Any:
+    """A fake of what the operation returns."""
+    return node.meta.get("val")
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of what the operation returns, were it sent."""
+    found = value(node)
+    return found.numel() * found.element_size() if isinstance(found, Tensor) else 0
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Remove what neither the output nor a mutated buffer depends on."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in live or any(_outlives(target, live) for target in mutated_arguments(node)):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    for node in reversed(list(graph.nodes)):
+        if node not in live and node.op != "placeholder":
+            graph.erase_node(node)
+
+
+def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether a change of `target` is seen by anyone: it, or what it is a view of, is used later or kept."""
+    while target not in live:
+        if target.op == "placeholder":
+            return True
+        if not target.all_input_nodes:
+            return False
+        target = target.all_input_nodes[0]
+    return True
+
+
+def _settle_buffers(graph: fx.Graph) -> None:
+    """Write a buffer's new value where it was made; export does so at the very end, for all buffers alike."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.copy_.default or node.users:
+            continue
+        buffer, made = node.args[:2]
+        if not isinstance(buffer, fx.Node) or role(buffer) is None or not isinstance(made, fx.Node):
+            continue
+        if buffer in mutated_roots(made):
+            graph.erase_node(node)
+            continue
+        order = {other: number for number, other in enumerate(graph.nodes)}
+        max((made, *(user for user in buffer.users if user is not node)), key=order.__getitem__).append(node)
+        node.meta["stack"], node.meta["context"] = stack(made), (("grad", False),)
+
+
+def mutated_roots(node: fx.Node) -> Iterator[fx.Node]:
+    """The values of which `node` is the in-place result, nearest first."""
+    while targets := mutated_arguments(node):
+        node = targets[0]
+        yield node
+
+
+class _Inliner:
+    """Copies a program and the functions inside it into one graph."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.graph = fx.Graph()
+        self.roles = {
+            spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
+            for index, spec in _numbered(program)
+        }
+        outputs = self._copy(program.graph_module, None, ())
+        self.graph.output(outputs)
+
+    def _copy(self, module: fx.GraphModule, arguments: tuple[Any, ...] | None, around: Context) -> Any:
+        """The outputs of `module` on `arguments`; the program itself has placeholders instead."""
+        known: dict[fx.Node, Any] = {}
+        given = iter(arguments or ())
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = self._placeholder(node) if arguments is None else next(given)
+            elif node.op == "get_attr":
+                known[node] = getattr(module, node.target)
+            elif node.op == "output":
+                return _through(node.args[0], known)
+            else:
+                known[node] = self._operation(node, known, around)
+        raise AssertionError("a graph ends in its output")
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        copied = self.graph.placeholder(node.name)
+        copied.meta = {"role": self.roles[node.name], "val": node.meta.get("val")}
+        return copied
+
+    def _operation(self, node: fx.Node, known: Mapping[fx.Node, Any], around: Context) -> Any:
+        args, kwargs = _through(node.args, known), _through(node.kwargs, known)
+        if node.target in _CHECKS:
+            return None
+        if node.target is operator.getitem and isinstance(args[0], tuple | list):
+            return args[0][args[1]]
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            return self._copy(args[1], args[2:], (*around, ("grad", args[0])))
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            return self._copy(args[4], args[5:], _autocast(around, args[:4]))
+        if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
+            return args[0]  # what `torch.tensor(...)` in a forward leaves behind
+        if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
+            refuse_operation(node)
+        target = (
+            node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
+        )
+        copied = self.graph.create_node("call_function", target, args, kwargs)
+        modules = (node.meta.get("nn_module_stack") or {}).values()
+        copied.meta = {
+            "stack": tuple(dict.fromkeys(path for path, _ in modules)),
+            "context": around,
+            "val": node.meta.get("val"),
+            "stack_trace": node.meta.get("stack_trace"),
+        }
+        return copied
+
+
+def _numbered(program: ExportedProgram) -> Iterator[tuple[int, Any]]:
+    """The inputs of a program; those the user gives are numbered."""
+    leaves = 0
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in _KINDS:
+            raise AssertionError(f"an input of kind {spec.kind}")
+        yield (leaves if spec.kind is InputKind.USER_INPUT else -1), spec
+        leaves += spec.kind is InputKind.USER_INPUT
+
+
+def _autocast(around: Context, settings: tuple[Any, ...]) -> Context:
+    """`around` and, inside it, an autocast; one that turns nothing off is left out."""
+    if not settings[2] and not any(entry[0] == "autocast" for entry in around):
+        return around
+    return (*around, ("autocast", *settings))
+
+
+def _through(item: Any, known: Mapping[fx.Node, Any]) -> Any:
+    """`item` with every node replaced by what is known for it."""
+    if isinstance(item, fx.Node):
+        return known[item]
+    if isinstance(item, tuple | list):
+        return type(item)(_through(part, known) for part in item)
+    if isinstance(item, dict):
+        return {key: _through(part, known) for key, part in item.items()}
+    return item

@@ -1,0 +1,173 @@
+"""What flows where: which values would cross a cut behind each operation, and where no cut may be.
+
+Operations that depend on numbers of the input alone (causal masks, positions, rotary tables) are done again in every
+layer that uses them, when that makes fewer bytes cross: they are no part of the order that is cut. Everything here is
+an interval from where a value is made to where it is last used, so all cuts together cost one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor, fx
+
+from pipefit.capture.aliases import groups, mutated_arguments
+from pipefit.capture.flat import nbytes, role, value
+from pipefit.capture.refusals import refuse_value
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A flat graph, read for cutting. Cut `k` is behind operation `k` of `order`."""
+
+    graph: fx.Graph
+
+    @cached_property
+    def again(self) -> frozenset[fx.Node]:
+        """Operations done again in every layer that needs them."""
+        changed = self._changed
+        found: dict[fx.Node, frozenset[fx.Node]] = {}  # and the values each depends on
+        for node in self.graph.nodes:
+            if node.op != "call_function" or self._group[node] in changed or not _repeatable(node):
+                continue
+            needed: set[fx.Node] = set()
+            for source in node.all_input_nodes:
+                if source in found:
+                    needed |= found[source]
+                elif not self._given(source, changed):
+                    break
+                elif _kind(source) == "input":
+                    needed.add(source)
+            else:
+                if not isinstance(value(node), Tensor) or sum(map(nbytes, needed)) <= nbytes(node):
+                    found[node] = frozenset(needed)
+        return frozenset(found)
+
+    @cached_property
+    def order(self) -> tuple[fx.Node, ...]:
+        """The operations that are done once, in order."""
+        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.again)
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What the model returns."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def needs(self, node: fx.Node) -> frozenset[fx.Node]:
+        """What must be at hand to do `node`: values, inputs, parameters; what is done again is seen through."""
+        return self._expanded(node.all_input_nodes)
+
+    @cached_property
+    def crossing(self) -> list[tuple[fx.Node, int, int]]:
+        """(value, first cut, last cut) it crosses, in the order values are made; inputs first, before cut 0."""
+        made = {node: number for number, node in enumerate(self.order)}
+        last: dict[fx.Node, int] = {}
+        for number, node in enumerate(self.order):
+            last.update(dict.fromkeys(self.needs(node), number))
+        last.update(dict.fromkeys(self._expanded(self.outputs), len(self.order)))
+        inputs = [node for node in self.graph.nodes if _kind(node) == "input" and node in last]
+        operations = [node for node in self.order if last.get(node, -1) > made[node]]
+        return [(node, made.get(node, -1), last[node] - 1) for node in (*inputs, *operations)]
+
+    def values(self, cut: int) -> tuple[fx.Node, ...]:
+        """What crosses a cut."""
+        return tuple(node for node, first, last in self.crossing if first <= cut <= last)
+
+    @cached_property
+    def cost(self) -> list[int]:
+        """Bytes that cross each cut."""
+        return _sums(len(self.order), ((first, last, nbytes(node)) for node, first, last in self.crossing))
+
+    @cached_property
+    def legal(self) -> list[bool]:
+        """Where a cut may be: nothing but tensors crosses, and no change in place is seen on the other side of it."""
+        closed = [(first, last, 1) for node, first, last in self.crossing if not _can_cross(node)]
+        numbers = {node: number for number, node in enumerate(self.order)}
+        for root, changes in self._changed.items():
+            closed += self._closed_by(root, [numbers[change] for change in changes])
+        return [count == 0 for count in _sums(len(self.order), closed)]
+
+    # ---------------------------------------------------------------- inside
+
+    @cached_property
+    def _group(self) -> dict[fx.Node, fx.Node]:
+        return groups(self.graph)
+
+    @cached_property
+    def _changed(self) -> dict[fx.Node, list[fx.Node]]:
+        """Groups of values that share memory and are written into, and by what."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            for target in mutated_arguments(node):
+                root = self._group[target]
+                if _kind(root) == "input":
+                    refuse_value("the model", node, f"it changes its input {root.name} in place")
+                found.setdefault(root, []).append(node)
+        return found
+
+    def _given(self, node: fx.Node, changed: Iterable[fx.Node]) -> bool:
+        """Whether any layer may have `node` without anything being computed from floating-point numbers or learned."""
+        kind = _kind(node)
+        if kind == "input":
+            return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
+        return kind in ("buffer", "constant") and self._group[node] not in changed
+
+    def _expanded(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in nodes:
+            found |= self._seen_through[node] if node in self.again else {node}
+        return frozenset(found)
+
+    @cached_property
+    def _seen_through(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        found: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node in self.again:
+                sources = (found.get(source, frozenset((source,))) for source in node.all_input_nodes)
+                found[node] = frozenset().union(*sources)
+        return found
+
+    def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int, int]]:
+        """Ranges of cuts closed because the memory of `root` is changed in place."""
+        if root.op == "placeholder":  # a buffer: all that touches it stays in one layer
+            touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
+            return [(min(touching), max(touching) - 1, 1)]
+        crossing = [(first, last) for node, first, last in self.crossing if self._group[node] is root]
+        closed = []
+        for cut in range(min(first for first, _ in crossing), max(changes)):
+            if sum(first <= cut <= last for first, last in crossing) > 1:
+                closed.append((cut, cut, 1))
+        return closed
+
+
+def _kind(node: fx.Node) -> str | None:
+    found = role(node)
+    return found.kind if found else None
+
+
+def _repeatable(node: fx.Node) -> bool:
+    """Whether doing it twice gives the same."""
+    return not (
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def _can_cross(node: fx.Node) -> bool:
+    found = value(node)
+    if not isinstance(found, Tensor):
+        return False
+    return found.is_contiguous() or (found.ndim == 4 and found.is_contiguous(memory_format=torch.channels_last))
+
+
+def _sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
+    """For each of `count` cuts the sum of the weights of the ranges (first, last, weight) it is in."""
+    changes = [0] * (count + 1)
+    for first, last, weight in ranges:
+        if last >= first and last >= 0:
+            changes[max(first, 0)] += weight
+            changes[min(last, count - 1) + 1] -= weight
+    return list(accumulate(changes))[:count]

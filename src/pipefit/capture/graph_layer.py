@@ -1,0 +1,135 @@
+"""A layer made of traced operations: an ordinary module whose forward is generated code.
+
+Every value is dropped in the line of its last use, so memory is that of the eager module. The code names no device: it
+runs where its inputs are. Two layers with the same text, parameters and buffers are alike, and are profiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipefit.capture.flat import Context, context, role
+from pipefit.capture.flow import Flow
+
+Values = tuple[Tensor, ...]
+Entered = list[AbstractContextManager[Any]]
+
+
+class GraphLayer(nn.Module):
+    """A piece of a traced model; takes and returns a tensor, or a tuple of several."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        code = graph.python_code("self")
+        self.generated_code = code.src
+        names = dict(code.globals)
+        exec(compile(code.src, "<pipefit layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
+        self._run: Callable[..., Values] = names["forward"]
+
+    def forward(self, values: Tensor | Values) -> Tensor | Values:
+        """The layer's outputs, a tensor when there is one."""
+        values = (values,) if isinstance(values, Tensor) else values
+        entered: Entered = []
+        try:
+            outputs = self._run(self, entered, values[0].device, *values)
+        finally:
+            while entered:
+                leave(entered)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a captured layer is not copied or sent: capture the model again")
+
+
+def write(
+    flow: Flow, order: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Mapping[str, str]
+) -> fx.Graph:
+    """The graph of a layer that does `order` to `inputs`. `names` gives parameters and the like their local names."""
+    writer = _Writer(flow, inputs, names)
+    for node in order:
+        writer.operation(node)
+    writer.graph.output(tuple(writer.known(node) for node in outputs), type_expr=None)
+    return writer.graph
+
+
+def enter(entered: Entered, device: torch.device, kind: str, *settings: Any) -> None:
+    """Enter a context of the traced code."""
+    manager: AbstractContextManager[Any]
+    if kind == "grad":
+        manager = torch.enable_grad() if settings[0] else torch.no_grad()
+    else:
+        name, dtype, enabled, cached = settings
+        # Traced on the CPU, so its autocast stands for that of whatever device the layer is on.
+        kind = device.type if name == "cpu" else name
+        manager = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
+    manager.__enter__()
+    entered.append(manager)
+
+
+def leave(entered: Entered) -> None:
+    """Leave the innermost context."""
+    entered.pop().__exit__(None, None, None)
+
+
+class _Writer:
+    """Writes operations into a graph of their own, with what they need done again in front of them."""
+
+    def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
+        self.flow, self.names, self.graph = flow, names, fx.Graph()
+        self._entered, self._device = self.graph.placeholder("entered"), self.graph.placeholder("device")
+        self._known = {node: self.graph.placeholder(f"value{number}") for number, node in enumerate(inputs)}
+        self._context: Context = ()
+
+    def known(self, node: fx.Node) -> fx.Node:
+        """The node of this graph that stands for one of the model's; written now if need be."""
+        if node not in self._known:
+            if (meaning := role(node)) is not None:
+                self._known[node] = self.graph.get_attr(self.names[meaning.name])
+            else:
+                assert node in self.flow.again, f"{node} does not cross"
+                self._again(node)
+        return self._known[node]
+
+    def operation(self, node: fx.Node) -> None:
+        """Write one operation."""
+        for source in node.all_input_nodes:
+            self.known(source)
+        self._switch(context(node))
+        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        self._known[node] = self.graph.create_node("call_function", node.target, args, kwargs)
+
+    def _again(self, node: fx.Node) -> None:
+        """Write what `node` needs, then it; without recursion, as masks are long chains."""
+        pending = [node]
+        while pending:
+            missing = [s for s in pending[-1].all_input_nodes if s not in self._known and s in self.flow.again]
+            if missing:
+                pending += missing
+            elif (ready := pending.pop()) not in self._known:
+                self.operation(ready)
+
+    def _switch(self, wanted: Context) -> None:
+        common = 0
+        while common < min(len(wanted), len(self._context)) and wanted[common] == self._context[common]:
+            common += 1
+        for _ in self._context[common:]:
+            self.graph.call_function(leave, (self._entered,))
+        for entry in wanted[common:]:
+            self.graph.call_function(enter, (self._entered, self._device, *entry))
+        self._context = wanted
+
+    def _mapped(self, item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return self.known(item)
+        if isinstance(item, torch.device):
+            return self._device
+        if isinstance(item, tuple | list):
+            return type(item)(map(self._mapped, item))
+        if isinstance(item, dict):
+            return {key: self._mapped(part) for key, part in item.items()}
+        return item

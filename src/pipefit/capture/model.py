@@ -1,0 +1,63 @@
+"""From a task's module to its chain: by hand, or through `torch.export`.
+
+An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module is traced once, for
+the shapes of a sample, and cut at the seams between its own modules. Nothing is computed and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.structure import Tree
+from pipefit.capture.task import Task
+from pipefit.capture.traced import traced_chain
+from pipefit.errors import UsageError
+
+
+def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
+    """The chain of a task's module, built here and now, for microbatches like `inputs` and `targets`.
+
+    Raises:
+        UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it.
+    """
+    module = task.build()
+    wanted = None if targets is None else Tree.of("the targets", targets)
+    if isinstance(module, nn.Sequential):
+        layers = _by_hand(module, task.name)
+        return Chain(task.name, layers, inputs=Tree.of("the inputs", inputs), targets=wanted, criterion=task.loss)
+    return traced_chain(task, module, inputs, wanted)
+
+
+def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
+    """Modules, or (name, module) pairs, in the order they run, as a model for `Task`: each becomes a layer.
+
+    Each takes what the one before returned: a tensor, or a tuple of tensors as one argument.
+    """
+    named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
+    return nn.Sequential(OrderedDict(named))
+
+
+def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:
+    met: set[int] = set()
+    parts = [(name, part) for name, part in module._modules.items() if part is not None]
+    if not parts:
+        raise UsageError(f"{name} has no layers")
+    return tuple(ChainLayer(name, _own_module(part, met), _prefixed(name, part)) for name, part in parts)
+
+
+def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
+    return {local: f"{name}.{local}" for local in part.state_dict()}
+
+
+def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
+    """`part`, or, if the chain has it already, a twin with the same parameters and buffers: each layer is itself."""
+    if id(part) not in met:
+        met.add(id(part))
+        return part
+    return copy.deepcopy(part, {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())})

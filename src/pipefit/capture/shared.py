@@ -1,0 +1,43 @@
+"""Parameters that several layers of a chain use: tied embeddings, layers that share their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One parameter, and every place that uses it: the number of the layer and the parameter's name there."""
+
+    parameter: nn.Parameter
+    places: tuple[tuple[int, str], ...]
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """The layers, rising, each once."""
+        return tuple(sorted({layer for layer, _ in self.places}))
+
+
+def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
+    """The parameters that more than one of `modules` uses, in the order in which they are first met."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            parameters[id(parameter)] = parameter
+            places.setdefault(id(parameter), []).append((number, name))
+    found = (Shared(parameters[key], tuple(where)) for key, where in places.items())
+    return tuple(shared for shared in found if len(shared.users) > 1)
+
+
+def give_own_copies(modules: Sequence[nn.Module], shared: Shared, users: Sequence[int]) -> nn.Parameter:
+    """A new parameter with the value of `shared`, put in its place in the layers `users`."""
+    own = nn.Parameter(shared.parameter.detach().clone(), requires_grad=shared.parameter.requires_grad)
+    for layer, name in shared.places:
+        if layer in users:
+            path, _, attribute = name.rpartition(".")
+            setattr(modules[layer].get_submodule(path), attribute, own)
+    return own

@@ -1,0 +1,99 @@
+"""The shape of what goes into a model and comes out of it: tuples, dictionaries, a library's own output classes.
+
+Between layers there are only tuples of tensors; a `Tree` turns what the user has into that and back. Leaves that are no
+tensors (numbers, flags, None) are settings of the model: remembered, and checked to be the same ever after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pipefit.errors import UsageError
+
+Values = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What `what` (the inputs, the outputs) look like.
+
+    `taken` numbers the leaves that are handed over as tensors, in the order of the flat tuple; `leaves` holds the others.
+    """
+
+    what: str
+    spec: pytree.TreeSpec
+    taken: tuple[int, ...]
+    leaves: tuple[Any, ...]
+    plain: bool = False  # tensors and tuples of them; a tuple of one is given back as its tensor
+
+    @staticmethod
+    def of(what: str, tree: Any) -> Tree:
+        """The shape of `tree`, all of whose tensors are taken.
+
+        Raises:
+            UsageError: there is no tensor, or a leaf is neither tensor, number, text, flag nor None.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        strange = next((leaf for leaf in constants if not isinstance(leaf, int | float | str | None)), None)
+        plain = isinstance(tree, Tensor | tuple | list) and len(taken) == len(leaves)
+        if strange is not None or (not taken and not (isinstance(tree, tuple) and not tree)):
+            raise UsageError(
+                f"{what} of a batch must be a tensor, or a tuple or dictionary of tensors, not a "
+                f"{type(tree if strange is None else strange).__name__}"
+            )
+        return Tree(what, spec, taken, constants, plain)
+
+    def flatten(self, tree: Any) -> Values:
+        """The tensors of `tree`.
+
+        Raises:
+            UsageError: it is not of this shape; says what differs.
+        """
+        leaves, spec = pytree.tree_flatten(self._ordered(tree))
+        if self.plain and len(leaves) == len(self.taken) and all(isinstance(leaf, Tensor) for leaf in leaves):
+            return tuple(leaves)
+        if spec != self.spec:
+            raise UsageError(f"{self.what} changed: the model was captured with {_told(self.spec)}, not {_told(spec)}")
+        for number, (leaf, constant) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if isinstance(leaf, Tensor):
+                continue
+            if number in self.taken or type(leaf) is not type(constant) or leaf != constant:
+                raise UsageError(
+                    f"{self.what} changed: {leaf!r} where the model was captured with "
+                    f"{'a tensor' if number in self.taken else repr(constant)}"
+                )
+        return tuple(leaves[number] for number in self.taken)
+
+    def rebuild(self, values: Sequence[Tensor]) -> Any:
+        """What the user knows, from the flat tuple."""
+        if self.plain:
+            return values[0] if len(values) == 1 else tuple(values)
+        leaves = list(self.leaves)
+        for number, tensor in zip(self.taken, values, strict=True):
+            leaves[number] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _ordered(self, tree: Any) -> Any:
+        """A dictionary in the order of its keys at capture."""
+        if self.spec.type is dict and isinstance(tree, Mapping) and set(tree) == set(self.spec.context):
+            return {key: tree[key] for key in self.spec.context}
+        return tree
+
+
+def tensors(tree: Any, what: str) -> Values:
+    """The tensors of `tree`; none of None, as targets are where the model computes its own loss."""
+    return () if tree is None else Tree.of(what, tree).flatten(tree)
+
+
+def _told(spec: pytree.TreeSpec) -> str:
+    kind = "a tensor" if spec.type is None else f"a {getattr(spec.type, '__name__', spec.type)}"
+    if spec.type is dict:
+        return f"{kind} with {', '.join(map(str, spec.context))}"
+    return f"{kind} of {spec.num_leaves}" if spec.num_leaves > 1 else kind

@@ -1,0 +1,198 @@
+"""Whatever befalls a worker, `train` names the culprit in time and leaves nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import accidents
+import pipefit
+from pipefit.capture import Task
+from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
+from pipefit.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 30  # for a loaded machine; a worker needs about four
+
+
+def plan_of(layers: int = 3, memory: str = "1MiB") -> Plan:
+    """A plan of two stages: the last layer, the one with the accident, is in stage 1."""
+    profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
+    cluster = pipefit.load_cluster(f"emulated:2x{memory}")
+    return pipefit.plan(profile, cluster, batch_size=8, planner="uniform", allow_infeasible=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test: no worker lives, not even as a zombie, and the directory of the meeting is gone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(children())
+    yield
+    assert mp.active_children() == []
+    assert set(children()) <= before
+    assert list(tmp_path.glob("pipefit-*")) == []
+
+
+def children() -> list[str]:
+    """Command lines of this process's child processes, but for multiprocessing's own helper, which stays."""
+    found = []
+    for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
+        if "resource_tracker" not in command:
+            found.append(f"{number} {command}")
+    return found
+
+
+CULPRIT = "worker 1 (device 1, layers 2 to 2)"
+ACCIDENTS = [
+    ("killed", f"{CULPRIT} failed at 1F0: killed by signal 9"),
+    ("exits", f"{CULPRIT} failed at 1F0: its process exited with code 3"),
+    ("raises", f"{CULPRIT} failed at 1F0: Untold"),
+    ("hangs", f"{CULPRIT} hangs at 1F0: no sign of life for 3 s"),
+]
+
+
+@pytest.mark.parametrize(("accident", "sentence"), ACCIDENTS, ids=[name for name, _ in ACCIDENTS])
+def test_the_culprit_is_named_and_never_its_victim(
+    accident: str, sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that is killed, exits, raises what no pipe can carry, or hangs is named with where it was, in time.
+
+    The worker before it, which waits for it, is not. Stdout stays ours and stderr holds no traceback.
+    """
+    plan, began = plan_of(), time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        pipefit.train(partial(accidents.make, accident), plan, steps=2, timeout_seconds=3)
+    assert str(caught.value).startswith(sentence)
+    assert time.monotonic() - began < START_SECONDS + 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert ("accidents.py" in "".join(getattr(caught.value, "__notes__", ()))) == (accident == "raises")
+
+
+REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
+    ("parameters over the cap", accidents.make, {"memory": "400B"}, OutOfMemory, "device 0 ran out of memory at sett"),
+    ("peak over the cap", accidents.make, {"memory": "1500B"}, OutOfMemory, "device 0 ran out of memory at 0"),
+    ("another model", accidents.make, {"layers": 4}, FileError, "the plan was made for another model"),
+    ("factory raises", accidents.make_nothing, {}, WorkerFailed, "worker 0 (device 0, layers 0 to 1) failed while it "),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "planned", "kind", "sentence"), REPORTS, ids=[name for name, *_ in REPORTS])
+def test_a_worker_that_reports_is_heard(
+    name: str, task: Callable[[], Task], planned: dict[str, Any], kind: type[PipefitError], sentence: str
+) -> None:
+    """What a worker knows of its failure arrives as an error of that type, in one line."""
+    with pytest.raises(kind) as caught:
+        pipefit.train(task, plan_of(**planned), steps=1, timeout_seconds=3)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_never_starts_is_named() -> None:
+    """Within `start_seconds`, and although the other waits for it at the meeting."""
+    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 6 s"):
+        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=6)
+
+
+def test_stopping_leaves_nothing_behind() -> None:
+    """An exception of the caller's own, Ctrl-C above all, passes through, and the workers are gone."""
+
+    def stop(step: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
+
+
+def test_what_cannot_start_is_refused_at_once() -> None:
+    """A task that cannot be pickled, a task instead of a function, and impossible numbers cost no worker."""
+    plan, began = plan_of(), time.monotonic()
+    with pytest.raises(UsageError, match="cannot be sent to the workers"):
+        pipefit.train(lambda: accidents.make("none"), plan, steps=1)
+    with pytest.raises(UsageError, match="not a Task"):
+        pipefit.train(accidents.make(), plan, steps=1)  # type: ignore[arg-type]
+    for numbers in ({"steps": 0}, {"steps": 1, "timeout_seconds": 0}, {"steps": 1, "timeout_seconds": float("nan")}):
+        with pytest.raises(UsageError, match="must be above 0"):
+            pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 3
+
+
+def test_as_many_workers_as_stages() -> None:
+    """A trainer in a group of another size says how many it wants."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="2 stages, but 1 workers were started"):
+            pipefit.Trainer(accidents.make(), plan_of())
+    finally:
+        dist.destroy_process_group()
+
+
+SCRIPT = """
+import pipefit, sys
+sys.path.insert(0, "{tests}")
+import accidents
+plan = pipefit.plan(
+    pipefit.profile(accidents.make(), microbatch_size=2), pipefit.load_cluster("emulated:1x1MiB"), batch_size=4
+)
+{call}
+"""
+WORK = 'pipefit.train(accidents.make, plan, steps=100000, on_step=lambda n, loss: n or print("going", flush=True))'
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    """multiprocessing's riddle about bootstrapping is answered in the last line."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=ROOT / "tests", call=WORK))
+    run = subprocess.run(
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert 'if __name__ == "__main__"' in run.stderr.splitlines()[-1]
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """When the parent is killed outright, its worker follows within seconds."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=ROOT / "tests", call=f'if __name__ == "__main__":\n    {WORK}'))
+    with subprocess.Popen([sys.executable, script], env=environment(), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "going\n"
+        workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    deadline = time.monotonic() + 5
+    while living := [number for number in workers if Path(f"/proc/{number}").exists()]:
+        assert time.monotonic() < deadline, living
+        time.sleep(0.1)
+
+
+def test_torchrun_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+    """The same script, alone and under torchrun with a worker for each of three stages, prints the same losses."""
+    script = [str(ROOT / "examples" / "train_loop.py"), "--steps", "3"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    runs = [
+        subprocess.run(
+            [sys.executable, *words, *script], env=environment(), capture_output=True, text=True, check=True, timeout=60
+        )
+        for words in ([], torchrun)
+    ]
+    assert "step 2: loss " in runs[0].stdout
+    assert runs[0].stdout == runs[1].stdout
+
+
+def environment() -> dict[str, str]:
+    """For a script of its own, which may not find an installed pipefit."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}

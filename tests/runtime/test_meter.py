@@ -1,0 +1,251 @@
+"""The meter: which bytes count, from when to when, in which category, and the cap."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipefit.runtime.meter import Meter
+from pipefit.runtime.target import FakeTarget
+from pipefit.trace import Category
+
+
+def metered(threads: int | None = None, cap_bytes: int | None = None) -> Meter:
+    """A meter at the beginning of an action."""
+    meter = Meter(3, threads=threads, cap_bytes=cap_bytes)
+    meter.begin("2F0")
+    return meter
+
+
+def test_a_tensor_counts_from_birth_to_death() -> None:
+    """Bytes of a new tensor are counted until its last reference goes."""
+    with metered() as meter:
+        x = torch.empty(10, 10)
+        assert meter.total == 400
+        y = x
+        del x
+        assert meter.total == 400
+        del y
+        assert meter.total == 0
+
+
+def test_a_storage_lives_as_long_as_its_last_view() -> None:
+    """Views add nothing; the storage is counted, whole, until the last of them is gone."""
+    with metered() as meter:
+        x = torch.empty(10, 10)
+        views = [x[0], x.t(), x.view(-1)[5:6], x.detach(), x.expand(3, 10, 10), *x.split(2)]
+        assert meter.total == 400
+        del x
+        assert meter.total == 400
+        views[:] = views[:1]
+        assert meter.total == 400
+        views.clear()
+        assert meter.total == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.view(-1),
+        lambda x: x[1:],
+        lambda x: x.chunk(2),
+        lambda x: x.add_(1),
+        lambda x: x.relu_(),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.unbind(),
+        lambda x: x.detach(),
+        lambda x: x.copy_(x + 1),
+        lambda x: F.dropout(x, 0.5, training=True, inplace=True),
+    ],
+)
+def test_somebody_elses_tensor_is_not_counted(look: Callable[[Tensor], object]) -> None:
+    """Looking at a tensor from elsewhere, or writing into it, does not make it this device's."""
+    x = torch.ones(10, 10)
+    with metered() as meter:
+        kept = look(x)
+        assert kept is not None
+        assert meter.total == 0
+
+
+def test_every_result_of_an_operation_counts() -> None:
+    """Results in tuples and lists count, an output written into is not counted twice."""
+    with metered() as meter:
+        x = torch.empty(8, 4)
+        values, indices = x.topk(2)
+        assert meter.total == 8 * 4 * 4 + 8 * 2 * (4 + 8)
+        torch.add(values, 1, out=values)
+        copies = torch._foreach_add([x, values], 1.0)
+        assert meter.total == 2 * (8 * 4 * 4 + 8 * 2 * 4) + 8 * 2 * 8
+        del indices, copies
+        assert meter.total == 8 * 4 * 4 + 8 * 2 * 4
+
+
+def test_a_tensor_made_from_numbers_counts() -> None:
+    """`torch.tensor` of Python numbers is a new tensor."""
+    with metered() as meter:
+        x = torch.tensor([1.0, 2.0, 3.0])
+        assert meter.total == x.nbytes == 12
+
+
+def test_a_resized_tensor_counts_what_it_holds_now() -> None:
+    """A storage that grows in place counts with its new size, and dies with it."""
+    with metered() as meter:
+        x = torch.empty(10)
+        x.resize_(100)
+        assert meter.total == 400
+        del x
+        assert meter.total == 0
+
+
+def test_a_tensor_that_autograd_saved_counts_until_the_backward() -> None:
+    """What the graph holds is held: the output of exp lives on in its node, and dies when the backward has used it."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = x.exp().sum()
+        assert meter.total == 400 + 4
+        y.backward()
+        del y
+        assert meter.total == 400  # the gradient
+        x.grad = None
+        assert meter.total == 0
+
+
+def test_the_number_in_a_product_is_kept_for_the_backward() -> None:
+    """`x * 3.0` saves its number, eight bytes, until its backward has run."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = x * 3.0
+        assert meter.total == 400 + 8
+        y.backward(torch.ones(100))
+        meter.begin("next")
+        del y
+        x.grad = None
+        assert meter.total == 0
+
+
+def test_a_forgotten_graph_keeps_no_numbers() -> None:
+    """Without a backward, `forget_graphs` lets go of the numbers that graphs kept."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = [x * 3.0, x / 7.0]
+        y.clear()
+        meter.forget_graphs()
+        assert meter.total == 0
+
+
+def test_the_peak_is_of_the_action() -> None:
+    """An action's peak is its highest level, also where that is gone at its end; the next one starts where it ended."""
+    with metered() as meter:
+        x = torch.empty(100)
+        y = torch.empty(1000)
+        del y
+        assert meter.end(0, 0.0).total_bytes == 4400
+        meter.begin("2F1")
+        assert meter.end(0, 0.0).total_bytes == 400
+        del x
+
+
+def test_what_a_kernel_takes_inside_counts_for_the_peak_alone() -> None:
+    """Sorting 100 numbers returns 1200 bytes and uses 800 more meanwhile."""
+    x = torch.rand(100)
+    for threads, inside in ((1, 800), (None, 0)):
+        with metered(threads=threads) as meter:
+            kept = x.sort()
+            assert meter.total == 1200
+            assert meter.end(0, 0.0).total_bytes == 1200 + inside
+            del kept
+
+
+def test_what_is_left_takes_the_actions_category() -> None:
+    """What an action leaves is of its category; what was tagged keeps its tag; the parts of the peak add up."""
+    with metered() as meter:
+        left, tagged = torch.empty(10), torch.empty(20)
+        meter.tag([tagged, None], Category.BOUNDARY)
+        meter.end(0, 0.0, Category.ACTIVATIONS)
+        meter.begin("2B0")
+        made = torch.empty(5)
+        sample = meter.end(1, 0.5, Category.GRADIENTS)
+    assert sample.by_category == {Category.ACTIVATIONS: 40, Category.BOUNDARY: 80, Category.TEMPORARY: 20}
+    assert (sample.step, sample.action, sample.seconds) == (1, "2B0", 0.5)
+    assert [t.nbytes for t in (left, tagged, made)] == [40, 80, 20]
+
+
+def test_a_tag_makes_an_older_tensor_count() -> None:
+    """Parameters exist before the meter does: a tag counts them, once, however often it is repeated."""
+    x = torch.empty(10)
+    meter = metered()
+    meter.tag([x, x.view(2, 5)], Category.PARAMETERS)
+    meter.tag([x], Category.PARAMETERS)
+    assert meter.total == 40
+    meter.begin("next")
+    assert meter.end(0, 0.0).by_category == {Category.PARAMETERS: 40}
+    del x
+    assert meter.total == 0
+
+
+def test_the_cap_is_the_last_byte_that_fits() -> None:
+    """A level equal to the cap passes, one byte more raises as CUDA does, naming device, action, excess, holders."""
+    with metered(cap_bytes=4096) as meter:
+        parameters = torch.empty(512)
+        meter.tag([parameters], Category.PARAMETERS)
+        fits = torch.empty(512)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(1, dtype=torch.uint8)
+    message = str(caught.value)
+    assert "device 3 ran out of memory at 2F0" in message
+    assert "1 B over its 4.00 KiB" in message
+    assert "parameters 2.00 KiB" in message
+    assert fits.nbytes == 2048
+
+
+def test_a_kernels_inside_can_pass_the_cap() -> None:
+    """Memory that is given back within an operation counts against the cap like any other."""
+    x = torch.rand(100)
+    with metered(threads=1, cap_bytes=1999), pytest.raises(torch.OutOfMemoryError, match="temporary"):
+        x.sort()
+    with metered(threads=1, cap_bytes=2000):
+        x.sort()
+
+
+def test_a_refused_tensor_does_not_stay() -> None:
+    """After the cap was passed, the level is what it was: the tensor that did not fit is gone."""
+    with metered(cap_bytes=1000) as meter:
+        x = torch.empty(100)
+        try:
+            torch.empty(1000)
+        except torch.OutOfMemoryError:
+            refused = True
+        gc.collect()
+        assert refused
+        assert meter.total == x.nbytes
+
+
+def test_fake_tensors_weigh_what_real_ones_do() -> None:
+    """Operation by operation, the levels over fake tensors are those over real ones."""
+
+    def levels() -> list[int]:
+        found = []
+        with metered(threads=1) as meter:
+            x = torch.ones(8, 8, requires_grad=True)
+            weight = torch.ones(8, 8, requires_grad=True)
+            for call in (
+                lambda: F.dropout(F.relu(x @ weight), 0.5).mul_(2.0).sum(),
+                lambda: F.mse_loss(F.gelu(x) * 2.0, weight.detach()),
+                lambda: F.cross_entropy(F.layer_norm(x @ weight, (8,)), torch.arange(8)),
+                lambda: F.binary_cross_entropy((x / 3.0).sigmoid(), weight.detach()),
+            ):
+                loss = call()
+                found.append(meter.total)
+                loss.backward()
+                meter.begin("next")
+                found += [meter.total, meter.end(0, 0.0).total_bytes]
+        return found
+
+    real = levels()
+    with FakeTarget("cpu"):
+        assert levels() == real

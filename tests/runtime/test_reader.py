@@ -1,0 +1,270 @@
+"""Reading a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import FileError, OutOfMemory, UsageError
+from pipefit.plan import Plan
+from pipefit.profiler import profile
+from pipefit.program import parse_program
+from pipefit.runtime import Trainer, certify, trainer
+from tiny import batch_of, plan_of, task_of, trainer_of
+
+
+class Fuse(nn.Module):
+    """The identity, until it is told to raise in its forward or backward number `at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: tuple[str, int] | None = None
+        self.calls = {"forward": 0, "backward": 0}
+
+    def burn(self, what: str) -> None:
+        if self.at == (what, self.calls[what]):
+            raise RuntimeError(f"the fuse blew in {what} {self.calls[what]}")
+        self.calls[what] += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.burn("forward")
+        return _Watched.apply(x, self)
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.fuse.burn("backward")
+        return gradient.clone(), None
+
+
+def fused(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Task:
+    """Three stages' worth of layers with a fuse in the middle."""
+    return task_of(
+        lambda: [nn.Linear(8, 32), nn.Tanh(), Fuse(), nn.Linear(32, 16), nn.Linear(16, 4)], optimizer=optimizer
+    )
+
+
+def capped(plan: Plan, peaks: list[int]) -> Plan:
+    """The plan on devices with these caps."""
+    return replace(plan, cluster=Cluster.emulated(*((1, nbytes) for nbytes in peaks)))
+
+
+def failure(run: Callable[[], object], kind: type[BaseException]) -> str:
+    """The message of the failure of `run`; nothing else of it is kept."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    pytest.fail("nothing failed")
+
+
+def living() -> int:
+    """How many tensors are alive."""
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
+    """With every device capped at its certified peak training runs; one byte less on any device and it does not."""
+    task = fused()
+    plan = plan_of(task, [2, 2, 1], microbatches=4)
+    peaks = list(certify(task, plan).peak_bytes)
+    enough = Trainer(task, capped(plan, peaks))
+    for step in range(2):
+        enough.step(batch_of(task, plan, step))
+    assert enough.trace.peak_bytes == tuple(peaks)
+    for device in range(3):
+        caps = [nbytes - (number == device) for number, nbytes in enumerate(peaks)]
+        short = Trainer(task, capped(plan, caps))
+        message = failure(lambda short=short: [short.step(batch_of(task, plan, step)) for step in (0, 1)], OutOfMemory)
+        assert f"device {device} ran out of memory at {device}" in message
+
+
+def test_out_of_memory_says_where_and_what() -> None:
+    """The error names device, action, need, excess, what held the bytes, stage and layers."""
+    task = fused()
+    plan = plan_of(task, [2, 2, 1], microbatches=4)
+    peak = certify(task, plan).devices[1].peak
+    assert peak is not None
+    caps = [1 << 20, peak.total_bytes - 1, 1 << 20]
+    starved = Trainer(task, capped(plan, caps))
+    message = failure(lambda: [starved.step(batch_of(task, plan, step)) for step in (0, 1)], OutOfMemory)
+    assert f"device 1 ran out of memory at {peak.action}: it needed" in message
+    assert "1 B over its" in message
+    assert all(f"{category.value} " in message for category in peak.by_category)
+    assert "(stage 1, layers 2 to 3)" in message
+
+
+def test_a_device_too_small_for_its_parameters_says_so() -> None:
+    """A cap below the parameters is refused before the first step, in the same words."""
+    task = fused()
+    plan = capped(plan_of(task, [2, 2, 1]), [100, 1 << 20, 1 << 20])
+    message = failure(lambda: Trainer(task, plan), OutOfMemory)
+    assert "device 0 ran out of memory at setting up" in message
+
+
+FAILURES = [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 1), ("backward", 3)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("at", FAILURES)
+def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str) -> None:
+    """An exception in mid-pipeline frees every buffer, graph and gradient: by the meters, and by counting tensors."""
+    task = fused()
+    broken = trainer_of(task, [2, 2, 1], microbatches=4, schedule=schedule)
+    batch = batch_of(task, broken.plan)
+    broken.step(batch)
+    gc.collect()
+    levels, tensors = [reader.meter.total for reader in broken.readers], living()
+    fuse = broken.readers[1].runner.layers[0].module
+    fuse.calls, fuse.at = {"forward": 0, "backward": 0}, at
+    assert "the fuse blew" in failure(lambda: broken.step(batch), RuntimeError)
+    gc.collect()
+    assert [reader.meter.total for reader in broken.readers] == levels
+    # gone too: the gradients, which a finished step has freed as well
+    assert living() <= tensors
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("at", FAILURES[:-1])  # the last stage has made its update before the last failure
+def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str) -> None:
+    """No letter and no gradient of the failed step gets into the next: its numbers are those without the failure."""
+    task = fused()
+    broken, sound = (trainer_of(task, [2, 2, 1], microbatches=4, schedule=schedule) for _ in range(2))
+    fuse = broken.readers[1].runner.layers[0].module
+    fuse.at = at
+    failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
+    fuse.at = None
+    for step in range(2):
+        batch = batch_of(task, sound.plan, step)
+        assert broken.step(batch) == sound.step(batch)
+    ours, theirs = broken.state_dict(), sound.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def with_program(
+    monkeypatch: pytest.MonkeyPatch, task: Task, text: str, split: list[int], microbatches: int
+) -> Trainer:
+    """A trainer that reads the program in `text`."""
+    program = parse_program(text, placement=tuple(range(len(split))), microbatches=microbatches)
+    monkeypatch.setattr(trainer, "lower", lambda plan: program)
+    return trainer_of(task, split, microbatches=microbatches)
+
+
+def test_a_program_that_waits_in_a_circle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that wait for each other are named; nothing is left behind."""
+    text = """
+        device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0
+            0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1 0RECV_B1 0WAIT_RECV_B1 0B1 0STEP
+        device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1RECV_F1 1WAIT_RECV_F1 1LOAD1 1F1
+            1B0 1SEND_B0 1WAIT_SEND_B0 1B1 1SEND_B1 1WAIT_SEND_B1 1STEP
+    """
+    text = "\n".join(" ".join(line.split()) for line in text.replace("\n            ", " ").splitlines())
+    task = fused()
+    stuck = with_program(monkeypatch, task, text, [2, 3], 2)
+    levels = [reader.meter.total for reader in stuck.readers]
+    message = failure(lambda: stuck.step(batch_of(task, stuck.plan)), UsageError)
+    assert "the program is stuck: devices [0, 1] wait for each other" in message
+    gc.collect()
+    assert [reader.meter.total for reader in stuck.readers] == levels
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("device 0: 0LOAD0 0F0 0B0 0B0 0STEP", "microbatch 0 cannot go backward"),
+        ("device 0: 0LOAD0 0B0 0STEP", "microbatch 0 cannot go backward"),
+        ("device 0: 0LOAD0 0R0 0B0 0STEP", "0R0"),
+        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0 0STEP", r"0F0[0:2]"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, named: str) -> None:
+    """A second backward, one without its forward, or an action that is unknown here: the error names it; no leak."""
+    task = fused()
+    wrong = with_program(monkeypatch, task, text, [5], 1)
+    level = wrong.readers[0].meter.total
+    message = failure(lambda: wrong.step(batch_of(task, wrong.plan)), UsageError)
+    assert named in message
+    gc.collect()
+    assert wrong.readers[0].meter.total == level
+
+
+@pytest.mark.parametrize("size", [3, 5, 0])
+def test_a_batch_of_another_size_is_refused(size: int) -> None:
+    """The error has both sizes; the last, smaller batch of an epoch is the usual case."""
+    task = fused()
+    small = trainer_of(task, [3, 2])
+    with pytest.raises(UsageError, match=f"the inputs hold {size} samples, but the plan trains batches of 4"):
+        small.step((torch.zeros(size, 8), torch.zeros(size, 4)))
+    with pytest.raises(UsageError, match="the targets hold 1 samples"):
+        small.step((torch.zeros(4, 8), torch.zeros(1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (lambda size: torch.zeros(size, 8), "must return a pair"),
+        (lambda size: (torch.zeros(size, 8),), "must return a pair .*, not 1 of them"),
+        (lambda size: None, "must return a pair .*, not a NoneType"),
+        (lambda size: ({"x": torch.zeros(size, 8)}, torch.zeros(size, 4)), "the inputs of a batch .* not a dict"),
+        (lambda size: (torch.zeros(size, 8), [1, 2]), "the targets of a batch .* not a int"),
+        (lambda size: (torch.zeros(size, 8), ()), "the targets of a batch must be"),
+    ],
+)
+def test_a_batch_that_is_no_pair_of_tensors_is_refused(batch: Callable[[int], Any], words: str) -> None:
+    """What a batch function must return is said before anything runs."""
+    with pytest.raises(UsageError, match=words):
+        profile(replace(fused(), batch=batch), microbatch_size=2)
+
+
+@pytest.mark.parametrize("batch", [None, torch.zeros(4, 8), (torch.zeros(4, 8),), (1, 2), (torch.zeros(4, 8), 3)])
+def test_a_step_on_something_else_than_a_batch_is_refused(batch: Any) -> None:
+    """`step` takes a pair of tensors or of tuples of tensors, and says so."""
+    with pytest.raises(UsageError, match=r"a step takes a pair|of a batch must be a tensor or a tuple of tensors"):
+        trainer_of(fused(), [3, 2]).step(batch)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    """The plan's fingerprint is the model's, in training and in the dry run."""
+    other = task_of(lambda: [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4)])
+    plan = plan_of(fused(), [3, 2])
+    for run in (Trainer, certify):
+        with pytest.raises(FileError, match="made for another model: tiny with 5 layers, not 4"):
+            run(other, plan)
+
+
+def test_events_and_samples_are_the_program() -> None:
+    """A trace has the device's actions in order, with times that only grow; loading is no event of its own."""
+    run = trainer_of(fused(), [2, 2, 1], microbatches=3)
+    for step in range(2):
+        run.step(batch_of(run.task, run.plan, step))
+    for reader, device in zip(run.readers, run.trace.devices, strict=True):
+        program = [text for _, text, _ in reader.actions]
+        assert [sample.action for sample in device.memory] == program * 2
+        assert [event.action for event in device.events] == [text for text in program if "LOAD" not in text] * 2
+        times = [time for event in device.events for time in (event.start_seconds, event.end_seconds)]
+        assert times == sorted(times)
+    assert len(run.trace.step_seconds) == run.trace.steps == 2
+
+
+def test_a_supervisor_is_told_of_every_action() -> None:
+    """`on_action` hears the number of every action as it begins."""
+    heard: list[int] = []
+    task = fused()
+    run = Trainer(task, plan_of(task, [5], microbatches=3), on_action=heard.append)
+    run.step(batch_of(task, run.plan))
+    assert heard == list(range(len(run.readers[0].actions)))

@@ -1,0 +1,208 @@
+"""A plan never changes the numbers: everything equals plain training of the same microbatches, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from own_models import OWN_MODELS
+from pipefit.capture import Task
+from pipefit.capture.chain import as_values, single
+from pipefit.plan import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.draws import seed_layer
+from pipefit.runtime.stage import StageRunner
+from pipefit.zoo import build
+from random_cases import random_plan
+
+STEPS, SEED, CPU = 3, 7, torch.device("cpu")
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "mlp": {"widths": (64, 200, 16, 96)},
+    "gpt": {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64, "sequence": 16},
+    "gpt-stdlib": {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16},
+    "bert": {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64, "sequence": 16},
+    "vgg11": {"width": 3, "image_size": 32, "num_classes": 10},
+}
+
+
+class Numbers(NamedTuple):
+    """All that training computes: losses of the steps, gradients of every step, parameters and buffers at the end."""
+
+    losses: list[float]
+    gradients: list[list[Tensor]]
+    state: dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums over threads may be taken in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normed() -> Task:
+    """A small CNN with batch norm, which has buffers, and dropout."""
+    return Task(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.3)),
+            *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 64, 5)),
+        ),
+        batch=lambda size: (torch.randn(size, 3, 12, 12), torch.randint(0, 5, (size,))),
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        name="normed",
+    )
+
+
+def make(name: str, dropout: float) -> Task:
+    """A small model by name."""
+    if name in SMALL:
+        return build(name, **SMALL[name], dropout=dropout)
+    return normed() if name == "normed" else OWN_MODELS[name]()
+
+
+def batches(task: Task, size: int) -> list[tuple[Any, Any]]:
+    """The batches of all steps."""
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(SEED + step)
+        found.append(task.batch(size))
+    return found
+
+
+def split(part: Any, size: int) -> list[Any]:
+    """`part` of a batch in microbatches."""
+    if isinstance(part, Tensor):
+        return list(torch.split(part, size))
+    return list(zip(*(torch.split(tensor, size) for tensor in part), strict=True))
+
+
+def seeded(chain: nn.Sequential, x: Any, step: int, microbatch: int) -> Any:
+    """The layers in order, with each layer's own draws."""
+    for number, layer in enumerate(chain):
+        seed_layer(CPU, SEED, step, microbatch, number)
+        x = single(as_values(layer(x), "layer"))
+    return x
+
+
+def plainly(task: Task, plan: Plan, forward: Callable[[nn.Sequential, Any, int, int], Any]) -> Numbers:
+    """Training without pipefit: microbatch by microbatch, gradients summed, one update a step."""
+    torch.manual_seed(SEED)
+    chain = task.build()
+    assert isinstance(chain, nn.Sequential)
+    optimizer, training = task.optimizer(chain.parameters()), plan.training
+    losses, gradients = [], []
+    for step, (inputs, targets) in enumerate(batches(task, training.batch_size)):
+        parts = zip(split(inputs, training.microbatch_size), split(targets, training.microbatch_size), strict=True)
+        own = torch.zeros(training.microbatches)
+        for microbatch, (x, y) in enumerate(parts):
+            loss = task.loss(forward(chain, x, step, microbatch), y)
+            own[microbatch] = loss.detach()
+            (loss / training.microbatches).backward()
+        gradients.append([p.grad.clone() for p in chain.parameters() if p.grad is not None])
+        losses.append(own.mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Numbers(losses, gradients, dict(chain.state_dict()))
+
+
+def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
+    """Training by a plan, all devices in this process."""
+    trainer, gradients = Trainer(task, plan, seed=SEED), []
+    update = StageRunner.step
+
+    def watched(runner: StageRunner) -> None:
+        seen[runner.start] = [p.grad.clone() for p in runner.parameters if p.grad is not None]
+        update(runner)
+
+    monkeypatch.setattr(StageRunner, "step", watched)
+    losses = []
+    for batch in batches(task, plan.training.batch_size):
+        seen: dict[int, list[Tensor]] = {}
+        losses.append(trainer.step(batch))
+        gradients.append([gradient for start in sorted(seen) for gradient in seen[start]])
+    return Numbers(losses, gradients, trainer.state_dict())
+
+
+def differences(ours: Numbers, plain: Numbers) -> list[str]:
+    """What is not the same bit by bit."""
+    assert ours.state.keys() == plain.state.keys()
+    assert [len(step) for step in ours.gradients] == [len(step) for step in plain.gradients]
+    found = [] if ours.losses == plain.losses else [f"losses {ours.losses} {plain.losses}"]
+    found += [name for name, tensor in plain.state.items() if not torch.equal(ours.state[name], tensor)]
+    for step, pair in enumerate(zip(ours.gradients, plain.gradients, strict=True)):
+        equal = [torch.equal(a, b) for a, b in zip(*pair, strict=True)]
+        found += [f"gradient {number} of step {step}" for number, same in enumerate(equal) if not same]
+    return found
+
+
+def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None = None) -> Plan:
+    """A random plan for `task`."""
+    return random_plan(profile(task, microbatch_size=size), Random(seed), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", [*SMALL, "normed", *OWN_MODELS])
+def test_numbers_are_those_of_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradients, parameters and buffers are plain training's, bit by bit, with dropout and batch norm too."""
+    task = make(name, dropout=0.2)
+    for seed in range(2):
+        plan = any_plan(task, f"{name} {seed}", size=2 + seed)
+        with monkeypatch.context() as patch:
+            ours = planned(task, plan, patch)
+        assert differences(ours, plainly(task, plan, seeded)) == [], plan.split
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_without_draws_no_seed_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dropout the reference is `module(x)` and nothing else."""
+    task = make(name, dropout=0.0)
+    plan = any_plan(task, f"plain {name}")
+    ours = planned(task, plan, monkeypatch)
+    assert differences(ours, plainly(task, plan, lambda chain, x, step, microbatch: chain(x))) == []
+
+
+def test_every_microbatch_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference that draws the same for every step and microbatch has other losses: dropout is not frozen."""
+    task = make("mlp", dropout=0.5)
+    plan = any_plan(task, "draws", microbatches=3)
+    ours = planned(task, plan, monkeypatch)
+    frozen = plainly(task, plan, lambda chain, x, step, microbatch: seeded(chain, x, 0, 0))
+    assert ours.losses[0] != frozen.losses[0]
+
+
+@pytest.mark.parametrize("name", ["gpt", "normed"])
+def test_no_plan_changes_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other splits, devices and schedules give the same losses, gradients and parameters."""
+    task = make(name, dropout=0.2)
+    plans = [any_plan(task, f"any {seed}", microbatches=4) for seed in range(4)]
+    assert len({(plan.split, plan.training.schedule) for plan in plans}) > 1
+    runs = []
+    for plan in plans:
+        with monkeypatch.context() as patch:
+            runs.append(planned(task, plan, patch))
+    assert [differences(run, runs[0]) for run in runs] == [[]] * len(runs)
+
+
+def test_worker_processes_compute_the_same() -> None:
+    """Three worker processes tell the same losses, and hold the same bytes, as all devices in turn in one process."""
+    factory = partial(build, "gpt", **SMALL["gpt"], dropout=0.2)
+    task = factory()
+    found = profile(task, microbatch_size=2)
+    plan = next(
+        plan for seed in range(1000) if len((plan := random_plan(found, Random(seed), microbatches=4)).stages) == 3
+    )
+    trainer = Trainer(task, plan, seed=SEED)
+    here = [trainer.step(batch) for batch in batches(task, plan.training.batch_size)]
+    losses, trace = train(factory, plan, steps=STEPS, seed=SEED)
+    assert losses == here
+    assert trace.peak_bytes == trainer.trace.peak_bytes

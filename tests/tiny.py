@@ -1,0 +1,93 @@
+"""Tasks and plans of a few layers, for tests of the runtime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.plan import Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.training import Training
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def task_of(
+    layers: Callable[[], Sequence[nn.Module]],
+    *,
+    inputs: int = 8,
+    outputs: int = 4,
+    loss: Callable[[Any, Any], Any] = F.mse_loss,
+    optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+) -> Task:
+    """A task of these layers, from rows of `inputs` numbers to rows of `outputs`."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, inputs), torch.randn(size, outputs)
+
+    return Task(lambda: nn.Sequential(*layers()), batch=batch, loss=loss, optimizer=optimizer, name="tiny")
+
+
+def plan_of(
+    task: Task,
+    split: Sequence[int],
+    *,
+    size: int = 2,
+    microbatches: int = 2,
+    schedule: str = "1f1b",
+    memory_bytes: int = 1 << 30,
+) -> Plan:
+    """Stage s holds `split[s]` layers on device s, each of which has `memory_bytes`."""
+    cuts = [0, *itertools.accumulate(split)]
+    return Plan(
+        profile=profile(task, microbatch_size=size),
+        cluster=Cluster.emulated((len(split), memory_bytes)),
+        training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
+        stages=tuple(
+            Stage(start=start, stop=stop, devices=(number,))
+            for number, (start, stop) in enumerate(itertools.pairwise(cuts))
+        ),
+    )
+
+
+def trainer_of(task: Task, split: Sequence[int], **training: Any) -> Trainer:
+    """A trainer of `plan_of` the same."""
+    return Trainer(task, plan_of(task, split, **training))
+
+
+def batch_of(task: Task, plan: Plan, seed: int = 0) -> tuple[Any, Any]:
+    """A batch of the plan's size, the same for the same seed."""
+    torch.manual_seed(seed)
+    return task.batch(plan.training.batch_size)
+
+
+def alone(task: Task, plan: Plan, steps: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain training, without any draws: the losses of the steps, and the state at the end."""
+    torch.manual_seed(0)
+    chain = task.build()
+    trained = [p for p in chain.parameters() if p.requires_grad]
+    optimizer, size = task.optimizer(trained) if trained else None, plan.training.microbatch_size
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch_of(task, plan, step)
+        parts = [
+            task.loss(chain(x.clone()), y)
+            for x, y in zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        ]
+        for loss in parts:
+            if loss.requires_grad:
+                (loss / len(parts)).backward()
+        losses.append(torch.stack([loss.detach() for loss in parts]).mean().item())
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, dict(chain.state_dict())
