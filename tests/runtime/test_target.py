@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -19,138 +17,12 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipefit.errors import UsageError
-from pipefit.runtime.attention_choice import choose_kernel
 from pipefit.runtime.target import FAKE_CUDA, FakeTarget, Target
+from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
 
-TARGETS: tuple[Target, ...] = ("cpu", "cuda")
-HALF = torch.float16
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
-
-
-class Saved(list[Tensor]):
-    """The tensors that a call saves for backward, one per storage, without the parameters."""
-
-    def __init__(self, call: Callable[[], object], parameters: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        seen = {p.untyped_storage()._cdata for p in parameters}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in seen:
-                seen.add(tensor.untyped_storage()._cdata)
-                self.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.result = call()
-
-    @property
-    def nbytes(self) -> list[int]:
-        return sorted(t.untyped_storage().nbytes() for t in self)
-
-    @property
-    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(t.shape), t.dtype) for t in self if t.numel() > 2]  # without random seeds and counts
-
-
-class Meter(TorchDispatchMode):
-    """Bytes in live storages, by weak references; and the names of the operators that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self.now = self.peak = 0
-        self.operators: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        self.operators.add(func.__name__.split(".")[0])
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.live:
-                self._track(tensor.untyped_storage())
-        return out
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        self.live[key] = (weakref.ref(storage, lambda _: self._free(key)), nbytes)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int) -> None:
-        self.now -= self.live.pop(key)[1]
-
-
-class Block(nn.Module):
-    """A GPT-2 block with eager attention: softmax, dropout, tanh GELU spelled out."""
-
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
-        y = self.dropout(F.softmax(q @ k.transpose(-1, -2), -1)) @ v
-        x = x + self.dropout(self.out(y.transpose(1, 2).reshape(x.shape)))
-        h = self.up(self.norm_2(x))
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
-        return x + self.dropout(self.down(h))
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-        *(nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Dropout(0.5), nn.Linear(16 * 49, 10)),
-    )
-
-
-class First(nn.Module):
-    """The first of a module's outputs, for modules that return several; `times` copies of its input."""
-
-    def __init__(self, module: nn.Module, times: int = 1) -> None:
-        super().__init__()
-        self.module, self.times = module, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.module(*[x] * self.times)[0]
-        return out
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "cnn": (cnn, (8, 3, 32, 32)),
-    "gpt": (lambda: Block(64, 4, 0.1), (2, 16, 64)),
-    "attention": (lambda: First(nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True), times=3), (2, 16, 64)),
-    "encoder": (
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),
-        (2, 16, 64),
-    ),
-    "lstm": (lambda: First(nn.LSTM(64, 32, 2, dropout=0.1)), (5, 4, 64)),
-    "gru": (lambda: First(nn.GRU(64, 32, 2, dropout=0.1)), (5, 4, 64)),
-}
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adamw": torch.optim.AdamW,
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
-}
-
-
-def train(model: nn.Module, x: Tensor, stepper: torch.optim.Optimizer) -> Saved:
-    """One step of cross entropy on the model's last dimension; what its forward saved."""
-    saved = Saved(lambda: model(x), model.parameters())
-    assert isinstance(saved.result, Tensor)
-    logits = saved.result.flatten(0, -2)
-    F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=x.device)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    stepper.step()
-    stepper.zero_grad()
-    return saved
 
 
 def test_private_interfaces_are_where_we_expect() -> None:
@@ -254,114 +126,6 @@ def test_gpt2_block_saves_the_published_sizes(target: Target, megabytes: int) ->
         saved = Saved(lambda: block(x), block.parameters())
     assert sum(saved.nbytes) == (9 + 3 + 2 * scores + 16) * unit + masks + statistics
     assert round(sum(saved.nbytes) / 1e6) == megabytes
-
-
-B, H, T, D = 2, 4, 100, 32
-QKV = 4 * [(B, H, T, D)]  # and the output
-
-
-def attend(fake: FakeTarget, dtype: torch.dtype, **options: object) -> Saved:
-    """The tensors that attention saves; its backward ran."""
-    q, k, v = (torch.randn(B, H, T, D, dtype=dtype, device=fake.device, requires_grad=True) for _ in range(3))
-    saved = Saved(lambda: F.scaled_dot_product_attention(q, k, v, **options))  # type: ignore[arg-type]
-    assert isinstance(saved.result, Tensor)
-    saved.result.sum().backward()
-    assert q.grad is not None
-    assert q.grad.shape == q.shape
-    return saved
-
-
-@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"dropout_p": 0.1}])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_attention_is_flash(dtype: torch.dtype, options: dict[str, object]) -> None:
-    """Without a mask: q, k, v, the output and one float32 per query, no score matrix; dropout inside saves no mask."""
-    with FakeTarget("cuda") as fake:
-        kinds = attend(fake, dtype, **options).kinds
-    assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, T), torch.float32)], key=str)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {"is_causal": True}), (torch.float32, {"dropout_p": 0.1})]
-)
-def test_single_precision_attention_is_efficient(dtype: torch.dtype, options: dict[str, object]) -> None:
-    """In float32: q, k, v, the output and one float32 per query, the queries rounded up to a multiple of 32."""
-    with FakeTarget("cuda") as fake:
-        kinds = attend(fake, dtype, **options).kinds
-    assert sorted(kinds, key=str) == sorted([(s, dtype) for s in QKV] + [((B, H, 128), torch.float32)], key=str)
-
-
-@pytest.mark.parametrize("boolean", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_masked_attention_saves_the_mask_in_aligned_rows(dtype: torch.dtype, boolean: bool) -> None:
-    """A mask makes attention efficient; what is saved is a bias of the query's type, rows padded to eight elements."""
-    with FakeTarget("cuda") as fake:
-        mask = torch.ones(T, T, dtype=torch.bool if boolean else dtype, device=fake.device)
-        saved = attend(fake, dtype, attn_mask=mask)
-    bias = T * 104 * dtype.itemsize
-    assert saved.nbytes[-5:] == sorted([*4 * [B * H * T * D * dtype.itemsize], bias])
-    assert B * H * 128 * 4 in saved.nbytes
-
-
-def test_uneven_head_dimension_is_padded_for_flash() -> None:
-    """Flash saves q, k, v and output with head dimensions padded to a multiple of eight; the caller sees its own."""
-    with FakeTarget("cuda") as fake:
-        q = torch.randn(2, 4, 16, 20, dtype=HALF, device=fake.device, requires_grad=True)
-        saved = Saved(lambda: F.scaled_dot_product_attention(q, q, q))
-    assert saved.result.shape == q.shape  # type: ignore[attr-defined]
-    assert saved.kinds.count(((2, 4, 16, 24), HALF)) == 4
-
-
-@pytest.mark.parametrize(
-    ("kernel", "shape", "dtype", "options"),
-    [
-        (SDPBackend.FLASH_ATTENTION, (2, 4, 16, 256), HALF, {}),
-        (SDPBackend.EFFICIENT_ATTENTION, (2, 4, 16, 264), HALF, {}),
-        (SDPBackend.EFFICIENT_ATTENTION, (2, 4, 16, 36), torch.float32, {}),
-        (SDPBackend.MATH, (2, 4, 16, 33), torch.float32, {}),
-        (SDPBackend.MATH, (2, 4, 16, 32), torch.float64, {}),
-        (SDPBackend.MATH, (4, 16, 32), HALF, {}),
-    ],
-)
-def test_kernel_follows_shape_and_precision(
-    kernel: SDPBackend, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, bool]
-) -> None:
-    """CUDA's rules: flash to head dimension 256 in half precision, efficient in 16-byte steps, math for the rest."""
-    with FakeTarget("cuda") as fake:
-        q = torch.empty(shape, dtype=dtype, device=fake.device)
-        assert choose_kernel(q, q, q, **options) is kernel  # type: ignore[arg-type]
-
-
-def test_kernel_follows_lengths_and_heads() -> None:
-    """Causal attention over unequal lengths is not flash's; grouped heads are flash's, and else math's."""
-    with FakeTarget("cuda"):
-        q, k = torch.empty(2, 8, 16, 32, dtype=HALF), torch.empty(2, 8, 24, 32, dtype=HALF)
-        few = torch.empty(2, 2, 16, 32, dtype=HALF)
-        assert choose_kernel(q, k, k) is SDPBackend.FLASH_ATTENTION
-        assert choose_kernel(q, k, k, is_causal=True) is SDPBackend.EFFICIENT_ATTENTION
-        assert choose_kernel(q, few, few, enable_gqa=True) is SDPBackend.FLASH_ATTENTION
-        assert choose_kernel(q.float(), few.float(), few.float(), enable_gqa=True) is SDPBackend.MATH
-
-
-def test_kernel_obeys_the_user() -> None:
-    """`sdpa_kernel` decides among the kernels that can run, in its order; if none can, the error names the enabled."""
-    with FakeTarget("cuda") as fake:
-        q = torch.empty(2, 4, 16, 32, dtype=HALF, device=fake.device)
-        with sdpa_kernel(SDPBackend.MATH):
-            assert choose_kernel(q, q, q) is SDPBackend.MATH
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            assert choose_kernel(q, q, q) is SDPBackend.CUDNN_ATTENTION
-            assert ((B, H, T, 1), torch.float32) in attend(fake, HALF).kinds
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(UsageError, match="FLASH_ATTENTION"):
-            choose_kernel(q.float(), q.float(), q.float())
-
-
-def test_encoder_layer_takes_fused_attention_below_python() -> None:
-    """Attention inside nn.TransformerEncoderLayer is fused on the cuda target and saves no score matrix."""
-    with FakeTarget("cuda") as fake:
-        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(fake.device, HALF)
-        saved = Saved(lambda: layer(torch.randn(2, 48, 64, dtype=HALF, device=fake.device)), layer.parameters())
-    assert ((2, 4, 48), torch.float32) in saved.kinds
-    assert not [shape for shape, _ in saved.kinds if shape[-2:] == (48, 48)]
 
 
 def test_normalisations_keep_single_precision_statistics() -> None:
@@ -513,8 +277,8 @@ def _layers(device: torch.device) -> dict[str, list[int]]:
             build, shape = MODELS[name]
             model, x = build().to(device, dtype), torch.randn(shape, device=device, dtype=dtype)
             layers[f"{name} {dtype}"] = saved(lambda model=model, x=x: model(x), model.parameters())  # type: ignore[misc]
-        q = torch.randn(B, H, T, D, device=device, dtype=dtype, requires_grad=True)
-        mask = torch.ones(T, T, dtype=torch.bool, device=device)
+        q = torch.randn(*ATTENDED, device=device, dtype=dtype, requires_grad=True)
+        mask = torch.ones(ATTENDED[2], ATTENDED[2], dtype=torch.bool, device=device)
         for label, options in (
             ("causal", {"is_causal": True}),
             ("dropout", {"dropout_p": 0.1}),

@@ -160,7 +160,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(out, Tensor):
             if not func.is_view:
                 self._track_all(out)
-        elif args and out is args[0]:  # in place: no storage is born, but one of ours may be resized
+        elif args and out is args[0] and func is not _LIFT:  # in place: at most a storage of ours was resized
             self._check_size(out)
         elif not func.is_view or func is _LIFT:
             self._track(out)
