@@ -2,7 +2,10 @@
 
 Random models of the zoo, settings, splits and schedules, and models that no zoo knows. For every device, in the first
 step and in a steady one, three accounts of the highest bytes allocated: the CPU allocator's own events during real
-training (the oracle, from torch's profiler), the dry run over fake tensors, and the simulator.
+training (the oracle, from torch's profiler), the dry run over fake tensors, and the simulator. A device's peak is the
+higher of its two steps: what must fit. The simulator takes optimizer state to be born in the first update, so it is too
+low in the first step of an optimizer that makes its state with itself (Adagrad, in a twentieth of the cases); the
+device's peak is right then too.
 
     PYTHONPATH=src python benchmarks/bench_accuracy.py [--cases 300] [--seed 0] [--json FILE]
 
@@ -62,27 +65,36 @@ def row(account: Account) -> tuple[str, ...]:
 
 def summarise(found: Sequence[Account], count: int, seconds: float) -> dict[str, Any]:
     """The totals: how many, how many exact, and the largest errors."""
-    errors = [abs(account.simulator_error) for account in found]
+    steps = [abs(account.simulator_error) for account in found]
+    devices = [
+        abs(max(first.simulated_bytes, steady.simulated_bytes) / max(first.oracle_bytes, steady.oracle_bytes) - 1)
+        for first, steady in zip(found[::2], found[1::2], strict=True)
+    ]
     return {
         "cases": count,
-        "devices": len(found) // 2,
-        "peaks": len(found),
-        "dry_run_equal": sum(account.dry_run_difference == 0 for account in found),
-        "dry_run_max_bytes": max(abs(account.dry_run_difference) for account in found),
-        "simulator_equal": sum(account.simulated_bytes == account.oracle_bytes for account in found),
-        "simulator_within_0.1_percent": sum(error <= 0.001 for error in errors),
-        "simulator_max_error_percent": 100 * max(errors),
+        "devices": len(devices),
+        "step_peaks": len(steps),
+        "dry_run_equal_step_peaks": sum(account.dry_run_difference == 0 for account in found),
+        "dry_run_largest_error_bytes": max(abs(account.dry_run_difference) for account in found),
+        "simulator_equal_step_peaks": steps.count(0.0),
+        "simulator_step_peaks_within_0.1_percent": sum(error <= 0.001 for error in steps),
+        "simulator_largest_step_error_percent": round(100 * max(steps), 4),
+        "simulator_equal_device_peaks": devices.count(0.0),
+        "simulator_largest_device_error_percent": round(100 * max(devices), 4),
         "seconds": round(seconds),
     }
 
 
 def sentence(totals: dict[str, Any]) -> str:
     """The totals in words."""
-    within = totals["simulator_within_0.1_percent"] / totals["peaks"]
+    within = totals["simulator_step_peaks_within_0.1_percent"] / totals["step_peaks"]
     return (
-        f"{totals['cases']} cases, {totals['devices']} devices, {totals['peaks']} peaks: dry run equal in "
-        f"{totals['dry_run_equal']} of {totals['peaks']}; simulator equal in {totals['simulator_equal']}, "
-        f"largest error {totals['simulator_max_error_percent']:.4f} %, {within:.2%} within 0.1 %"
+        f"{totals['cases']} cases, {totals['devices']} devices: dry run equal in "
+        f"{totals['dry_run_equal_step_peaks']} of {totals['step_peaks']} steps; simulator equal in "
+        f"{totals['simulator_equal_step_peaks']}, {within:.2%} within 0.1 %, largest error "
+        f"{totals['simulator_largest_step_error_percent']} %; of a device's peak equal in "
+        f"{totals['simulator_equal_device_peaks']} of {totals['devices']}, largest error "
+        f"{totals['simulator_largest_device_error_percent']} %"
     )
 
 
@@ -111,8 +123,8 @@ def main() -> None:
                 "python": platform.python_version(),
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             },
-            "columns": COLUMNS,
-            "differing_rows": [row(account) for account in wrong],
+            "columns": "  ".join(COLUMNS),
+            "differing_rows": ["  ".join(row(account)) for account in wrong],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
+    from pipefit.capture.model import chain
     from pipefit.cluster import Cluster
     from pipefit.errors import FileError, InfeasibleError, OutOfMemory, PipefitError, UsageError, WorkerFailed
     from pipefit.files import load, load_cluster, save
@@ -54,6 +55,7 @@ __all__ = [
     "WorkerFailed",
     "__version__",
     "certify",
+    "chain",
     "explain",
     "load",
     "load_cluster",
@@ -67,6 +69,7 @@ __all__ = [
 
 _HOMES = {
     "capture": ("Task",),
+    "capture.model": ("chain",),
     "cluster": ("Cluster",),
     "errors": ("FileError", "InfeasibleError", "OutOfMemory", "PipefitError", "UsageError", "WorkerFailed"),
     "files": ("load", "load_cluster", "save"),

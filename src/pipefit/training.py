@@ -9,14 +9,16 @@ from pipefit.errors import UsageError
 
 MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take seconds to read
 
-Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """One optimizer step: `batch_size` samples in `microbatches` equal parts, under `schedule`.
 
-    `schedule` names an entry of `pipefit.schedule.SCHEDULES`; `precision` is the dtype the layers compute in.
+    `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
+    keep float32 parameters and compute under `torch.autocast`, mixed-float16 with loss scaling. `clip_norm` is the
+    largest norm of all gradients together.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -25,6 +27,7 @@ class Training:
     microbatches: int
     schedule: str = "1f1b"
     precision: Precision = "float32"
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.microbatches < 1:
@@ -36,6 +39,8 @@ class Training:
                 f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: use larger "
                 "ones"
             )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(f"gradients can be clipped to a positive norm, not to {self.clip_norm}")
         if self.microbatches > self.batch_size:
             raise UsageError(
                 f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}"
@@ -46,6 +51,21 @@ class Training:
                 f"use {self.batch_size - self.batch_size % self.microbatches} samples, or "
                 f"{self.batch_size + -self.batch_size % self.microbatches}"
             )
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most operations compute in."""
+        return self.precision.removeprefix("mixed-")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether float16 gradients need a loss scale."""
+        return self.precision == "mixed-float16"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the stages must agree on something before an update: the norm of the gradients, or an overflow."""
+        return self.clip_norm is not None or self.scales_loss
 
     @property
     def microbatch_size(self) -> int:

@@ -5,38 +5,96 @@ Layers are run one after the other; each takes what the one before returned, a t
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pipefit.capture.shared import shared_parameters
-from pipefit.capture.task import Task
+from pipefit.capture.shared import Shared, shared_parameters
+from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
-
-Values = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
-    """One layer: its name in the model, and the module."""
+    """One layer: its name in the model, the module, and what names in its state dict are called in the model's.
+
+    `autocast` is what it computes in under autocast; None without.
+    """
 
     name: str
     module: nn.Module
+    originals: Mapping[str, str] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
 
     def __call__(self, values: Values) -> Values:
         """What the layer makes of the values from the layer before: of the tensor, or of the tuple of several."""
-        return as_values(self.module(single(values)), self.name)
+        with autocasting(self.autocast, values):
+            return as_values(self.module(single(values)), self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A model as layers in order."""
+    """A model as layers in order, and the shape of what goes in and comes out.
+
+    `outputs` is None where the last layer's own values, a tensor or a tuple of them, are what the model returns.
+    `criterion` is the task's loss, None where the last layer returns it.
+    """
 
     name: str
     layers: tuple[ChainLayer, ...]
+    inputs: Tree = field(kw_only=True)
+    outputs: Tree | None = field(kw_only=True, default=None)
+    targets: Tree | None = field(kw_only=True, default=None)
+    criterion: Callable[[Any, Any], Tensor] | None = field(kw_only=True, default=None)
+    autocast: torch.dtype | None = field(kw_only=True, default=None)
+
+    @property
+    def shared(self) -> tuple[Shared, ...]:
+        """The parameters that several layers use."""
+        return shared_parameters([layer.module for layer in self.layers])
+
+    def flatten(self, inputs: Any) -> Values:
+        """The tensors of `inputs` that the first layer takes, in its order.
+
+        Raises:
+            UsageError: `inputs` are not like those the model was captured with.
+        """
+        return self.inputs.flatten(inputs)
+
+    def flatten_targets(self, targets: Any) -> Values:
+        """The tensors of `targets`; none where there are no targets.
+
+        Raises:
+            UsageError: `targets` are not like those the model was captured with.
+        """
+        if self.targets is not None:
+            return self.targets.flatten(targets)
+        if targets is None:
+            return ()
+        raise UsageError("the targets are new: the model was captured without any")
+
+    def rebuild(self, values: Values) -> Any:
+        """What the model returns, from the values of the last layer."""
+        return single(values) if self.outputs is None else self.outputs.rebuild(values)
+
+    def loss(self, values: Values, targets: Values) -> Tensor:
+        """The loss of one microbatch: of the last layer's values, or, where the model computes it, the value itself.
+
+        Raises:
+            UsageError: it is no scalar.
+        """
+        wanted = None if self.targets is None else self.targets.rebuild(targets)
+        with autocasting(self.autocast, values):
+            result = values[0] if self.criterion is None else self.criterion(self.rebuild(values), wanted)
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
+        return result
 
     @property
     def fingerprint(self) -> str:
@@ -48,29 +106,14 @@ class Chain:
             digest.update(f"{layer.name}:{type(layer.module).__qualname__};".encode())
             for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
                 digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        for shared in shared_parameters([layer.module for layer in self.layers]):
+        for shared in self.shared:
             digest.update(f"shared:{shared.places};".encode())
         return digest.hexdigest()[:16]
 
 
-def capture(task: Task) -> Chain:
-    """The chain of a task's module, built here and now.
-
-    Raises:
-        UsageError: not an `nn.Sequential`, or without layers.
-    """
-    module = task.build()
-    if not isinstance(module, nn.Sequential):
-        raise UsageError(
-            f"{task.name} is a {type(module).__name__}; pipefit takes an nn.Sequential whose layers pass a tensor or a "
-            "tuple of tensors: "
-            "wrap the model's parts in one, in the order they run"
-        )
-    if not len(module):
-        raise UsageError(f"{task.name} has no layers")
-    met: set[int] = set()
-    parts = ((name, part) for name, part in module._modules.items() if part is not None)
-    return Chain(task.name, tuple(ChainLayer(name, _own_module(part, met)) for name, part in parts))
+def autocasting(dtype: torch.dtype | None, values: Values) -> AbstractContextManager[object]:
+    """Autocast to `dtype` on the device of `values`; nothing for None. Casts of weights live as long as the context."""
+    return nullcontext() if dtype is None else torch.autocast(values[0].device.type, dtype)
 
 
 def single(values: Values) -> Tensor | Values:
@@ -89,11 +132,3 @@ def as_values(outputs: Any, where: str) -> Values:
     if strange is not None:
         raise UsageError(f"{where} returns a {type(strange).__name__}; layers pass a tensor or a tuple of tensors")
     return values
-
-
-def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """`part`, or, if the chain has it already, a twin with the same parameters and buffers: each layer is itself."""
-    if id(part) not in met:
-        met.add(id(part))
-        return part
-    return copy.deepcopy(part, {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())})

@@ -7,12 +7,13 @@ neighbour. A seam where many times more bytes cross than at the next one is no s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from pipefit.capture.flat import nbytes, role, stack
+from pipefit.capture.flat import nbytes, plain, role, stack
 from pipefit.capture.flow import Flow
 from pipefit.capture.task import Granularity
 
@@ -42,15 +43,16 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity) -> tuple[Pie
     runs = _Runs(flow, units, least=_HALF if granularity == "halves" else 0)
     cuts = runs.cuts()
     bounds = [0, *(cut + 1 for cut in cuts), len(flow.order)]
-    return _named(bounds, [runs.name(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)])
+    return _named(bounds, [runs.name(start, stop) for start, stop in itertools.pairwise(bounds)])
 
 
 def _named(bounds: Sequence[int], names: Sequence[str]) -> tuple[Piece, ...]:
     met: dict[str, int] = {}
     found = []
-    for start, stop, name in zip(bounds, bounds[1:], names, strict=False):
+    for start, stop, unit in zip(bounds, bounds[1:], names, strict=False):
+        name = plain(unit) or "model"
         count = met[name] = met.get(name, -1) + 1
-        found.append(Piece(start=start, stop=stop, name=f"{name or 'model'}{f'@{count}' if count else ''}"))
+        found.append(Piece(start=start, stop=stop, name=f"{name}@{count}" if count else name))
     return tuple(found)
 
 
@@ -84,6 +86,7 @@ class _Units:
         return ""
 
     def _is_unit(self, path: str) -> bool:
+        path = plain(path)
         module, parent = self.modules.get(path), self.modules.get(path.rpartition(".")[0])
         if module is None:
             return True
@@ -97,8 +100,8 @@ class _Units:
             unit
             for unit in set(units) - {""}
             if units.count(unit) > len(units) / 2
-            and any(True for _ in self.modules[unit].children())
-            and not isinstance(self.modules.get(unit.rpartition(".")[0]), _CONTAINERS)
+            and any(True for _ in self.modules[plain(unit)].children())
+            and not isinstance(self.modules.get(plain(unit).rpartition(".")[0]), _CONTAINERS)
         )
 
 
@@ -139,7 +142,7 @@ class _Runs:
         """One cut between any two neighbouring units with parameters, then without those that cost too much."""
         heavy = self._heavy()
         found = []
-        for (_, end), (start, _) in zip(heavy, heavy[1:], strict=False):
+        for (_, end), (start, _) in itertools.pairwise(heavy):
             candidates = [cut for cut in range(end, start) if self.flow.legal[cut]]
             if candidates:
                 found.append(min(candidates, key=lambda cut: (self.flow.cost[cut], cut)))
@@ -172,7 +175,9 @@ class _Runs:
         sizes: dict[str, int] = {}
         for unit, weight in zip(self.units, self.weights, strict=True):
             sizes[unit] = sizes.get(unit, 0) + weight
-        return {unit for unit, size in sizes.items() if size * self.least < max(sizes.values())} if self.least else set()
+        return (
+            {unit for unit, size in sizes.items() if size * self.least < max(sizes.values())} if self.least else set()
+        )
 
     def _begin(self, number: int) -> int:
         """The first operation of the run that `number` is in."""

@@ -23,7 +23,7 @@ def eager_masks(inputs: Mapping[str, Any]) -> Iterator[None]:
     masks = sys.modules.get(_MASKS)
     with ExitStack() as patches:
         if masks is not None and hasattr(masks, "is_torchdynamo_exporting"):
-            patches.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", lambda: False))
+            patches.enter_context(mock.patch.object(masks, "is_torchdynamo_exporting", return_value=False))
         if inputs.get("position_ids") is None and hasattr(masks, "find_packed_sequence_indices"):
-            patches.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", lambda positions: None))
+            patches.enter_context(mock.patch.object(masks, "find_packed_sequence_indices", return_value=None))
         yield

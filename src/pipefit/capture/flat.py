@@ -1,8 +1,8 @@
 """One straight list of operations: an exported program without wrappers, checks and dead code.
 
-`torch.export` hides pieces of the program behind functions of functions (`torch.no_grad()`, `torch.autocast`). Here they
-are unrolled, and every operation says in which contexts it runs, so that a cut may fall anywhere; a layer enters the
-contexts again. Linear in the operations; nothing is computed.
+`torch.export` hides pieces of the program behind functions of functions (`torch.no_grad()`, `torch.autocast`). Here
+they are unrolled, and every operation says in which contexts it runs, so that a cut may fall anywhere; a layer enters
+the contexts again. Linear in the operations; nothing is computed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def role(node: fx.Node) -> Role | None:
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """Paths of the modules the operation ran in, outermost (the root, "") first."""
+    """Paths of the modules the operation ran in, outermost (the root, "") first; `block@1` when it ran the second time."""
     found: tuple[str, ...] = node.meta.get("stack", ())
     return found
 
@@ -182,9 +182,8 @@ class _Inliner:
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )
         copied = self.graph.create_node("call_function", target, args, kwargs)
-        modules = (node.meta.get("nn_module_stack") or {}).values()
         copied.meta = {
-            "stack": tuple(dict.fromkeys(path for path, _ in modules)),
+            "stack": tuple(dict.fromkeys(_calls(node.meta.get("nn_module_stack") or {}))),
             "context": around,
             "val": node.meta.get("val"),
             "stack_trace": node.meta.get("stack_trace"),
@@ -200,6 +199,18 @@ def _numbered(program: ExportedProgram) -> Iterator[tuple[int, Any]]:
             raise AssertionError(f"an input of kind {spec.kind}")
         yield (leaves if spec.kind is InputKind.USER_INPUT else -1), spec
         leaves += spec.kind is InputKind.USER_INPUT
+
+
+def _calls(modules: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+    """The modules an operation ran in, with the number of the call where there are several."""
+    for key, (path, _) in modules.items():
+        _, several, number = key.rpartition("@")
+        yield f"{path}@{number}" if several and path else path
+
+
+def plain(call: str) -> str:
+    """The path of the module that was called."""
+    return call.partition("@")[0]
 
 
 def _autocast(around: Context, settings: tuple[Any, ...]) -> Context:

@@ -61,6 +61,11 @@ class Flow:
         """What must be at hand to do `node`: values, inputs, parameters; what is done again is seen through."""
         return self._expanded(node.all_input_nodes)
 
+    def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
+        """All that operations and outputs need, in the order of the graph."""
+        found = self._expanded(outputs).union(*(self.needs(node) for node in order))
+        return [node for node in self.graph.nodes if node in found]
+
     @cached_property
     def crossing(self) -> list[tuple[fx.Node, int, int]]:
         """(value, first cut, last cut) it crosses, in the order values are made; inputs first, before cut 0."""
@@ -137,11 +142,11 @@ class Flow:
             touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
             return [(min(touching), max(touching) - 1, 1)]
         crossing = [(first, last) for node, first, last in self.crossing if self._group[node] is root]
-        closed = []
-        for cut in range(min(first for first, _ in crossing), max(changes)):
-            if sum(first <= cut <= last for first, last in crossing) > 1:
-                closed.append((cut, cut, 1))
-        return closed
+        return [
+            (cut, cut, 1)
+            for cut in range(min((first for first, _ in crossing), default=0), max(changes))
+            if sum(first <= cut <= last for first, last in crossing) > 1
+        ]
 
 
 def _kind(node: fx.Node) -> str | None:

@@ -47,7 +47,11 @@ class GraphLayer(nn.Module):
 
 
 def write(
-    flow: Flow, order: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Mapping[str, str]
+    flow: Flow,
+    order: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    names: Mapping[str, str],
 ) -> fx.Graph:
     """The graph of a layer that does `order` to `inputs`. `names` gives parameters and the like their local names."""
     writer = _Writer(flow, inputs, names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -29,9 +30,14 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     module = task.build()
     wanted = None if targets is None else Tree.of("the targets", targets)
     if isinstance(module, nn.Sequential):
-        layers = _by_hand(module, task.name)
-        return Chain(task.name, layers, inputs=Tree.of("the inputs", inputs), targets=wanted, criterion=task.loss)
-    return traced_chain(task, module, inputs, wanted)
+        layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
+        found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
+    else:
+        found = traced_chain(task, module, inputs, wanted)
+    if task.autocast is None:
+        return found
+    layers = tuple(replace(layer, autocast=task.autocast) for layer in found.layers)
+    return replace(found, layers=layers, autocast=task.autocast)
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:

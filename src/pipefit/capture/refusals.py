@@ -21,8 +21,7 @@ _REASONS = (
     (r"data-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor"),
     (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array"),
     (r"not a known type|Unsupported output type|Unsupported input type", "it returns a type that export does not know"),
-    (r"[Uu]nsupported operator|no fake impl|not implemented for.*[Mm]eta|Meta kernel", "it uses an operator whose shapes "
-     "torch does not know"),
+    (r"[Uu]nsupported operator|no fake impl|not implemented for.*[Mm]eta|Meta kernel", "it uses an operator of unknown shapes"),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ Values = tuple[Tensor, ...]
 class Tree:
     """What `what` (the inputs, the outputs) look like.
 
-    `taken` numbers the leaves that are handed over as tensors, in the order of the flat tuple; `leaves` holds the others.
+    `taken` numbers the leaves that are handed over as tensors, in the flat tuple's order; `leaves` holds the others.
     """
 
     what: str

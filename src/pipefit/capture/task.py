@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from pipefit.training import Precision
+
+ParameterOptions = Callable[[str, nn.Parameter], dict[str, Any]]
+Granularity = Literal["blocks", "halves", "operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,30 +21,55 @@ class Task:
     """A training task.
 
     Args:
-        module: an `nn.Sequential` whose layers pass a tensor or a tuple of tensors, or a function that builds one. A
-            function is called under the reader's own mode, so that a model too large for this machine is never
-            allocated.
-        batch: batch size -> (inputs, targets), tensors or tuples of tensors with the samples along dimension 0. Draws
-        from
+        module: any `nn.Module` that `torch.export` can follow, or a function that builds one. An `nn.Sequential` is
+            taken as it stands, each part a layer; its parts pass a tensor or a tuple of tensors. A function is called
+            under the reader's own mode, so that a model too large for this machine is never allocated.
+        batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries of
+            such. A tuple of inputs is the module's positional arguments, a dictionary its keyword arguments. Draws from
             torch's default generator, so that a seed before the call fixes the batch.
-        loss: (outputs, targets) -> mean loss over the samples, a scalar.
-        optimizer: parameters or parameter groups -> `torch.optim` optimizer.
-        precision: the dtype that floating-point parameters, buffers and data are cast to; None leaves them as they are.
+        loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs as the module returns them. None
+            where the module computes it: it returns a scalar, or outputs whose `loss` is one; targets may be None.
+        optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes one of its own, with a group a layer.
+        groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}` for biases.
+        scheduler: optimizer -> learning-rate scheduler, stepped after every update.
+        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data; the mixed
+            ones run it under `torch.autocast`, `mixed-float16` with loss scaling.
+        granularity: what becomes a layer of a module that is no `nn.Sequential`: `blocks` (a module's own blocks, such
+            as transformer.h.3), `halves` (attention and MLP apart), or `operations` (wherever a cut is possible).
         name: for people, and for files.
     """
 
     module: nn.Module | Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, Any]] = field(kw_only=True)
-    loss: Callable[[Any, Any], Tensor] = field(kw_only=True)
+    loss: Callable[[Any, Any], Tensor] | None = field(kw_only=True)
     optimizer: Callable[..., Optimizer] = field(kw_only=True, default=torch.optim.AdamW)
-    precision: torch.dtype | None = field(kw_only=True, default=None)
+    groups: ParameterOptions | None = field(kw_only=True, default=None)
+    scheduler: Callable[[Optimizer], Any] | None = field(kw_only=True, default=None)
+    precision: Precision | None = field(kw_only=True, default=None)
+    granularity: Granularity = field(kw_only=True, default="blocks")
     name: str = field(kw_only=True, default="model")
 
     def build(self) -> nn.Module:
         """The module itself, in the task's precision; a factory is called."""
         module = self.module if isinstance(self.module, nn.Module) else self.module()
-        return module if self.precision is None else module.to(self.precision)
+        return module if self.dtype is None else module.to(self.dtype)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """`tensor` in the task's precision, if it holds floating-point numbers."""
-        return tensor.to(self.precision) if self.precision is not None and tensor.is_floating_point() else tensor
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What parameters and data are cast to; None where they are left alone."""
+        if self.precision is None or self.precision.startswith("mixed-"):
+            return None
+        found: torch.dtype = getattr(torch, self.precision)
+        return found
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What autocast computes in; None without."""
+        if self.precision is None or not self.precision.startswith("mixed-"):
+            return None
+        found: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))
+        return found

@@ -6,19 +6,19 @@ training the chain trains the model. What the program does not use goes along wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.cuts import pieces
-from pipefit.capture.exporting import arguments, export
-from pipefit.capture.flat import Role, flatten, role, sweep
+from pipefit.capture.exporting import export
+from pipefit.capture.flat import flatten, role, sweep, value
 from pipefit.capture.flow import Flow
 from pipefit.capture.graph_layer import GraphLayer, write
 from pipefit.capture.structure import Tree
@@ -32,34 +32,83 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     Raises:
         UsageError: it cannot be traced, or returns no loss where it should.
     """
+    shape = Tree.of("the inputs", inputs)
     program = export(module, task.name, inputs)
     graph = flatten(program)
-    outputs = _outputs(task, program, graph)
+    outputs = _end(task, program, graph)
     flow = Flow(graph)
     if not flow.order:
         raise UsageError(f"{task.name} computes nothing: there is no layer to make")
-    model = _Model(module, program)
-    layers, crossing = [], [node for node in graph.nodes if (r := role(node)) and r.kind == "input" and node.users]
-    taken = tuple(_role(node).index for node in crossing)
-    for piece in (cut := pieces(flow, module, task.granularity)):
-        after = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
-        layers.append(model.layer(flow, piece.name, flow.order[piece.start : piece.stop], crossing, after))
-        crossing = list(after)
-    model.give_the_rest(layers)
+    first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
     return Chain(
         task.name,
-        tuple(ChainLayer(layer.name, layer.module, layer.originals) for layer in layers),
-        inputs=_inputs(program, inputs, taken),
+        tuple(_layers(flow, module, task, program, first)),
+        inputs=_taken(shape, program, inputs, first),
         outputs=outputs,
         targets=targets,
         criterion=task.loss,
     )
 
 
-class _Layer:
-    """A layer in the making."""
+def _layers(
+    flow: Flow, module: nn.Module, task: Task, program: ExportedProgram, first: Sequence[fx.Node]
+) -> Iterator[ChainLayer]:
+    """The layers, one a piece; each takes what the one before gives."""
+    binding, found, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
+    cut = pieces(flow, module, task.granularity)
+    for piece in cut:
+        leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
+        order = flow.order[piece.start : piece.stop]
+        needed = [
+            meaning for node in flow.needed_by(order, leaving) if (meaning := role(node)) and meaning.kind != "input"
+        ]
+        names = binding.names(piece.name, needed)
+        layer = GraphLayer(write(flow, order, arriving, leaving, names))
+        found.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
+        arriving = leaving
+    binding.give_the_rest(found)
+    yield from found
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.module: GraphLayer = None  # type: ignore[assignment]
-        self.originals: dict[str, str] = {}
+
+def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
+    """End the graph in tensors alone: the loss, if the model computes it, else all the model returns; their shape."""
+    end, spec = graph.output_node(), program.call_spec.out_spec
+    assert spec is not None
+    leaves = list(end.args[0])  # type: ignore[arg-type]
+    if task.loss is None:
+        loss = leaves[_loss_number(task.name, pytree.tree_unflatten(list(range(len(leaves))), spec), leaves)]
+        end.args = ((loss,),)
+        sweep(graph)
+        return Tree.of("the outputs", value(loss))
+    taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
+    if not taken:
+        raise UsageError(f"{task.name} returns no tensor: there is nothing to take a loss of")
+    constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    end.args = (tuple(leaves[number] for number in taken),)
+    return Tree("the outputs", spec, taken, constants)
+
+
+def _loss_number(name: str, numbered: Any, leaves: Sequence[Any]) -> int:
+    """Which leaf of the outputs is the loss."""
+    found = numbered if isinstance(numbered, int) else getattr(numbered, "loss", None)
+    if found is None and isinstance(numbered, dict):
+        found = numbered.get("loss")
+    tensor = value(leaves[found]) if isinstance(found, int) and isinstance(leaves[found], fx.Node) else None
+    if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+        what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(numbered).__name__
+        raise UsageError(
+            f"{name} has no loss of its own: its module returned {what}, where a scalar, or outputs with a scalar 'loss' "
+            "were expected; give the labels among the inputs, or Task(..., loss=...)"
+        )
+    assert isinstance(found, int)
+    return found
+
+
+def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[fx.Node]) -> Tree:
+    """The shape of the inputs, in the order of the program, of which the first layer takes those it needs."""
+    if isinstance(inputs, dict):
+        assert program.call_spec.in_spec is not None
+        keys = program.call_spec.in_spec.child(1).context
+        shape = Tree.of("the inputs", {key: inputs[key] for key in keys})
+    numbers = tuple(meaning.index for node in first if (meaning := role(node)))
+    return replace(shape, taken=numbers, plain=shape.plain and numbers == shape.taken)

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,6 +42,7 @@ def pipefit(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code. `arguments` are those of the process unless given."""
+    _fill_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take(words, "--debug")
     words = words or ["--help"]
@@ -62,6 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
         what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
         return _fail(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1, debug)
+
+
+def _fill_streams() -> None:
+    """Streams that our parent closed lead nowhere from now on, here and in workers; no other file takes their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _take(words: list[str], flag: str) -> bool:

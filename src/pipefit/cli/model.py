@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -19,22 +20,22 @@ from pipefit.errors import PipefitError, UsageError
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
+    from pipefit.training import Precision
 
 _FORMS = "write zoo:NAME, or package.module:factory for one of your own"
 
 
-def resolve(model: str, settings: Sequence[str], precision: str | None = None) -> Task:
+def resolve(model: str, settings: Sequence[str], precision: Precision | None = None) -> Task:
     """The task that MODEL and its `--set` arguments mean, cast to `precision` if one is given.
+
+    What the user's code prints goes to stderr: stdout is for results.
 
     Raises:
         UsageError: no such model, module or factory; it raised; or it returned something else.
     """
-    task = _task(model, settings)
-    if precision is None:
-        return task
-    import torch
-
-    return replace(task, precision=getattr(torch, precision))
+    with redirect_stdout(sys.stderr):
+        task = _task(model, settings)
+    return task if precision is None else replace(task, precision=precision)
 
 
 def _task(model: str, settings: Sequence[str]) -> Task:

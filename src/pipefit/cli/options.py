@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 Target = Literal["cpu", "cuda"]
-Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[

@@ -21,7 +21,9 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: Steps = 10,
     seed: Annotated[int, typer.Option(min=0, help="Decides weights, data and dropout.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Longest wait for another worker.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Longest wait for another worker.")
+    ] = 60.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -39,7 +39,7 @@ def time(profile: ModelProfile, cluster: Cluster, training: Training, options: O
 
 def ticks(question: Question) -> list[int]:
     """Forward and backward time of every layer, the loss with the last, in picoseconds."""
-    kind, dtype = question.cluster.devices[0].kind, question.training.precision
+    kind, dtype = question.cluster.devices[0].kind, question.training.dtype
     *costs, last = question.measurement.costs
     parts = [(cost,) for cost in costs] + [(last, question.measurement.loss)]
     return [

@@ -13,7 +13,7 @@ from typing import cast, get_args
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain, single
+from pipefit.capture.chain import Chain
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -32,16 +32,16 @@ def profile_fake(
     task: Task, *, microbatch_size: int, target: Target, threads: int, progress: Progress | None = None
 ) -> ModelProfile:
     """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
-    inputs, targets = sample(task, microbatch_size)
+    like = sample(task, microbatch_size)
     with FakeTarget(target) as fake:
-        chain = fake_chain(task, fake)
+        chain = fake_chain(task, fake, like)
         survey = _Survey(task, threads if target == "cpu" else None)
-        values: Sequence[Tensor] = [fake.fake(value) for value in inputs]
+        values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
         for number, layer in enumerate(chain.layers):
             if progress is not None:
                 progress(number, len(chain.layers), layer.name)
             values = survey.layer(layer.module, layer, values)
-        loss = survey.loss(values, [fake.fake(value) for value in targets])
+        loss = survey.loss(chain, values, [fake.fake(value) for value in chain.flatten_targets(like[1])])
         measurement = Measurement(
             microbatch_size=microbatch_size,
             kinds=tuple(survey.kinds),
@@ -64,7 +64,7 @@ def describe(
     assumptions = Assumptions(
         target=target,
         device=device,
-        precision=cast(Precision, Counter(precisions).most_common(1)[0][0]),
+        precision=task.precision or cast(Precision, Counter(precisions).most_common(1)[0][0]),
         optimizer=type(optimizer).__name__,
         torch=torch.__version__,
         threads=threads,
@@ -117,14 +117,11 @@ class _Survey:
             for shared in found
         )
 
-    def loss(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
+    def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
         """The cost of the loss on the last layer's outputs."""
-        count, loss = len(values), self.task.loss
+        count = len(values)
 
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            result = loss(single(inputs[:count]), single(inputs[count:]))
-            if not isinstance(result, Tensor) or result.numel() != 1:
-                raise UsageError("the loss must be a scalar tensor: return the mean over the samples")
-            return (result,)
+            return (chain.loss(inputs[:count], inputs[count:]),)
 
         return LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True).measure(self.task.optimizer)

@@ -12,6 +12,18 @@ from torch.utils.flop_counter import flop_registry
 from pipefit.profile import Span, Work
 from pipefit.runtime.meter import Meter, Tracked
 
+# They allocate, or ask a fake tensor where it is, and touch no memory.
+_MOVE_NOTHING = frozenset(
+    {
+        torch.ops.prim.device.default,
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+
 
 class Gauge(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: peak and spans above the level at which it began, and its work."""
@@ -62,7 +74,7 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._flops += count(*args, **(kwargs or {}), out_val=out)
-        if not func.is_view:
+        if not func.is_view and func not in _MOVE_NOTHING:
             self._moved += _nbytes(args) + _nbytes(out)
         return out
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain, Values, as_values, capture, single
+from pipefit.capture import capture
+from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.profile import LayerCost, Measurement, ModelProfile
@@ -37,25 +39,47 @@ def add_seconds(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        chain = capture(task)
-        measured = tuple(_Clock(task, chain, device, progress).measure(m) for m in profile.measurements)
+        with _restored(task.module):
+            measured = tuple(_Clock(task, m, device, progress).measure() for m in profile.measurements)
     finally:
         torch.set_num_threads(before)
     assumptions = replace(profile.assumptions, device=str(device))
     return replace(profile, measurements=measured, assumptions=assumptions)
 
 
+@contextmanager
+def _restored(module: object) -> Iterator[None]:
+    """Afterwards a module that exists is where and as it was: its buffers and its modes too."""
+    if not isinstance(module, nn.Module):  # a factory builds one for us alone
+        yield
+        return
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    try:
+        yield
+    finally:
+        if len(places) == 1:
+            module.to(places.pop())
+        for part, training in modes:
+            part.training = training
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
 class _Clock:
     """Runs and times layers."""
 
-    def __init__(self, task: Task, chain: Chain, device: torch.device, progress: Progress | None) -> None:
-        self.task, self.chain, self.device, self.progress = task, chain, device, progress
+    def __init__(self, task: Task, measurement: Measurement, device: torch.device, progress: Progress | None) -> None:
+        self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.inputs, self.targets = sample(task, measurement.microbatch_size)
+        self.chain = capture(task, self.inputs, self.targets)
 
-    def measure(self, measurement: Measurement) -> Measurement:
+    def measure(self) -> Measurement:
         """The measurement, with seconds."""
-        inputs, targets = sample(self.task, measurement.microbatch_size)
-        values: Values = tuple(value.to(self.device) for value in inputs)
+        measurement, targets = self.measurement, self.chain.flatten_targets(self.targets)
+        values: Values = tuple(value.to(self.device) for value in self.chain.flatten(self.inputs))
         timed: dict[int, LayerCost] = {}
         for number, (layer, kind) in enumerate(zip(self.chain.layers, measurement.layers, strict=True)):
             if self.progress is not None:
@@ -71,7 +95,7 @@ class _Clock:
         return replace(measurement, kinds=tuple(timed[kind] for kind in range(len(measurement.kinds))), loss=loss)
 
     def _loss(self, count: int) -> Callable[[Values], Values]:
-        return lambda values: as_values(self.task.loss(single(values[:count]), single(values[count:])), "the loss")
+        return lambda values: (self.chain.loss(values[:count], values[count:]),)
 
     def _time(self, cost: LayerCost, call: Callable[[Values], Values], module: nn.Module, values: Values) -> LayerCost:
         """`cost` with the median seconds of each pass."""
@@ -116,9 +140,7 @@ class _Clock:
         if stepper is not None:
             with torch.no_grad():
                 for group in stepper.param_groups:
-                    group["lr"] = (
-                        0.0 if isinstance(group["lr"], float) else group["lr"]
-                    )  # the next repeat sees the same weights
+                    group["lr"] = group["lr"] * 0  # the next repeat sees the same weights
             stepper.step()
         return forwarded - began, returned - ready, self._now() - returned
 

@@ -132,6 +132,6 @@ def _busy_seconds(plan: Plan, stage: Stage) -> float:
         stage.start,
         stage.stop,
         plan.cluster.devices[stage.device].kind,
-        plan.training.precision,
+        plan.training.dtype,
     )
     return plan.training.microbatches * (forward_seconds(*where) + backward_seconds(*where)) + update_seconds(*where)

@@ -14,6 +14,7 @@ from pipefit.cost.memory import StageMemory
 from pipefit.errors import FileError
 from pipefit.plan import Plan
 from pipefit.program import Program
+from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.reader import DeviceReader, MemoryMeter
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
@@ -47,6 +48,36 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     return own
 
 
+def _agreement(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> Agreement:
+    """This stage's part of what all stages settle before an update: a shared parameter is reported by its first stage."""
+    first = {place: found.places[0] for found in shared for place in found.places}
+    foreign = {
+        found.places[0] for found, holders in zip(shared, plan.holders, strict=True) if holders and stage != holders[0]
+    }
+    place = plan.stages[stage]
+    names: dict[str, None] = {}
+    own: dict[str, nn.Parameter] = {}
+    trainable: dict[int, nn.Parameter] = {}
+    for number, layer in enumerate(chain.layers):
+        for local, parameter in layer.module.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                continue
+            where = first.get((number, local), (number, local))
+            name = chain.layers[where[0]].originals.get(where[1], where[1])
+            names[name] = None
+            if place.start <= number < place.stop:
+                trainable[id(parameter)] = parameter
+                if where not in foreign:
+                    own[name] = parameter
+    return Agreement(
+        list(names),
+        own,
+        list(trainable.values()),
+        clip_norm=plan.training.clip_norm,
+        scale=LossScale() if plan.training.scales_loss else None,
+    )
+
+
 def assemble(
     task: Task,
     chain: Chain,
@@ -72,6 +103,7 @@ def assemble(
     runner = StageRunner(
         task,
         layers,
+        loss=chain.loss,
         shared=own,
         start=place.start,
         last=memory.last,
@@ -79,6 +111,7 @@ def assemble(
         outputs=memory.outputs,
         targets=memory.targets,
         microbatches=plan.training.microbatches,
+        agreement=_agreement(plan, chain, stage, shared) if plan.training.agrees else None,
         device=device,
         seed=seed,
     )

@@ -39,9 +39,9 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
     target = target or plan.profile.assumptions.target
     threads = plan.profile.assumptions.threads if target == "cpu" else None
     training, program, mailroom = plan.training, lower(plan), Mailroom()
-    inputs, targets = sample(task, training.microbatch_size)
+    like = sample(task, training.microbatch_size)
     with torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        chain = fake_chain(task, fake)
+        chain = fake_chain(task, fake, like)
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         ticks: Iterator[int] = count()
@@ -61,8 +61,8 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
             )
             for stage in range(len(plan.stages))
         ]
-        data = [[fake.fake(t) for t in inputs]] * training.microbatches
-        wanted = [[fake.fake(t) for t in targets]] * training.microbatches
+        data = [[fake.fake(t) for t in chain.flatten(like[0])]] * training.microbatches
+        wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * training.microbatches
         for _ in range(steps):
             run_in_turn(readers, data, wanted)
     return gather(plan, readers, "dry run", steps, (0.0,) * steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.plan import Plan
-from pipefit.profile import Value
-from pipefit.program import Action, Kind, Program
+from pipefit.profile import Measurement, Value
+from pipefit.program import COMPUTE, Action, Kind, Program
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
 from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
 
 Microbatch = list[Tensor]
+Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LEFT = {Kind.FORWARD: Category.ACTIVATIONS, Kind.BACKWARD: Category.GRADIENTS, Kind.STEP: Category.OPTIMIZER}
@@ -62,7 +64,8 @@ class DeviceReader:
             clock,
         )
         self.placement, self.number = program.placement, program.placement[stage]
-        self.actions = [(action, str(action), _stream(action)) for action in program.actions[self.number]]
+        self.program = program
+        self._shapes: Sequence[Boundaries] = ()
         self.events: list[Event] = []
         self.samples: list[MemorySample] = []
         self.steps = 0
@@ -76,13 +79,29 @@ class DeviceReader:
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{error} ({self._where()})") from error
 
-    def step(self, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> Iterator[None]:
+    def step(
+        self,
+        inputs: Sequence[Microbatch],
+        targets: Sequence[Microbatch],
+        *,
+        program: Program | None = None,
+        weights: Sequence[float] | None = None,
+        shapes: Sequence[Boundaries] | None = None,
+    ) -> Iterator[None]:
         """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
+
+        Args:
+            program: another than the plan's, such as one that only evaluates.
+            weights: of every microbatch's loss; equal parts unless given.
+            shapes: the values at every boundary, for each microbatch, where some are smaller than the plan's.
 
         Raises:
             OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
         """
-        for number, (action, text, stream) in enumerate(self.actions):
+        script = _script(self.program if program is None else program, self.number)
+        self._shapes = shapes or (boundaries(self.plan.measurement),) * len(inputs)
+        self.runner.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
+        for number, (action, text, stream) in enumerate(script):
             if self.on_action is not None:
                 self.on_action(number)
             if action.wait:
@@ -90,6 +109,13 @@ class DeviceReader:
                     yield
             self._timed(action, text, stream, inputs, targets)
         self.steps += 1
+        self.runner.batch_number += script[-1][0].kind is not Kind.FORWARD_ONLY
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most bytes in the last step; 0 without a meter."""
+        last = self.steps - 1
+        return max((s.total_bytes for s in reversed(self.samples) if s.step == last), default=0)
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """What happened so far."""
@@ -139,6 +165,8 @@ class DeviceReader:
             self._receive(action)
         elif action.kind is Kind.REDUCE:
             self._reduce(action)
+        elif action.kind is Kind.AGREE:
+            self._agree(action)
         else:
             self._compute(action, inputs, targets)
 
@@ -149,12 +177,15 @@ class DeviceReader:
             self._arrived[action.kind, action.microbatch] = tensors
         elif action.kind in _SENDS:
             self._tag(tensors, Category.ACTIVATIONS)
+        elif action.kind is Kind.AGREE:
+            assert self.runner.agreement is not None
+            self.runner.agreement.conclude(tensors[0])
 
     def _compute(self, action: Action, inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
         match action.kind:
             case Kind.LOAD:
                 self._load(action.microbatch, inputs, targets)
-            case Kind.FORWARD if action.layers is None:
+            case Kind.FORWARD | Kind.FORWARD_ONLY if action.layers is None:
                 self._forward(action)
             case Kind.BACKWARD if action.layers is None:
                 self._backward(action)
@@ -186,7 +217,8 @@ class DeviceReader:
         inputs = data or self._arrived.pop((Kind.RECV_FORWARD, microbatch), [])
         self._tag(inputs, Category.ACTIVATIONS)
         self._tag(targets, Category.ACTIVATIONS)
-        outputs = self.runner.forward(microbatch, inputs, targets)
+        run = self.runner.forward if action.kind is Kind.FORWARD else self.runner.evaluate
+        outputs = run(microbatch, inputs, targets)
         self._tag(outputs, Category.BOUNDARY)
         if self.stage < len(self.placement) - 1:
             self._started[Action(Kind.SEND_FORWARD, self.stage, microbatch)] = list(outputs), None
@@ -195,17 +227,29 @@ class DeviceReader:
         microbatch = action.microbatch
         assert microbatch is not None
         gradients = self._arrived.pop((Kind.RECV_BACKWARD, microbatch), [])
-        outgoing = self.runner.backward(microbatch, gradients)
+        outgoing = self.runner.backward(microbatch, gradients, self._values(action)[0])
         if self.stage > 0:
             self._tag(outgoing, Category.BOUNDARY)
             self._started[Action(Kind.SEND_BACKWARD, self.stage, microbatch)] = outgoing, None
 
     def _receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECV_FORWARD
-        values = self.runner.inputs if forward else [v for v in self.runner.outputs if v.requires_grad]
+        entering, leaving = self._values(action)
+        values = entering if forward else [v for v in leaving if v.requires_grad]
         device = self.runner.device
         buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=device) for v in values]
         self._started[action] = buffers, self.transport.start(action, buffers, self._peer(action))
+
+    def _values(self, action: Action) -> tuple[Sequence[Value], Sequence[Value]]:
+        """What enters and what leaves the stage with this microbatch."""
+        values, place = self._shapes[action.microbatch or 0], self.plan.stages[self.stage]
+        return values[place.start], values[place.stop]
+
+    def _agree(self, action: Action) -> None:
+        assert self.runner.agreement is not None
+        vector = self.runner.agreement.contribution(self.runner.device)
+        everyone = tuple(range(len(self.placement)))
+        self._started[action] = [vector], self.transport.collect(action, vector, everyone)
 
     def _reduce(self, action: Action) -> None:
         assert action.subject is not None
@@ -233,17 +277,31 @@ class DeviceReader:
         return f"stage {self.stage}, layers {names[stage.start]} to {names[stage.stop - 1]}"
 
 
+def boundaries(measurement: Measurement) -> Boundaries:
+    """The values before every layer, and behind the last."""
+    costs = measurement.costs
+    return (*(cost.inputs for cost in costs), costs[-1].outputs)
+
+
+@lru_cache(maxsize=64)
+def _script(program: Program, device: int) -> tuple[tuple[Action, str, Stream], ...]:
+    """A device's actions, with their text and stream."""
+    return tuple((action, str(action), _stream(action)) for action in program.actions[device])
+
+
 def _stream(action: Action) -> Stream:
-    return Stream.COMPUTE if action.kind in _LEFT or action.kind is Kind.LOAD else Stream.COMMUNICATION
+    return Stream.COMPUTE if action.kind in COMPUTE or action.kind is Kind.LOAD else Stream.COMMUNICATION
 
 
-def run_in_turn(readers: Sequence[DeviceReader], inputs: Sequence[Microbatch], targets: Sequence[Microbatch]) -> None:
-    """One step of every reader inside this process: each runs until it would wait for another.
+def run_in_turn(
+    readers: Sequence[DeviceReader], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **variant: Any
+) -> None:
+    """One step of every reader inside this process: each runs until it would wait for another; `variant` as in `step`.
 
     Raises:
         UsageError: the program cannot go on: every device waits.
     """
-    running = {reader.number: reader.step(inputs, targets) for reader in readers}
+    running = {reader.number: reader.step(inputs, targets, **variant) for reader in readers}
     try:
         while running:
             before = [len(reader.events) for reader in readers]

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import ChainLayer, Values, single
-from pipefit.capture.task import Task
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.structure import Values
+from pipefit.capture.task import ParameterOptions, Task
 from pipefit.errors import UsageError
 from pipefit.profile import Value
+from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import Cell, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 
@@ -24,15 +26,17 @@ class StageRunner:
     """Layers `start` to `start + len(layers) - 1` of a model, on `device`.
 
     Args:
-        task: its optimizer and its loss are used; the loss on the last stage alone.
+        task: its optimizer is used.
         layers: this stage's, already on `device`.
+        loss: of the last layer's values and the targets; used on the last stage alone.
         shared: this stage's copies of parameters that other layers use too, by their number in the profile.
         start: number of the first.
         last: whether the loss follows.
         inputs: what arrives from the stage before (or the data); gradients go back for those that require them.
         outputs: what leaves; gradients come for those that require them.
         targets: what the loss takes besides the outputs; none but on the last stage.
-        microbatches: in a step; each contributes its mean loss over this number.
+        microbatches: the most in a step.
+        agreement: what the stages settle before an update; None where there is nothing to settle.
         seed: of all random draws.
     """
 
@@ -41,6 +45,7 @@ class StageRunner:
         task: Task,
         layers: Sequence[ChainLayer],
         *,
+        loss: Callable[[Values, Values], Tensor],
         shared: dict[int, nn.Parameter],
         start: int,
         last: bool,
@@ -48,19 +53,23 @@ class StageRunner:
         outputs: tuple[Value, ...],
         targets: tuple[Value, ...],
         microbatches: int,
+        agreement: Agreement | None,
         device: torch.device,
         seed: int,
     ) -> None:
         self.task, self.layers, self.start, self.device, self.seed = task, tuple(layers), start, device, seed
         self.inputs, self.outputs, self.targets = inputs, outputs, targets
         self.differentiable = tuple(value.requires_grad for value in inputs)
-        self.shared = shared
-        self.step_number = 0
+        self.loss, self.shared = loss, shared
+        self.batch_number = 0  # of training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
-        groups = _groups(layers)
-        # One group a layer: an update's temporary memory is then that of one layer, not of the whole stage.
-        self.optimizer = task.optimizer([{"params": group} for group in groups]) if groups else None
+        self.agreement = agreement
+        groups = _groups(layers, task.groups)
+        # At least one group a layer: an update's temporary memory is then that of one layer, not of the whole stage.
+        self.optimizer = task.optimizer(groups) if groups else None
+        self.scheduler = task.scheduler(self.optimizer) if task.scheduler is not None and self.optimizer else None
+        self.weights = [1.0 / microbatches] * microbatches
         self.losses = torch.zeros(microbatches, device=device) if last else None
         self._seed_gradient = torch.full((), 1.0 / microbatches, device=device) if last else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -80,24 +89,28 @@ class StageRunner:
         if any(self.differentiable):
             values = enter(cell, values, self.differentiable, self._anchor)
         for number, layer in enumerate(self.layers, self.start):
-            seed_layer(self.device, self.seed, self.step_number, microbatch, number)
+            seed_layer(self.device, self.seed, self.batch_number, microbatch, number)
             values = layer(values)
         if self.losses is None:
             leave(cell, values)
             return tuple(value.detach().contiguous() for value in values)
-        seed_layer(self.device, self.seed, self.step_number, microbatch, self.start + len(self.layers))
-        values = (_loss(self.task.loss, values, targets),)
+        seed_layer(self.device, self.seed, self.batch_number, microbatch, self.start + len(self.layers))
+        values = (self.loss(values, _take(targets)),)
         self.losses[microbatch].copy_(values[0].detach())
         leave(cell, values)
         return ()
 
-    def backward(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients of the inputs that require one, from those of the outputs, which are taken out of `gradients`."""
+    def backward(self, microbatch: int, gradients: list[Tensor], inputs: Sequence[Value] | None = None) -> list[Tensor]:
+        """Gradients of the inputs that require one, from those of the outputs, which are taken out of `gradients`.
+
+        `inputs` describes the microbatch's inputs where they are not the usual ones.
+        """
         cell = self._cells.pop(microbatch, None)
         if cell is None:
             raise UsageError(f"microbatch {microbatch} cannot go backward: it has no forward, or went backward already")
-        if self.losses is not None:
-            cell.incoming = [self._seed_gradient]
+        if self._seed_gradient is not None:
+            scale = self.agreement.scale if self.agreement is not None else None
+            cell.incoming = [self._seed_gradient.fill_(self.weights[microbatch] * (scale.value if scale else 1.0))]
         else:
             cell.incoming = [gradients.pop(0) if value.requires_grad else None for value in self.outputs]
         backward(cell)
@@ -106,16 +119,35 @@ class StageRunner:
             torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
             if gradient is None
             else gradient.contiguous()
-            for gradient, value in zip(outgoing, self.inputs, strict=True)
+            for gradient, value in zip(outgoing, self.inputs if inputs is None else inputs, strict=True)
             if value.requires_grad
         ]
 
     def step(self) -> None:
-        """One optimizer step; the gradients are freed."""
+        """One optimizer step, unless the stages agreed to skip it; the gradients are freed."""
+        skipped = self.agreement is not None and self.agreement.overflow
         if self.optimizer is not None:
-            self.optimizer.step()
+            if not skipped:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        self.step_number += 1
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+
+    def evaluate(self, microbatch: int, inputs: list[Tensor], targets: list[Tensor]) -> Values:
+        """Outputs of the stage, or the microbatch's loss on the last, without a graph. Empties what it is given."""
+        with torch.no_grad():
+            values = _take(inputs)
+            for layer in self.layers:
+                values = layer(values)
+            if self.losses is None:
+                return tuple(value.contiguous() for value in values)
+            self.losses[microbatch].copy_(self.loss(values, _take(targets)))
+            return ()
+
+    def train(self, mode: bool) -> None:
+        """Layers behave as in training, or as in evaluation: dropout, batch norm."""
+        for layer in self.layers:
+            layer.module.train(mode)
 
     def abandon(self) -> None:
         """Forget the microbatches in flight, what they hold, and the gradients so far: the step did not happen."""
@@ -133,14 +165,23 @@ class StageRunner:
         return [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
 
 
-def _groups(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
-    """The trainable parameters of every layer that has some; a shared one with the first layer that uses it."""
+def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[dict[str, Any]]:
+    """A parameter group for every layer and every set of options; a shared parameter with the first layer that has it."""
     met: set[int] = set()
-    groups = []
+    groups: list[dict[str, Any]] = []
     for layer in layers:
-        group = [p for p in layer.module.parameters() if p.requires_grad and id(p) not in met]
-        met.update(map(id, group))
-        groups += [group] if group else []
+        of_layer: list[dict[str, Any]] = []
+        for name, parameter in layer.module.named_parameters():
+            if not parameter.requires_grad or id(parameter) in met:
+                continue
+            met.add(id(parameter))
+            wanted = options(layer.originals.get(name, name), parameter) if options is not None else {}
+            group = next((g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None)
+            if group is None:
+                of_layer.append({"params": [parameter], **wanted})
+            else:
+                group["params"].append(parameter)
+        groups += of_layer
     return groups
 
 
@@ -149,15 +190,3 @@ def _take(box: list[Tensor]) -> Values:
     values = tuple(box)
     box.clear()
     return values
-
-
-def _loss(loss: Callable[[Any, Any], Tensor], values: Values, targets: list[Tensor]) -> Tensor:
-    """The loss of one microbatch, a scalar."""
-    result = loss(single(values), single(_take(targets)))
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        raise UsageError(f"the loss must be a scalar tensor, not {_describe(result)}: return the mean over the samples")
-    return result
-
-
-def _describe(result: object) -> str:
-    return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"

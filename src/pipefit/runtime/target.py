@@ -96,6 +96,11 @@ class FakeTarget:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has no bytes, so that nothing can be read from it."""
+    return isinstance(tensor, FakeTensor)
+
+
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """`FakeTensorMode` for modules that are moved and copied after they were built."""
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,18 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.capture.chain import capture
+from pipefit.capture import capture
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
 from pipefit.plan import Plan
+from pipefit.program import Program
 from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.batches import Cut, boundaries_at, cut_batch
+from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.cuda import CudaMeter
 from pipefit.runtime.meter import Meter
-from pipefit.runtime.reader import MemoryMeter, Microbatch, run_in_turn
+from pipefit.runtime.reader import Boundaries, MemoryMeter, boundaries, run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
-from pipefit.runtime.twins import pair
-from pipefit.schedule import lower
+from pipefit.runtime.twins import pair, sample
+from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
 
 
@@ -45,6 +49,8 @@ class Trainer:
         plan: made for this task, or for one of the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
         timeout_seconds: how long a worker waits for another before it gives up.
+        accumulate: batches whose gradients are added up before an update.
+        callbacks: called with a `StepReport` after every step.
         on_action: called with the number of each action as it begins; for supervision.
 
     Raises:
@@ -59,13 +65,20 @@ class Trainer:
         *,
         seed: int = 0,
         timeout_seconds: float = 60.0,
+        accumulate: int = 1,
+        callbacks: Sequence[Callback] = (),
         on_action: Callable[[int], None] | None = None,
     ) -> None:
-        self.task, self.plan = task, plan
+        if accumulate < 1:
+            raise UsageError(f"gradients are added up over at least one batch, not {accumulate}")
+        self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
+        self._batches = 0
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._odd: dict[int, Boundaries] = {}
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         torch.manual_seed(seed)
-        chain = capture(task)
+        self.chain = chain = capture(task, *sample(task, plan.training.microbatch_size))
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         program, stages = lower(plan), range(len(plan.stages))
@@ -88,27 +101,37 @@ class Trainer:
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
-        Leaves torch's random generators as they were: workers that draw their batches draw the same ones.
+        A batch may be smaller than the plan's, as the last one of an epoch is. With `accumulate`, every so many batches
+        make one update. Leaves torch's random generators as they were: workers that draw their batches draw the same.
 
         Raises:
-            UsageError: the batch is not of the plan's size.
+            UsageError: the batch is larger than the plan's, or unlike those the model was captured with.
             OutOfMemory: a device passed its cap.
             WorkerFailed: another worker died or hangs.
         """
         began = self._clock()
-        inputs, targets = (
-            self._microbatches(part, what)
-            for part, what in zip(pair(batch, "a step takes"), ("inputs", "targets"), strict=True)
-        )
-        with torch.random.fork_rng(devices=[d for r in self.readers if (d := r.runner.device).type == "cuda"]):
-            if self.distributed:
-                for _ in self.readers[0].step(inputs, targets):
-                    pass
-            else:
-                run_in_turn(self.readers, inputs, targets)
-        loss = self._mean_loss()
-        self._step_seconds.append(self._clock() - began)
+        self._batches += 1
+        update = self._batches % self.accumulate == 0
+        given = self._cut(batch)
+        loss = self._run(given, self._program(len(given.sizes), update), self.accumulate)
+        seconds = self._clock() - began
+        self._step_seconds.append(seconds)
+        if self.callbacks:
+            report = self._report(loss, seconds, sum(given.sizes))
+            for callback in self.callbacks:
+                callback(report)
         return loss
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        """The mean loss on `batch` without training: dropout is off, batch norm uses what it has learned."""
+        given = self._cut(batch)
+        for reader in self.readers:
+            reader.runner.train(False)
+        try:
+            return self._run(given, lower_evaluation(self.plan, microbatches=len(given.sizes)), 1)
+        finally:
+            for reader in self.readers:
+                reader.runner.train(True)
 
     @property
     def trace(self) -> Trace:
@@ -127,7 +150,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module."""
         return {
-            f"{layer.name}.{name}": tensor
+            layer.originals[name]: tensor
             for reader in self.readers
             for layer in reader.runner.layers
             for name, tensor in layer.module.state_dict().items()
@@ -138,31 +161,68 @@ class Trainer:
     def _clock(self) -> float:
         return time.perf_counter() - getattr(self, "_began", 0.0)
 
-    def _microbatches(self, part: tuple[Tensor, ...], what: str) -> list[Microbatch]:
-        """`part` of a batch in equal pieces, views of the host's tensors."""
-        training = self.plan.training
-        for value in part:
-            if value.shape[:1] != (training.batch_size,):
-                raise UsageError(
-                    f"the {what} hold {value.shape[0] if value.ndim else 'no'} samples, but the plan trains batches of "
-                    f"{training.batch_size}: make a plan for this batch size, or drop the last, smaller batch"
-                )
-        pieces = [torch.split(value, training.microbatch_size) for value in part]
-        return [list(microbatch) for microbatch in zip(*pieces, strict=True)]
+    def _cut(self, batch: tuple[Any, Any]) -> Cut:
+        """`batch` in microbatches, with the values at their boundaries where these are not the plan's."""
+        given, wanted = pair(batch, "a step takes")
+        cut = cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+        usual = boundaries(self.plan.measurement)
+        if cut.sizes[-1] != self.plan.training.microbatch_size:
+            self._odd.setdefault(cut.sizes[-1], boundaries_at(self.task, cut.sizes[-1], usual))
+        return replace(cut, shapes=tuple(self._odd.get(size, usual) for size in cut.sizes))
 
-    def _mean_loss(self) -> float:
+    def _program(self, microbatches: int, update: bool) -> Program:
+        """The program for so many microbatches; each is made once."""
+        key = microbatches, update
+        if key not in self._programs:
+            self._programs[key] = lower(self.plan, microbatches=microbatches, update=update)
+        return self._programs[key]
+
+    def _run(self, cut: Cut, program: Program, batches: int) -> float:
+        """Run `program` on a batch that is one of `batches` in an update; its mean loss."""
+        samples = sum(cut.sizes)
+        weights = [size / samples / batches for size in cut.sizes]
+        variant: dict[str, Any] = {"program": program, "weights": weights, "shapes": cut.shapes}
+        with torch.random.fork_rng(devices=[d for r in self.readers if (d := r.runner.device).type == "cuda"]):
+            if self.distributed:
+                for _ in self.readers[0].step(cut.inputs, cut.targets, **variant):
+                    pass
+            else:
+                run_in_turn(self.readers, cut.inputs, cut.targets, **variant)
+        return self._mean_loss([size / samples for size in cut.sizes])
+
+    def _mean_loss(self, weights: list[float]) -> float:
+        """The losses of the microbatches in their proportions, as the last stage saw them."""
         last = len(self.plan.stages) - 1
         losses = next((reader.runner.losses for reader in self.readers if reader.runner.losses is not None), None)
-        if not self.distributed or last == 0:
-            assert losses is not None
-            return losses.mean().item()
-        device = self.readers[0].runner.device
-        mean = torch.zeros((), device=device) if losses is None else losses.mean()
-        try:
-            dist.broadcast(mean, src=last)
-        except RuntimeError as error:
-            raise PeerLost(f"worker {last} did not tell the loss ({str(error).splitlines()[0][:200]})") from error
+        if losses is not None:
+            mean = losses[: len(weights)] @ torch.tensor(weights, device=losses.device)
+        else:
+            mean = torch.zeros((), device=self.readers[0].runner.device)
+        if self.distributed and last > 0:
+            try:
+                dist.broadcast(mean, src=last)
+            except RuntimeError as error:
+                raise PeerLost(f"worker {last} did not tell the loss ({str(error).splitlines()[0][:200]})") from error
         return mean.item()
+
+    def _report(self, loss: float, seconds: float, samples: int) -> StepReport:
+        """What callbacks are told."""
+        runner = self.readers[0].runner
+        agreement = runner.agreement
+        scale = None if agreement is None else agreement.scale
+        rate = runner.optimizer.param_groups[0]["lr"] if runner.optimizer is not None else None
+        step = len(self._step_seconds) - 1
+        return StepReport(
+            step=step,
+            loss=loss,
+            seconds=seconds,
+            samples_per_second=samples / seconds,
+            learning_rate=None if rate is None else float(rate),
+            peak_bytes={r.number: r.step_peak_bytes for r in self.readers},
+            gradient_norm=None if agreement is None else agreement.norm,
+            loss_scale=None if scale is None else scale.value,
+            skipped=agreement is not None and agreement.overflow,
+        )
 
 
 def _groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from pipefit.errors import UsageError
 from pipefit.plan import Plan
-from pipefit.program import Action, Kind, Program, Subject
+from pipefit.program import FORWARDS, Action, Kind, Program, Subject
 from pipefit.schedule.gpipe import gpipe
 from pipefit.schedule.one_f_one_b import one_f_one_b
 
@@ -42,16 +42,42 @@ def compute_actions(schedule: str, stage: int, stages: int, microbatches: int) -
     return list(generator(stage, stages, microbatches))
 
 
-def lower(plan: Plan) -> Program:
-    """The program of one training step of `plan`."""
-    stages, training = plan.stages, plan.training
-    actions: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
-    for number, stage in enumerate(stages):
-        computes = compute_actions(training.schedule, number, len(stages), training.microbatches)
-        actions[stage.device] = (*_stage_actions(number, len(stages), computes), *_update(number, plan.holders))
-    return Program(
-        placement=tuple(stage.device for stage in stages), microbatches=training.microbatches, actions=tuple(actions)
-    )
+def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True) -> Program:
+    """The program of one training step of `plan`.
+
+    Args:
+        microbatches: of a smaller last batch; the plan's unless given.
+        update: False leaves the gradients where they are, to be added to by the next batch.
+    """
+    training = plan.training
+    count = training.microbatches if microbatches is None else microbatches
+
+    def actions(stage: int) -> Iterator[Action]:
+        stages = len(plan.stages)
+        yield from _stage_actions(stage, stages, compute_actions(training.schedule, stage, stages, count))
+        if update:
+            yield from _update(stage, plan.holders, agree=training.agrees)
+
+    return _program(plan, count, actions)
+
+
+def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
+    """The program that runs `microbatches` forward through all stages and keeps nothing."""
+
+    def actions(stage: int) -> Iterator[Action]:
+        computes = [(Kind.FORWARD_ONLY, microbatch) for microbatch in range(microbatches)]
+        yield from _stage_actions(stage, len(plan.stages), computes)
+
+    return _program(plan, microbatches, actions)
+
+
+def _program(plan: Plan, microbatches: int, actions: Callable[[int], Iterator[Action]]) -> Program:
+    """Every stage's actions on its device."""
+    devices: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
+    for number, stage in enumerate(plan.stages):
+        devices[stage.device] = tuple(actions(number))
+    placement = tuple(stage.device for stage in plan.stages)
+    return Program(placement=placement, microbatches=microbatches, actions=tuple(devices))
 
 
 def _stage_actions(stage: int, stages: int, computes: list[tuple[Kind, int]]) -> Iterator[Action]:
@@ -62,7 +88,7 @@ def _stage_actions(stage: int, stages: int, computes: list[tuple[Kind, int]]) ->
         if number + 1 < len(computes):
             yield from _receives(computes[number + 1], stage, stages)
         yield from (receive.join for receive in _receives((kind, microbatch), stage, stages))
-        if kind is Kind.FORWARD and stage in (0, stages - 1):
+        if kind in FORWARDS and stage in (0, stages - 1):
             yield Action(Kind.LOAD, stage, microbatch)
         joins = [send.join for send in sending]
         arrived = number > 0 and answers((kind, microbatch), computes[number - 1])
@@ -74,8 +100,8 @@ def _stage_actions(stage: int, stages: int, computes: list[tuple[Kind, int]]) ->
     yield from (send.join for send in sending)
 
 
-def _update(stage: int, holders: tuple[tuple[int, ...], ...]) -> Iterator[Action]:
-    """The end of a stage's step: sum the gradients of parameters that other stages have too, then update."""
+def _update(stage: int, holders: tuple[tuple[int, ...], ...], *, agree: bool) -> Iterator[Action]:
+    """The end of a step: sum the gradients of parameters that other stages have too, agree on them, update."""
     reduces = [
         Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
         for number, stages in enumerate(holders)
@@ -83,6 +109,9 @@ def _update(stage: int, holders: tuple[tuple[int, ...], ...]) -> Iterator[Action
     ]
     yield from reduces
     yield from (reduce.join for reduce in reduces)
+    if agree:
+        yield Action(Kind.AGREE, stage)
+        yield Action(Kind.AGREE, stage).join
     yield Action(Kind.STEP, stage)
 
 
@@ -93,7 +122,7 @@ def answers(compute: tuple[Kind, int], before: tuple[Kind, int]) -> bool:
 
 def _receives(compute: tuple[Kind, int], stage: int, stages: int) -> Iterator[Action]:
     kind, microbatch = compute
-    if kind is Kind.FORWARD and stage > 0:
+    if kind in FORWARDS and stage > 0:
         yield Action(Kind.RECV_FORWARD, stage, microbatch)
     if kind is Kind.BACKWARD and stage < stages - 1:
         yield Action(Kind.RECV_BACKWARD, stage, microbatch)
@@ -101,7 +130,7 @@ def _receives(compute: tuple[Kind, int], stage: int, stages: int) -> Iterator[Ac
 
 def _sends(compute: tuple[Kind, int], stage: int, stages: int) -> Iterator[Action]:
     kind, microbatch = compute
-    if kind is Kind.FORWARD and stage < stages - 1:
+    if kind in FORWARDS and stage < stages - 1:
         yield Action(Kind.SEND_FORWARD, stage, microbatch)
     if kind is Kind.BACKWARD and stage > 0:
         yield Action(Kind.SEND_BACKWARD, stage, microbatch)

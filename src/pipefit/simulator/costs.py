@@ -27,9 +27,9 @@ class StageCosts:
         self._costs = measurement.costs
         self.forward = cache(self._forward)
         self.backward = cache(self._backward)
-        self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.precision))
-        self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.precision))
-        self.update_seconds = update_seconds(measurement, start, stop, kind, training.precision)
+        self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
+        self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
+        self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
 
     @cached_property
     def load(self) -> Effect:

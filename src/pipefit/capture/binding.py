@@ -1,0 +1,107 @@
+"""A model's own parameters and buffers, under the names its layers give them.
+
+A layer called `transformer.h.3` names its weight `attn.c_attn.weight`: without its own prefix, so that equal layers
+look equal. What belongs to another module (a tied embedding) keeps its full name, and stays one object in both layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.flat import Role
+
+
+class Binding:
+    """Gives layers what they need of `module`; `constants` are tensors that the program itself holds."""
+
+    def __init__(self, module: nn.Module, constants: Mapping[str, Any]) -> None:
+        self.module, self.constants = module, constants
+        self.tensors: dict[str, Tensor] = dict(
+            (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        )
+        self.kept = module.state_dict(keep_vars=True)
+        self.aliases: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self.aliases.setdefault(id(tensor), []).append(name)
+
+    def names(self, layer: str, needed: Sequence[Role]) -> dict[str, str]:
+        """Local names for what a layer needs."""
+        prefix = f"{layer.partition('@')[0]}."
+        found: dict[str, str] = {}
+        for role in needed:
+            if role.name not in self.tensors:
+                found[role.name] = f"constant{len(found)}"
+                continue
+            own = next((a for a in self.aliases[id(self.tensors[role.name])] if a.startswith(prefix)), None)
+            found[role.name] = own.removeprefix(prefix) if own else role.name
+        if len(set(found.values())) < len(found):
+            return {role.name: role.name for role in needed}
+        return found
+
+    def fill(self, layer: nn.Module, needed: Sequence[Role], names: Mapping[str, str]) -> dict[str, str]:
+        """Register it; the original names of what a state dict holds."""
+        originals = {}
+        for role in needed:
+            tensor, local = self._tensor(role.name), names[role.name]
+            original = self._original(tensor, local, role.name)
+            _register(layer, local, tensor, persistent=original in self.kept)
+            if original in self.kept:
+                originals[local] = original
+        return originals
+
+    def give_the_rest(self, layers: Sequence[ChainLayer]) -> None:
+        """Give what no layer has to the layer nearest by name: other names of tied parameters, and what is not used."""
+        held = {
+            id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
+        }
+        named = {original for layer in layers for original in layer.originals.values()}
+        for name in self.tensors.keys() & (self.kept.keys() - named):
+            tensor = self.tensors[name]
+            layer = held.get(id(tensor)) or max(layers, key=lambda layer: _nearness(layer.name, name))
+            held[id(tensor)] = layer
+            _register(layer.module, name, tensor, persistent=True)
+            layer.originals[name] = name  # type: ignore[index]
+
+    def _tensor(self, name: str) -> Tensor:
+        if name in self.tensors:
+            return self.tensors[name]
+        place = next(iter(self.tensors.values()), torch.empty(0))
+        owner, _, attribute = name.rpartition(".")
+        found = getattr(self._part(owner), attribute, None)
+        found = found if isinstance(found, Tensor) else self.constants[name]
+        if isinstance(place, FakeTensor) and not (isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode):
+            return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=place.device)
+        return found if isinstance(found, FakeTensor) else found.detach().to(place.device)
+
+    def _part(self, path: str) -> nn.Module | None:
+        return dict(self.module.named_modules()).get(path)
+
+    def _original(self, tensor: Tensor, local: str, name: str) -> str:
+        """The name, of those a tensor has, that fits the local one."""
+        names = self.aliases.get(id(tensor), [name])
+        return next((alias for alias in names if alias == local or alias.endswith(f".{local}")), name)
+
+
+def _register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -> None:
+    """Put `tensor` into `layer` under a dotted name; the modules on the way are made."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in layer._modules:
+            layer.add_module(part, nn.Module())
+        layer = layer._modules[part]  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        layer.register_parameter(last, tensor)
+    else:
+        layer.register_buffer(last, tensor, persistent=persistent)
+
+
+def _nearness(layer: str, name: str) -> int:
+    """How many parts of the path they share."""
+    pairs = zip(layer.split("."), name.split("."), strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), 1 << 30)

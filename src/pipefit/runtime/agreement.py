@@ -1,0 +1,99 @@
+"""What all stages must agree on before an update: the norm of all gradients, and whether any of them overflowed.
+
+Every stage writes the norms of its own parameters into a vector that has a place for each parameter of the model, in
+the order of their names, and zero elsewhere. Adding up the vectors of all stages is exact, because every place is
+written once, so the split cannot change the result by a rounding. From it every stage computes the same clipping factor
+and the same decision to skip. (Clipping as in `torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.runtime.target import is_fake
+
+_EPSILON = 1e-6  # as clip_grad_norm_ has it
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor on the loss that keeps float16 gradients from vanishing: halved on overflow, doubled when all is
+    quiet.
+    """
+
+    value: float = 2.0**16
+    growth_interval: int = 2000
+    quiet: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """After a step."""
+        if overflow:
+            self.value, self.quiet = self.value / 2, 0
+            return
+        self.quiet += 1
+        if self.quiet == self.growth_interval:
+            self.value, self.quiet = self.value * 2, 0
+
+
+class Agreement:
+    """One stage's part of the agreement.
+
+    Args:
+        names: of all trainable parameters of the model, each once.
+        own: this stage's parameters that it reports, by name; a shared one is reported by its first stage alone.
+        parameters: all of this stage's trainable parameters.
+        clip_norm: largest norm of all gradients together; None leaves them.
+        scale: the loss scale, for float16; None without.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        own: Mapping[str, nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_norm: float | None,
+        scale: LossScale | None,
+    ) -> None:
+        places = {name: place for place, name in enumerate(sorted(names))}
+        self._own = [(places[name], parameter) for name, parameter in own.items()]
+        self._size, self._parameters = len(places) + 1, parameters
+        self.clip_norm, self.scale = clip_norm, scale
+        self.overflow = False
+        self._norm: Tensor | None = None
+
+    @property
+    def norm(self) -> float:
+        """Norm of all gradients together, before clipping."""
+        return 0.0 if self._norm is None else self._norm.item()
+
+    def contribution(self, device: torch.device) -> Tensor:
+        """This stage's vector: a norm for each of its parameters, and at the end how many stages overflowed."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        vector = torch.zeros(self._size, device=device)
+        if self.scale is not None and gradients:
+            overflow = torch.zeros(1, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, overflow, torch.full((1,), 1.0 / self.scale.value, device=device)
+            )
+            vector[-1:].copy_(overflow)
+        for place, parameter in self._own:
+            if parameter.grad is not None:
+                vector[place].copy_(torch.linalg.vector_norm(parameter.grad))
+        return vector
+
+    def conclude(self, total: Tensor) -> None:
+        """All stages' vectors, added up: clip the gradients, and decide whether this step is skipped."""
+        self.overflow = self.scale is not None and not is_fake(total) and bool(total[-1] > 0)
+        norm = self._norm = torch.linalg.vector_norm(total[:-1])
+        if self.clip_norm is not None and not self.overflow:
+            factor = (self.clip_norm / (norm + _EPSILON)).clamp(max=1.0)
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        if self.scale is not None:
+            self.scale.update(self.overflow)

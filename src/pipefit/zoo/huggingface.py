@@ -1,0 +1,171 @@
+"""Any architecture of Hugging Face transformers by name, from its configuration, with random weights: `hf:llama`.
+
+Nothing is downloaded: a name is a model type (`gpt2`, `bert`, `t5`, `vit`, `whisper`, ...), settings are those of its
+configuration, and batches are made up. The model computes its own loss. For pretrained weights pass the module itself
+to `pipefit.Task`. Needs the extra: `pip install pipefit[hf]`. (Wolf et al., "Transformers: State-of-the-Art Natural
+Language Processing", 2020.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.zoo.optimizers import optimizer_of
+
+_LONGEST = 512  # tokens of a made-up sample, unless told; fewer where the model has fewer positions
+_EVERY = 7  # a masked language model is asked for every seventh token
+_OWN = ("sequence", "attention", "optimizer", "lr")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
+_IGNORED = -100  # transformers' label of a token that does not count
+
+
+def hf(
+    name: str,
+    *,
+    sequence: int | None = None,
+    attention: str | None = None,
+    optimizer: Any = "adamw",
+    lr: float | None = None,
+    **settings: Any,
+) -> Task:
+    """The architecture `name` with these settings of its configuration.
+
+    Args:
+        sequence: tokens in a sample; by default 512, or as many as the model has positions.
+        attention: `sdpa` (the default, where the model has it) or `eager`.
+        optimizer: `adamw`, `adam` or `sgd`.
+
+    Raises:
+        UsageError: transformers is not installed; no such architecture or setting; a value that cannot be.
+    """
+    transformers = _transformers()
+    config = _config(transformers, name, settings)
+    kind, architecture = _kind(name)
+    if optimizer not in ("adamw", "adam", "sgd"):
+        raise UsageError(f"hf:{name}: optimizer must be 'adamw', 'adam' or 'sgd', not {optimizer!r}")
+    lengths = [getattr(config, key) for key in _POSITIONS if isinstance(getattr(config, key, None), int)]
+    longest = min(lengths or [_LONGEST])
+    length = min(longest, _LONGEST) if sequence is None else sequence
+    if not isinstance(length, int) or not 1 <= length <= longest:
+        raise UsageError(f"hf:{name}: sequence must be a whole number from 1 to {longest}, not {sequence!r}")
+    return Task(
+        partial(_build, getattr(transformers, architecture), config, attention),
+        batch=partial(_BATCHES[kind], config=config, length=length),
+        loss=None,
+        optimizer=optimizer_of(optimizer, lr),
+        name=f"hf:{name}",
+    )
+
+
+def _transformers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise UsageError("hf: needs Hugging Face transformers: pip install pipefit[hf]") from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
+    """The configuration, its settings checked by name and by transformers' own rules."""
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if name not in known:
+        raise UsageError(f"transformers has no architecture {name!r}{_closest(name, known)}")
+    plain = transformers.AutoConfig.for_model(name)
+    names = {*vars(plain), *plain.attribute_map, "num_labels"}
+    for key in settings:
+        if key.startswith("_") or key not in names:
+            raise UsageError(f"hf:{name} has no setting {key!r}{_closest(key, [*names, *_OWN])}")
+    try:
+        config = transformers.AutoConfig.for_model(name, **{"use_cache": False, **settings})
+    except Exception as error:
+        raise UsageError(f"hf:{name}: {' '.join(str(error).split())[:300]}") from error
+    words = getattr(config, "vocab_size", None)
+    for key in _TOKENS:
+        number = getattr(config, key, None)
+        if isinstance(words, int) and isinstance(number, int) and number >= words and key not in settings:
+            setattr(config, key, words - 1)
+    return config
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """What the architecture is naturally trained for, and its class."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    kinds = {
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    for kind, classes in kinds.items():
+        if name in classes:
+            found = classes[name]
+            return kind, found if isinstance(found, str) else found[0]
+    raise UsageError(
+        f"hf:{name} is neither a language model, nor speech to text, nor an image classifier; "
+        "build it in Python and pass the module to pipefit.Task"
+    )
+
+
+def _closest(name: str, known: list[str]) -> str:
+    found = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def _build(architecture: Any, config: Any, attention: str | None) -> nn.Module:
+    """The model with random weights."""
+    try:
+        model: nn.Module = architecture._from_config(config, attn_implementation=attention or "sdpa")
+    except (ValueError, ImportError) as error:
+        if attention is not None:
+            raise UsageError(f"{architecture.__name__}: {' '.join(str(error).split())[:300]}") from error
+        model = architecture._from_config(config, attn_implementation="eager")
+    return model
+
+
+def _causal(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
+    tokens = torch.randint(config.vocab_size, (size, length))
+    return {"input_ids": tokens, "labels": tokens.clone()}, None
+
+
+def _masked(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
+    tokens = torch.randint(config.vocab_size, (size, length))
+    labels = torch.full_like(tokens, _IGNORED)
+    labels[:, ::_EVERY] = tokens[:, ::_EVERY]
+    return {"input_ids": tokens, "labels": labels}, None
+
+
+def _speech(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
+    frames = 2 * config.max_source_positions
+    sound = torch.randn(size, config.num_mel_bins, frames)
+    return {"input_features": sound, "labels": torch.randint(config.vocab_size, (size, length))}, None
+
+
+def _image(size: int, *, config: Any, length: int) -> tuple[dict[str, Tensor], None]:
+    del length
+    side = getattr(config, "image_size", 224)
+    height, width = side if isinstance(side, tuple | list) else (side, side)
+    images = torch.randn(size, getattr(config, "num_channels", 3), height, width)
+    return {"pixel_values": images, "labels": torch.randint(config.num_labels, (size,))}, None
+
+
+_BATCHES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "causal": _causal,
+    "masked": _masked,
+    "seq2seq": _causal,
+    "speech": _speech,
+    "image": _image,
+}

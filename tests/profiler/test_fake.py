@@ -1,0 +1,225 @@
+"""The fake profiler: what layers save and whose storage that is, without allocating or changing anything."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cost.memory import StageMemory
+from pipefit.errors import UsageError
+from pipefit.profile import LayerCost, ModelProfile, Origin
+from pipefit.profiler import profile
+from pipefit.zoo import build
+from tiny import task_of
+
+OWN, INPUT, PARAMETER = Origin(kind="own"), Origin(kind="input"), Origin(kind="parameter")
+SIZE, WIDTH = 3, 8
+ROW = SIZE * WIDTH * 4
+
+
+def first_sum(output: torch.Tensor | tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
+    """A loss of any output."""
+    return (output if isinstance(output, torch.Tensor) else output[0]).sum()
+
+
+def behind_a_linear(layer: Callable[[], nn.Module]) -> LayerCost:
+    """The cost of a layer whose input is the output of a linear one, and needs a gradient."""
+    task = task_of(lambda: [nn.Linear(8, WIDTH), layer()], outputs=WIDTH, loss=first_sum)
+    return profile(task, microbatch_size=SIZE).measurements[0].costs[1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "saved", "output"),
+    [
+        (lambda: nn.Linear(8, WIDTH), {INPUT, PARAMETER}, OWN),
+        (lambda: nn.Linear(8, WIDTH, bias=False).requires_grad_(False), {PARAMETER}, OWN),
+        (nn.ReLU, {OWN}, OWN),
+        (lambda: nn.ReLU(inplace=True), {INPUT}, INPUT),
+        (nn.Tanh, {OWN}, OWN),
+        (nn.GELU, {INPUT}, OWN),
+        (nn.Identity, set(), INPUT),
+        (lambda: nn.Unflatten(1, (2, 4)), set(), INPUT),
+        (lambda: nn.Softmax(1), {OWN}, OWN),
+    ],
+)
+def test_saved_tensors_name_whose_storage_they_are(
+    layer: Callable[[], nn.Module], saved: set[Origin], output: Origin
+) -> None:
+    """A linear layer keeps its input, an activation its output or its input; an in-place one works in its input's."""
+    cost = behind_a_linear(layer)
+    assert {tensor.origin for tensor in cost.saved} == saved
+    assert cost.output_origins == (output,)
+    assert cost.storages == ((ROW,) if output == OWN else ())
+
+
+def test_norms_and_dropout_keep_storages_of_their_own() -> None:
+    """LayerNorm keeps its input and two numbers a row; dropout on the CPU keeps a mask as large as its input."""
+    norm, dropout = behind_a_linear(lambda: nn.LayerNorm(WIDTH)), behind_a_linear(nn.Dropout)
+    assert sorted(tensor.nbytes for tensor in norm.saved if tensor.origin.kind == "own") == [4 * SIZE] * 2
+    assert INPUT in norm.saved_storages
+    (mask,) = dropout.saved
+    assert (mask.nbytes, mask.origin.kind, mask.dtype) == (ROW, "own", "float32")
+
+
+def test_several_outputs_may_share_one_storage() -> None:
+    """Chunks of one tensor are two outputs of one storage, counted once."""
+
+    class Chunks(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (x * x).chunk(2, dim=1)
+
+    cost = behind_a_linear(Chunks)
+    assert cost.output_origins == (OWN, OWN)
+    assert cost.storages == (ROW,)
+    assert [value.nbytes for value in cost.outputs] == [ROW // 2] * 2
+
+
+def stage(task: Task) -> StageMemory:
+    """All layers on one device, without the loss."""
+    measurement = profile(task, microbatch_size=SIZE).measurements[0]
+    return StageMemory(measurement, 0, len(measurement.layers) - 1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
+    """Linear, ReLU, Linear: beside its input the stage keeps one activation, which ReLU and the second Linear share."""
+    task = task_of(lambda: [nn.Linear(8, 100), nn.ReLU(inplace), nn.Linear(100, 50, bias=False), nn.Linear(50, 4)])
+    activation, output = SIZE * 100 * 4, SIZE * 50 * 4
+    memory = stage(task)
+    assert memory.forward().after_bytes == activation + output
+    assert sum(cost.saved_bytes for cost in memory.layers) == ROW + 2 * activation  # what a plain sum would say
+
+
+def test_layers_that_are_alike_are_measured_once() -> None:
+    """A GPT of twelve blocks has four kinds of layers, and the profiler says where it is on the way."""
+    seen: list[tuple[int, int, str]] = []
+    task = build("gpt", layers=12, hidden=32, heads=4, vocabulary=64, sequence=16)
+    found = profile(task, microbatch_size=1, progress=lambda *at: seen.append(at))
+    (measurement,) = found.measurements
+    assert len(measurement.kinds) == 4
+    assert measurement.layers == (0, *[1] * 12, 2, 3)
+    assert [at[0] for at in seen] == list(range(15))
+    assert seen[-1] == (14, 15, "head")
+
+
+def test_the_first_layer_is_another_kind() -> None:
+    """Alike layers cost differently where the input needs no gradient: the first one computes none for it."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)], outputs=8)
+    (measurement,) = profile(task, microbatch_size=SIZE).measurements
+    assert measurement.layers == (0, 1, 1)
+    first, second = measurement.kinds
+    assert (first.input_gradient_bytes, second.input_gradient_bytes) == (0, ROW)
+    assert first.backward.flops * 2 == second.backward.flops
+
+
+def test_work_of_a_linear_layer() -> None:
+    """2 m n k operations forward, twice that backward: one product for the weights and one for the input."""
+    forward = 2 * SIZE * 8 * WIDTH
+    cost = behind_a_linear(lambda: nn.Linear(8, WIDTH))
+    assert cost.forward.flops == forward
+    assert cost.backward.flops == 2 * forward
+    assert cost.update.flops == 0
+    assert cost.forward.moved_bytes == 2 * ROW + (8 * WIDTH + WIDTH) * 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "rest"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 0, 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1, 0),
+        (torch.optim.AdamW, 2, 4),
+        (partial(torch.optim.Adam, amsgrad=True), 3, 4),
+        (torch.optim.RMSprop, 1, 4),
+    ],
+)
+def test_optimizer_state(optimizer: Callable[..., torch.optim.Optimizer], states: int, rest: int) -> None:
+    """State is a multiple of the parameters, and with some optimizers a count a parameter; gradients are as large."""
+    task = task_of(lambda: [nn.Linear(8, 4)], optimizer=optimizer)
+    (cost,) = profile(task, microbatch_size=SIZE).measurements[0].kinds
+    assert cost.parameter_bytes == cost.gradient_bytes == (8 * 4 + 4) * 4
+    assert cost.state_bytes == states * cost.parameter_bytes + rest * 2
+    assert cost.update_first_peak_bytes >= cost.state_bytes
+
+
+def test_frozen_parameters_cost_no_gradients_and_no_state() -> None:
+    """What does not learn is neither differentiated nor updated."""
+    task = task_of(lambda: [nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)], optimizer=torch.optim.AdamW)
+    frozen, learning = profile(task, microbatch_size=SIZE).measurements[0].costs
+    assert (frozen.gradient_bytes, frozen.state_bytes, frozen.update_first_peak_bytes, frozen.saved) == (0, 0, 0, ())
+    assert not any(parameter.trainable for parameter in frozen.parameters)
+    assert learning.gradient_bytes and learning.state_bytes
+
+
+def saved_bytes(found: ModelProfile) -> int:
+    """What all layers save, layer by layer."""
+    return sum(cost.saved_bytes for cost in found.measurements[0].costs)
+
+
+def test_a_cuda_target_saves_boolean_masks() -> None:
+    """For CUDA, dropout saves a byte an element where the CPU saves the element's type: fewer bytes in all."""
+    task = build("gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, dropout=0.1, attention="eager")
+    cpu, cuda = (profile(task, microbatch_size=SIZE, target=target) for target in ("cpu", "cuda"))
+    masks = [
+        [tensor for cost in found.measurements[0].costs for tensor in cost.saved if tensor.dtype == "bool"]
+        for found in (cpu, cuda)
+    ]
+    assert len(masks[1]) >= len(masks[0]) + 4  # embedding, attention, two residual additions
+    assert saved_bytes(cuda) < saved_bytes(cpu)
+    assert (cpu.assumptions.target, cuda.assumptions.target) == ("cpu", "cuda")
+
+
+def test_a_large_model_needs_no_memory() -> None:
+    """GPT-2 XL, 6.6 GB of parameters alone, is profiled in less than half a gigabyte."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    task = build("gpt", layers=48, hidden=1600, heads=25)
+    (measurement,) = profile(task, microbatch_size=4).measurements
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(cost.parameter_bytes for cost in measurement.costs) > 6 << 30
+    assert sum(cost.saved_bytes for cost in measurement.costs) > 20 << 30
+    assert (after - before) * 1024 < 500 << 20
+
+
+def test_an_existing_module_is_left_alone() -> None:
+    """A module of the user's keeps tensors, numbers and mode; its profile is that of training, whatever the mode."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval()
+    tensors, before = dict(module.state_dict(keep_vars=True)), {k: v.clone() for k, v in module.state_dict().items()}
+    task = Task(module, batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)), loss=F.mse_loss)
+    found = profile(task, microbatch_size=SIZE)
+    after = module.state_dict(keep_vars=True)
+    assert all(after[name] is tensor and torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    assert not module.training and all(parameter.grad is None for parameter in module.parameters())
+    built = Task(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)),
+        batch=task.batch,
+        loss=task.loss,
+    )
+    assert found == profile(built, microbatch_size=SIZE)
+
+
+def test_a_profile_says_what_it_took_for_granted() -> None:
+    """Target, device, precision, optimizer, torch and threads are written down."""
+    taken = profile(task_of(lambda: [nn.Linear(8, 4)]), microbatch_size=1, threads=2).assumptions
+    assert (taken.target, taken.device, taken.precision, taken.optimizer) == ("cpu", "fake", "float32", "SGD")
+    assert (taken.torch, taken.threads) == (torch.__version__, 2)
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ({"microbatch_size": 0}, "at least one sample, not 0"),
+        ({"microbatch_size": 1, "threads": 0}, "at least one thread, not 0"),
+        ({"microbatch_size": 1, "device": "tpu"}, "no device 'tpu'"),
+        ({"microbatch_size": 1, "target": "tpu"}, "'tpu' is not a target"),
+    ],
+)
+def test_wrong_questions_are_refused(question: dict[str, object], words: str) -> None:
+    """Sizes, threads, devices and targets that cannot be are refused in one sentence."""
+    with pytest.raises(UsageError, match=words):
+        profile(task_of(lambda: [nn.Linear(8, 4)]), **question)  # type: ignore[arg-type]

@@ -1,0 +1,83 @@
+"""When one measurement is enough for two layers, and when it is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit.profiler.likeness import likeness
+
+
+class Own(nn.Module):
+    """A module with a setting of the user's."""
+
+    def __init__(self, setting: object, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.setting, self.part = setting, part
+
+
+def hooked() -> nn.Module:
+    """A layer whose hook may do anything."""
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda module, inputs, output: output)
+    return layer
+
+
+ALIKE: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(4, 8),
+    lambda: nn.Dropout(0.1),
+    lambda: nn.BatchNorm2d(4),
+    lambda: nn.Conv2d(3, 4, 3, padding=1),
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+    lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    lambda: Own((1, [2.0, "three"], None, torch.float16)),
+    lambda: Own(1, nn.Linear(2, 2)),
+]
+UNLIKE: list[tuple[nn.Module, nn.Module]] = [
+    (nn.Linear(4, 8), nn.Linear(8, 4)),
+    (nn.Linear(4, 8), nn.Linear(4, 8, bias=False)),
+    (nn.Linear(4, 8), nn.Linear(4, 8).requires_grad_(False)),
+    (nn.Linear(4, 8), nn.Linear(4, 8).half()),
+    (nn.Linear(4, 8), nn.Linear(4, 8).eval()),
+    (nn.Dropout(0.1), nn.Dropout(0.2)),
+    (nn.Dropout(0.1), nn.AlphaDropout(0.1)),
+    (nn.ReLU(), nn.ReLU(inplace=True)),
+    (nn.ReLU(), nn.Tanh()),
+    (nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False)),
+    (nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, stride=2)),
+    (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
+    (nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU())),
+    (Own([1]), Own((1,))),
+    (Own(1, nn.ReLU()), Own(1)),
+]
+
+
+@pytest.mark.parametrize("build", ALIKE)
+def test_layers_built_alike_are_alike(build: Callable[[], nn.Module]) -> None:
+    """Layers of one class, settings and shapes are alike, whatever their weights; so is a copy."""
+    layer = build()
+    assert likeness(layer) == likeness(build()) == likeness(copy.deepcopy(layer))
+    assert hash(likeness(layer)) == hash(likeness(build()))
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE, ids=str)
+def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Module) -> None:
+    """Another shape, dtype, class, setting, mode or part, or a frozen weight, makes another kind."""
+    assert likeness(one) != likeness(other)
+
+
+@pytest.mark.parametrize("build", [hooked, lambda: Own({"a": 1}), lambda: Own(lambda: 1), lambda: Own(torch.ones(2))])
+def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Module]) -> None:
+    """A module with hooks, or with a setting that is no plain value, is like no other; and like itself."""
+    layer, other = build(), build()
+    assert likeness(layer) == likeness(layer)
+    assert likeness(layer) != likeness(other)
+
+
+def test_one_object_as_a_setting_of_both_is_the_same_setting() -> None:
+    """Layers that share an activation function, as torch's encoder layers do, are alike."""
+    assert likeness(Own(torch.relu)) == likeness(Own(torch.relu))
