@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,20 @@ def leaves(): sys.exit(7)
 def one(size): return size
 number = 3
 """
+TALKER = """
+import pipefit, torch
+print("import speaks")
+
+class Layer(torch.nn.Linear):
+    def forward(self, values):
+        print("layer speaks")
+        return super().forward(values)
+
+def make():
+    print("factory speaks")
+    batch = lambda size: (torch.zeros(size, 2), torch.zeros(size, 2))
+    return pipefit.Task(torch.nn.Sequential(Layer(2, 2)), batch=batch, loss=torch.nn.functional.mse_loss)
+"""
 
 TABLE: list[tuple[str, int, list[str]]] = [
     # the parser's own
@@ -41,6 +58,9 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 1 --device tpu", 2, ["tpu", "fake"]),
     ("simulate plan.json --steps 0", 2, ["--steps"]),
+    ("simulate plan.json --steps 1000001", 2, ["--steps"]),  # would take all memory
+    ("plan profile.json --cluster dgx1-v100 --microbatches 99999999999", 2, ["65536"]),  # so would this
+    ("train plan.json zoo:mlp --timeout nan", 2, ["--timeout"]),
     ("train plan.json zoo:mlp --seed -1", 2, ["--seed"]),
     ("train plan.json zoo:mlp --timeout 0", 2, ["--timeout"]),
     ("certify plan.json", 2, ["MODEL"]),
@@ -88,8 +108,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("compare trace.json other.json", 2, ["different devices"]),
     ("show none.json", 6, ["no file none.json"]),
     ("show empty.json", 6, ["is empty"]),
+    ("show deep.json", 6, ["nested too deeply"]),
+    ("show /dev/null", 6, ["not a regular file"]),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
     ("simulate plan.json -o .", 6, ["not a file"]),
+    (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
     ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
     ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
 ]
@@ -107,8 +130,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(simulate(make_plan(random_profile(6), (1, 1, 4))), here / "other.json")
     (here / "cut.json").write_text(dumps(plan)[:-100])
     (here / "empty.json").write_text("")
+    (here / "deep.json").write_text('{"pipefit": "plan", "version": 1, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)
     (here / "bad.toml").write_text("name =")
     (here / "mine.py").write_text(FACTORIES)
+    (here / "talker.py").write_text(TALKER)
     (here / "broken.py").write_text("def make(:")
     (here / "needy.py").write_text("import no_such_package")
     return here
@@ -134,6 +159,29 @@ def test_a_mistake_has_its_sentence_and_its_code(
     assert "Traceback" not in err
     assert not [word for word in words if word not in err], err
     assert sorted(set(os.listdir(folder)) - {"__pycache__"}) == sorted(set(before) - {"__pycache__"})
+
+
+def test_closed_streams_change_nothing(folder: Path) -> None:
+    """With stdin, stdout and stderr closed a command does its work and keeps its code."""
+    for line, code in (("simulate plan.json -o closed.json", 0), ("show none.json", 6)):
+        closed = f"exec {sys.executable} -m pipefit.cli {line} <&- >&- 2>&-"
+        path = os.pathsep.join(sys.path)
+        assert (
+            subprocess.run(["/bin/sh", "-c", closed], cwd=folder, env={"PYTHONPATH": path}, check=False).returncode
+            == code
+        )
+    (folder / "closed.json").unlink()
+
+
+def test_what_a_model_prints_goes_to_stderr(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On import, in the factory and in a layer: with --json stdout is the document alone."""
+    monkeypatch.chdir(folder)
+    assert main(["profile", "talker:make", "-b", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["pipefit"] == "profile"
+    assert [word for word in ("import", "factory", "layer") if f"{word} speaks" not in err] == []
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(

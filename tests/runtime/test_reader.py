@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,12 @@ def fused(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -
     )
 
 
+@functools.cache
+def three_stages(schedule: str = "1f1b") -> Plan:
+    """A plan for `fused`."""
+    return plan_of(fused(), [2, 2, 1], microbatches=4, schedule=schedule)
+
+
 def capped(plan: Plan, peaks: list[int]) -> Plan:
     """The plan on devices with these caps."""
     return replace(plan, cluster=Cluster.emulated(*((1, nbytes) for nbytes in peaks)))
@@ -72,6 +79,15 @@ def failure(run: Callable[[], object], kind: type[BaseException]) -> str:
     pytest.fail("nothing failed")
 
 
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Collecting and counting look at what the test makes, not at all that was imported: in milliseconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def living() -> int:
     """How many tensors are alive."""
     gc.collect()
@@ -81,7 +97,7 @@ def living() -> int:
 def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
     """With every device capped at its certified peak training runs; one byte less on any device and it does not."""
     task = fused()
-    plan = plan_of(task, [2, 2, 1], microbatches=4)
+    plan = three_stages()
     peaks = list(certify(task, plan).peak_bytes)
     enough = Trainer(task, capped(plan, peaks))
     for step in range(2):
@@ -97,7 +113,7 @@ def test_the_certified_peak_is_the_smallest_cap_that_trains() -> None:
 def test_out_of_memory_says_where_and_what() -> None:
     """The error names device, action, need, excess, what held the bytes, stage and layers."""
     task = fused()
-    plan = plan_of(task, [2, 2, 1], microbatches=4)
+    plan = three_stages()
     peak = certify(task, plan).devices[1].peak
     assert peak is not None
     caps = [1 << 20, peak.total_bytes - 1, 1 << 20]
@@ -125,7 +141,7 @@ FAILURES = [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 1), ("
 def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str) -> None:
     """An exception in mid-pipeline frees every buffer, graph and gradient: by the meters, and by counting tensors."""
     task = fused()
-    broken = trainer_of(task, [2, 2, 1], microbatches=4, schedule=schedule)
+    broken = Trainer(task, three_stages(schedule))
     batch = batch_of(task, broken.plan)
     broken.step(batch)
     gc.collect()
@@ -144,7 +160,7 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
 def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str) -> None:
     """No letter and no gradient of the failed step gets into the next: its numbers are those without the failure."""
     task = fused()
-    broken, sound = (trainer_of(task, [2, 2, 1], microbatches=4, schedule=schedule) for _ in range(2))
+    broken, sound = (Trainer(task, three_stages(schedule)) for _ in range(2))
     fuse = broken.readers[1].runner.layers[0].module
     fuse.at = at
     failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)

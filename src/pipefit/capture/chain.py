@@ -54,6 +54,11 @@ class Chain:
     autocast: torch.dtype | None = field(kw_only=True, default=None)
 
     @property
+    def traced(self) -> bool:
+        """Whether the layers were made by tracing, for one microbatch size and mode, and not written as modules."""
+        return self.outputs is not None
+
+    @property
     def shared(self) -> tuple[Shared, ...]:
         """The parameters that several layers use."""
         return shared_parameters([layer.module for layer in self.layers])

@@ -133,7 +133,7 @@ class _Runs:
         met: set[fx.Node] = set()
         self.weights = []
         for node in self.flow.order:
-            fresh = {n for n in self.flow.needs(node) if (r := role(n)) and r.kind == "parameter"} - met
+            fresh = _parameters(self.flow, node) - met
             met |= fresh
             self.weights.append(sum(map(nbytes, fresh)))
         self.total = sum(self.weights)
@@ -149,19 +149,21 @@ class _Runs:
         return self._worthwhile(found)
 
     def name(self, start: int, stop: int) -> str:
-        """The unit that brings the most parameters into a piece."""
-        sizes: dict[str, int] = {}
-        for number in range(start, stop):
-            if unit := self.units[number]:
-                sizes[unit] = sizes.get(unit, 0) + self.weights[number]
-        return max(sizes, key=sizes.__getitem__) if sizes else ""
+        """The unit that uses the most parameters in a piece."""
+        used: dict[str, set[fx.Node]] = {}
+        for unit, node in zip(self.units[start:stop], self.flow.order[start:stop], strict=True):
+            if unit:
+                used.setdefault(unit, set()).update(_parameters(self.flow, node))
+        return max(used, key=lambda unit: sum(map(nbytes, used[unit])), default="")
 
     def _heavy(self) -> list[tuple[int, int]]:
         """First and last operation of every run of a unit that uses parameters."""
         found: list[tuple[int, int]] = []
         previous, light = None, self._light()
         for number, (unit, node) in enumerate(zip(self.units, self.flow.order, strict=True)):
-            uses = unit not in light and any((r := role(n)) and r.kind == "parameter" for n in self.flow.needs(node))
+            uses = plain(unit) not in light and any(
+                (r := role(n)) and r.kind == "parameter" for n in self.flow.needs(node)
+            )
             if uses and unit == previous:
                 found[-1] = (found[-1][0], number)
             elif uses:
@@ -174,10 +176,9 @@ class _Runs:
         """The units too small to be layers; by their parameters, wherever they are first used."""
         sizes: dict[str, int] = {}
         for unit, weight in zip(self.units, self.weights, strict=True):
-            sizes[unit] = sizes.get(unit, 0) + weight
-        return (
-            {unit for unit, size in sizes.items() if size * self.least < max(sizes.values())} if self.least else set()
-        )
+            sizes[plain(unit)] = sizes.get(plain(unit), 0) + weight
+        largest = max(sizes.values(), default=0)
+        return {unit for unit, size in sizes.items() if size * self.least < largest} if self.least else set()
 
     def _begin(self, number: int) -> int:
         """The first operation of the run that `number` is in."""
@@ -201,3 +202,7 @@ class _Runs:
                     kept.remove(cut)
                     break
         return kept
+
+
+def _parameters(flow: Flow, node: fx.Node) -> set[fx.Node]:
+    return {source for source in flow.needs(node) if (meaning := role(source)) and meaning.kind == "parameter"}

@@ -1,4 +1,4 @@
-"""`torch.export` over a twin without bytes: the whole model as one program, traced for the CPU in training mode.
+"""`torch.export` over a twin without bytes: the whole model as one program, traced for the CPU in the mode it is in.
 
 Nothing of the model's size is allocated, whatever device its parameters are on and whether they are real or fake.
 Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are those of the sample.
@@ -33,8 +33,8 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         UsageError: it cannot be exported; says which part, where and why.
     """
     with _disable_current_modes(), torch.enable_grad():
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
-        twin = _twin(module, mode).train()
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        twin = _twin(module, mode)
         paths = {part: path for path, part in twin.named_modules()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:

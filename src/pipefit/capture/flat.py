@@ -64,7 +64,7 @@ def role(node: fx.Node) -> Role | None:
 
 
 def stack(node: fx.Node) -> tuple[str, ...]:
-    """Paths of the modules the operation ran in, outermost (the root, "") first; `block@1` when it ran the second time."""
+    """Paths of the modules the operation ran in, outermost (the root, "") first; `block@1` in its second run."""
     found: tuple[str, ...] = node.meta.get("stack", ())
     return found
 

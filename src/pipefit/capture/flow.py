@@ -163,9 +163,20 @@ def _repeatable(node: fx.Node) -> bool:
 
 def _can_cross(node: fx.Node) -> bool:
     found = value(node)
-    if not isinstance(found, Tensor):
-        return False
-    return found.is_contiguous() or (found.ndim == 4 and found.is_contiguous(memory_format=torch.channels_last))
+    return isinstance(found, Tensor) and (role(node) is not None or dense_order(found) is not None)
+
+
+def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which `tensor` is contiguous; None where none is, as in a slice."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
+    expected = 1
+    for dimension in reversed(order):
+        if tensor.shape[dimension] != 1:
+            if strides[dimension] != expected:
+                return None
+            expected *= tensor.shape[dimension]
+    return tuple(range(tensor.ndim)) if tensor.is_contiguous() else tuple(order)
 
 
 def _sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipefit.capture.flat import Context, context, role
-from pipefit.capture.flow import Flow
+from pipefit.capture.flat import Context, context, role, value
+from pipefit.capture.flow import Flow, dense_order
 
 Values = tuple[Tensor, ...]
 Entered = list[AbstractContextManager[Any]]
@@ -53,11 +53,15 @@ def write(
     outputs: Sequence[fx.Node],
     names: Mapping[str, str],
 ) -> fx.Graph:
-    """The graph of a layer that does `order` to `inputs`. `names` gives parameters and the like their local names."""
+    """The graph of a layer that does `order` to `inputs`. `names` gives parameters and the like their local names.
+
+    Between layers every value is contiguous, whether it is sent or handed on: one that is laid out otherwise, as after
+    a transpose, crosses as a view with its dimensions in the order of memory.
+    """
     writer = _Writer(flow, inputs, names)
     for node in order:
         writer.operation(node)
-    writer.graph.output(tuple(writer.known(node) for node in outputs), type_expr=None)
+    writer.output(outputs, as_they_are=outputs == flow.outputs)
     return writer.graph
 
 
@@ -86,13 +90,16 @@ class _Writer:
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
         self.flow, self.names, self.graph = flow, names, fx.Graph()
         self._entered, self._device = self.graph.placeholder("entered"), self.graph.placeholder("device")
-        self._known = {node: self.graph.placeholder(f"value{number}") for number, node in enumerate(inputs)}
+        self._arrived = {node: self.graph.placeholder(f"value{number}") for number, node in enumerate(inputs)}
+        self._known: dict[fx.Node, fx.Node] = {}
         self._context: Context = ()
 
     def known(self, node: fx.Node) -> fx.Node:
         """The node of this graph that stands for one of the model's; written now if need be."""
         if node not in self._known:
-            if (meaning := role(node)) is not None:
+            if node in self._arrived:
+                self._known[node] = self._permuted(self._arrived[node], _back(_order(node)))
+            elif (meaning := role(node)) is not None:
                 self._known[node] = self.graph.get_attr(self.names[meaning.name])
             else:
                 assert node in self.flow.again, f"{node} does not cross"
@@ -107,11 +114,29 @@ class _Writer:
         args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
         self._known[node] = self.graph.create_node("call_function", node.target, args, kwargs)
 
+    def output(self, nodes: Sequence[fx.Node], *, as_they_are: bool) -> None:
+        """Write what the layer returns; what only passes through is returned as it came."""
+        known = tuple(
+            self.known(node)
+            if as_they_are
+            else self._arrived[node]
+            if node in self._arrived
+            else self._permuted(self.known(node), _order(node))
+            for node in nodes
+        )
+        self._switch(())
+        self.graph.output(known)
+
+    def _permuted(self, node: fx.Node, order: tuple[int, ...]) -> fx.Node:
+        if order == tuple(range(len(order))):
+            return node
+        return self.graph.call_function(torch.ops.aten.permute.default, (node, order))
+
     def _again(self, node: fx.Node) -> None:
         """Write what `node` needs, then it; without recursion, as masks are long chains."""
         pending = [node]
         while pending:
-            missing = [s for s in pending[-1].all_input_nodes if s not in self._known and s in self.flow.again]
+            missing = [s for s in pending[-1].all_input_nodes if s in self.flow.again and s not in self._known]
             if missing:
                 pending += missing
             elif (ready := pending.pop()) not in self._known:
@@ -137,3 +162,13 @@ class _Writer:
         if isinstance(item, dict):
             return {key: self._mapped(part) for key, part in item.items()}
         return item
+
+
+def _order(node: fx.Node) -> tuple[int, ...]:
+    """The order of a crossing value's dimensions in memory; inputs of the model cross as they are."""
+    tensor = value(node)
+    return tuple(range(tensor.ndim)) if role(node) else dense_order(tensor) or ()
+
+
+def _back(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dimension) for dimension in range(len(order)))

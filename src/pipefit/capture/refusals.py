@@ -21,7 +21,7 @@ _REASONS = (
     (r"data-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor"),
     (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array"),
     (r"not a known type|Unsupported output type|Unsupported input type", "it returns a type that export does not know"),
-    (r"[Uu]nsupported operator|no fake impl|not implemented for.*[Mm]eta|Meta kernel", "it uses an operator of unknown shapes"),
+    (r"[Uu]nsupported operator|no fake impl|Meta kernel", "it uses an operator of unknown shapes"),
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def refuse_operation(node: fx.Node) -> NoReturn:
     reason = (
         "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
         if not isinstance(node.target, torch._ops.HigherOrderOperator)
-        else f"{node.target.name()} holds a function of its own"
+        else f"{node.target} holds a function of its own"
     )
     line = f"{own[-1][0]}:{own[-1][1]}" if own else ""
     raise UsageError(_sentence("the model", modules[-1][0] if modules else "", line, reason))

@@ -97,8 +97,8 @@ def _loss_number(name: str, numbered: Any, leaves: Sequence[Any]) -> int:
     if not isinstance(tensor, Tensor) or tensor.numel() != 1:
         what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(numbered).__name__
         raise UsageError(
-            f"{name} has no loss of its own: its module returned {what}, where a scalar, or outputs with a scalar 'loss' "
-            "were expected; give the labels among the inputs, or Task(..., loss=...)"
+            f"{name} has no loss of its own: its module returned {what}, no scalar and no outputs with a scalar 'loss': "
+            "give the labels among the inputs, or Task(..., loss=...)"
         )
     assert isinstance(found, int)
     return found

@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,7 +69,7 @@ def _fill_streams() -> None:
     """Streams that our parent closed lead nowhere from now on, here and in workers; no other file takes their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = Path(os.devnull).open(mode, encoding="utf-8")
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 

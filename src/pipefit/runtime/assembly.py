@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
 
 
 def _agreement(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> Agreement:
-    """This stage's part of what all stages settle before an update: a shared parameter is reported by its first stage."""
+    """This stage's part of what all settle before an update; a shared parameter is reported by its first stage."""
     first = {place: found.places[0] for found in shared for place in found.places}
     foreign = {
         found.places[0] for found, holders in zip(shared, plan.holders, strict=True) if holders and stage != holders[0]
@@ -93,17 +94,17 @@ def assemble(
     seed: int,
     on_action: Callable[[int], None] | None = None,
 ) -> DeviceReader:
-    """The reader of `stage`'s program, its layers moved to `device` in training mode."""
+    """The reader of `stage`'s program, its layers moved to `device`."""
     place, costs = plan.stages[stage], plan.measurement
     layers = chain.layers[place.start : place.stop]
     own = own_shared(plan, chain, stage, shared)
     for layer in layers:
-        layer.module.to(device).train()
+        layer.module.to(device)
     memory = StageMemory(costs, place.start, place.stop)
     runner = StageRunner(
         task,
         layers,
-        loss=chain.loss,
+        loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
         shared=own,
         start=place.start,
         last=memory.last,

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.plan import Plan
-from pipefit.profile import Measurement, Value
+from pipefit.profile import Value
 from pipefit.program import COMPUTE, Action, Kind, Program
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
+from pipefit.runtime.variants import Variant, boundaries
 from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
 
 Microbatch = list[Tensor]
-Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LEFT = {Kind.FORWARD: Category.ACTIVATIONS, Kind.BACKWARD: Category.GRADIENTS, Kind.STEP: Category.OPTIMIZER}
@@ -65,7 +65,8 @@ class DeviceReader:
         )
         self.placement, self.number = program.placement, program.placement[stage]
         self.program = program
-        self._shapes: Sequence[Boundaries] = ()
+        self.usual = Variant(boundaries(plan.measurement), {stage: runner.layers})
+        self._variants: Sequence[Variant] = ()
         self.events: list[Event] = []
         self.samples: list[MemorySample] = []
         self.steps = 0
@@ -86,20 +87,20 @@ class DeviceReader:
         *,
         program: Program | None = None,
         weights: Sequence[float] | None = None,
-        shapes: Sequence[Boundaries] | None = None,
+        variants: Sequence[Variant] | None = None,
     ) -> Iterator[None]:
         """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
 
         Args:
             program: another than the plan's, such as one that only evaluates.
             weights: of every microbatch's loss; equal parts unless given.
-            shapes: the values at every boundary, for each microbatch, where some are smaller than the plan's.
+            variants: for every microbatch, where some are not like the plan's.
 
         Raises:
             OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
         """
         script = _script(self.program if program is None else program, self.number)
-        self._shapes = shapes or (boundaries(self.plan.measurement),) * len(inputs)
+        self._variants = variants or (self.usual,) * len(inputs)
         self.runner.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
         for number, (action, text, stream) in enumerate(script):
             if self.on_action is not None:
@@ -218,7 +219,7 @@ class DeviceReader:
         self._tag(inputs, Category.ACTIVATIONS)
         self._tag(targets, Category.ACTIVATIONS)
         run = self.runner.forward if action.kind is Kind.FORWARD else self.runner.evaluate
-        outputs = run(microbatch, inputs, targets)
+        outputs = run(microbatch, inputs, targets, self._variants[microbatch].layers[self.stage])
         self._tag(outputs, Category.BOUNDARY)
         if self.stage < len(self.placement) - 1:
             self._started[Action(Kind.SEND_FORWARD, self.stage, microbatch)] = list(outputs), None
@@ -242,7 +243,7 @@ class DeviceReader:
 
     def _values(self, action: Action) -> tuple[Sequence[Value], Sequence[Value]]:
         """What enters and what leaves the stage with this microbatch."""
-        values, place = self._shapes[action.microbatch or 0], self.plan.stages[self.stage]
+        values, place = self._variants[action.microbatch or 0].boundaries, self.plan.stages[self.stage]
         return values[place.start], values[place.stop]
 
     def _agree(self, action: Action) -> None:
@@ -275,12 +276,6 @@ class DeviceReader:
     def _where(self) -> str:
         stage, names = self.plan.stages[self.stage], self.plan.profile.layers
         return f"stage {self.stage}, layers {names[stage.start]} to {names[stage.stop - 1]}"
-
-
-def boundaries(measurement: Measurement) -> Boundaries:
-    """The values before every layer, and behind the last."""
-    costs = measurement.costs
-    return (*(cost.inputs for cost in costs), costs[-1].outputs)
 
 
 @lru_cache(maxsize=64)

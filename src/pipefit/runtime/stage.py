@@ -6,7 +6,8 @@ nothing but the calls made, because `pipefit.cost.memory` predicts it to the byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,7 +81,13 @@ class StageRunner:
         """Small tensors that live as long as the stage, beside parameters and buffers."""
         return [t for t in (self.losses, self._seed_gradient) if t is not None]
 
-    def forward(self, microbatch: int, inputs: list[Tensor], targets: list[Tensor]) -> Values:
+    def forward(
+        self,
+        microbatch: int,
+        inputs: list[Tensor],
+        targets: list[Tensor],
+        layers: Sequence[ChainLayer] | None = None,
+    ) -> Values:
         """Outputs of the stage, detached; none on the last. Empties `inputs` and `targets`, to hold them no longer than
         needed.
         """
@@ -88,7 +95,7 @@ class StageRunner:
         values = _take(inputs)
         if any(self.differentiable):
             values = enter(cell, values, self.differentiable, self._anchor)
-        for number, layer in enumerate(self.layers, self.start):
+        for number, layer in enumerate(self.layers if layers is None else layers, self.start):
             seed_layer(self.device, self.seed, self.batch_number, microbatch, number)
             values = layer(values)
         if self.losses is None:
@@ -133,21 +140,34 @@ class StageRunner:
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
-    def evaluate(self, microbatch: int, inputs: list[Tensor], targets: list[Tensor]) -> Values:
+    def evaluate(
+        self,
+        microbatch: int,
+        inputs: list[Tensor],
+        targets: list[Tensor],
+        layers: Sequence[ChainLayer] | None = None,
+    ) -> Values:
         """Outputs of the stage, or the microbatch's loss on the last, without a graph. Empties what it is given."""
         with torch.no_grad():
             values = _take(inputs)
-            for layer in self.layers:
+            for layer in self.layers if layers is None else layers:
                 values = layer(values)
             if self.losses is None:
                 return tuple(value.contiguous() for value in values)
             self.losses[microbatch].copy_(self.loss(values, _take(targets)))
             return ()
 
-    def train(self, mode: bool) -> None:
-        """Layers behave as in training, or as in evaluation: dropout, batch norm."""
-        for layer in self.layers:
-            layer.module.train(mode)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, layers behave as in evaluation: no dropout, batch norm as learned. Afterwards all is as it was."""
+        modes = [(module, module.training) for layer in self.layers for module in layer.module.modules()]
+        try:
+            for layer in self.layers:
+                layer.module.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def abandon(self) -> None:
         """Forget the microbatches in flight, what they hold, and the gradients so far: the step did not happen."""
@@ -166,7 +186,7 @@ class StageRunner:
 
 
 def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[dict[str, Any]]:
-    """A parameter group for every layer and every set of options; a shared parameter with the first layer that has it."""
+    """A parameter group for every layer and set of options; a shared parameter with the first layer that has it."""
     met: set[int] = set()
     groups: list[dict[str, Any]] = []
     for layer in layers:

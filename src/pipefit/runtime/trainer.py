@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,13 +29,14 @@ from pipefit.errors import PeerLost, UsageError
 from pipefit.plan import Plan
 from pipefit.program import Program
 from pipefit.runtime.assembly import assemble, check_model
-from pipefit.runtime.batches import Cut, boundaries_at, cut_batch
+from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.cuda import CudaMeter
 from pipefit.runtime.meter import Meter
-from pipefit.runtime.reader import Boundaries, MemoryMeter, boundaries, run_in_turn
+from pipefit.runtime.reader import MemoryMeter, run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
-from pipefit.runtime.twins import pair, sample
+from pipefit.runtime.twins import in_mode, pair, sample
+from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
 
@@ -74,11 +76,11 @@ class Trainer:
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._batches = 0
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._odd: dict[int, Boundaries] = {}
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         torch.manual_seed(seed)
-        self.chain = chain = capture(task, *sample(task, plan.training.microbatch_size))
+        training = replace(task, module=in_mode(task.build(), True))
+        self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         program, stages = lower(plan), range(len(plan.stages))
@@ -95,6 +97,9 @@ class Trainer:
             )
             for stage in mine
         ]  # fmt: skip
+        own = {reader.stage: reader.runner.layers for reader in self.readers}
+        self.variants = Variants(task, plan, own, traced=chain.traced)
+        self.chain = replace(chain, layers=())  # other stages' layers are not this process's to keep
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
 
@@ -113,7 +118,7 @@ class Trainer:
         self._batches += 1
         update = self._batches % self.accumulate == 0
         given = self._cut(batch)
-        loss = self._run(given, self._program(len(given.sizes), update), self.accumulate)
+        loss = self._run(given, self._program(len(given.sizes), update), self.accumulate, training=True)
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         if self.callbacks:
@@ -125,13 +130,11 @@ class Trainer:
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The mean loss on `batch` without training: dropout is off, batch norm uses what it has learned."""
         given = self._cut(batch)
-        for reader in self.readers:
-            reader.runner.train(False)
-        try:
-            return self._run(given, lower_evaluation(self.plan, microbatches=len(given.sizes)), 1)
-        finally:
+        with ExitStack() as stack:
             for reader in self.readers:
-                reader.runner.train(True)
+                stack.enter_context(reader.runner.evaluating())
+            program = lower_evaluation(self.plan, microbatches=len(given.sizes))
+            return self._run(given, program, 1, training=False)
 
     @property
     def trace(self) -> Trace:
@@ -162,13 +165,9 @@ class Trainer:
         return time.perf_counter() - getattr(self, "_began", 0.0)
 
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
-        """`batch` in microbatches, with the values at their boundaries where these are not the plan's."""
+        """`batch` in microbatches."""
         given, wanted = pair(batch, "a step takes")
-        cut = cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
-        usual = boundaries(self.plan.measurement)
-        if cut.sizes[-1] != self.plan.training.microbatch_size:
-            self._odd.setdefault(cut.sizes[-1], boundaries_at(self.task, cut.sizes[-1], usual))
-        return replace(cut, shapes=tuple(self._odd.get(size, usual) for size in cut.sizes))
+        return cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
 
     def _program(self, microbatches: int, update: bool) -> Program:
         """The program for so many microbatches; each is made once."""
@@ -177,11 +176,12 @@ class Trainer:
             self._programs[key] = lower(self.plan, microbatches=microbatches, update=update)
         return self._programs[key]
 
-    def _run(self, cut: Cut, program: Program, batches: int) -> float:
+    def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> float:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss."""
         samples = sum(cut.sizes)
         weights = [size / samples / batches for size in cut.sizes]
-        variant: dict[str, Any] = {"program": program, "weights": weights, "shapes": cut.shapes}
+        variants = [self.variants.of(size, training=training) for size in cut.sizes]
+        variant: dict[str, Any] = {"program": program, "weights": weights, "variants": variants}
         with torch.random.fork_rng(devices=[d for r in self.readers if (d := r.runner.device).type == "cuda"]):
             if self.distributed:
                 for _ in self.readers[0].step(cut.inputs, cut.targets, **variant):

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
 from pipefit.capture.task import Task
@@ -18,13 +20,18 @@ from pipefit.runtime.target import FakeTarget
 Sample = tuple[Any, Any]
 
 
-def fake_chain(task: Task, fake: FakeTarget, sample: Sample) -> Chain:
+def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True) -> Chain:
     """The task's chain for microbatches like `sample`, over fake tensors on `fake.device`; call it inside `fake`. An
     existing module stays as it is.
     """
     existing = task.module
-    module = _twin(existing, fake) if isinstance(existing, nn.Module) else task.build().to(fake.device)
-    return capture(replace(task, module=module.train()), *sample)
+    module = _twin(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
+    return capture(replace(task, module=in_mode(module, training)), *sample)
+
+
+def in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """`module` in training mode, or in evaluation. Parts that its owner keeps in evaluation while it trains stay so."""
+    return module if training and module.training else module.train(training)
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
@@ -53,6 +60,18 @@ def pair(batch: Any, who: str) -> Sample:
 
 def _describe(batch: Any) -> str:
     return f"{len(batch)} of them" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+
+
+def _built(task: Task, fake: FakeTarget) -> nn.Module:
+    """What the task's factory builds, fake. One that reads numbers from a tensor builds on torch's `meta` device, where
+    tensors without a model's size can stay real.
+    """
+    try:
+        return task.build().to(fake.device)
+    except DataDependentOutputException:
+        with _disable_current_modes(), torch.device("meta"):
+            built = task.build()
+        return _twin(built, fake)
 
 
 def _twin(module: nn.Module, fake: FakeTarget) -> nn.Module:

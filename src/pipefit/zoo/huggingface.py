@@ -92,6 +92,8 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
         config = transformers.AutoConfig.for_model(name, **{"use_cache": False, **settings})
     except Exception as error:
         raise UsageError(f"hf:{name}: {' '.join(str(error).split())[:300]}") from error
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0
     words = getattr(config, "vocab_size", None)
     for key in _TOKENS:
         number = getattr(config, key, None)

@@ -1,0 +1,120 @@
+"""The model as it is for other microbatches than the plan's: smaller ones, and those of an evaluation.
+
+Layers that were written as modules take any size and know `train` from `eval`; only the shapes at their boundaries
+change. Layers that were traced are for one size and one mode: the model is traced again, over fake tensors, and the new
+layers get the parameters and buffers of the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.structure import Values
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.profile import Measurement, Value
+from pipefit.runtime.target import FakeTarget
+from pipefit.runtime.twins import fake_chain, sample
+
+Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
+Layers = tuple[ChainLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How microbatches of one kind run: the values at all boundaries, and the layers of this process's stages."""
+
+    boundaries: Boundaries
+    layers: Mapping[int, Layers]
+
+
+class Variants:
+    """The variants of a model for the stages that this process runs, each made when it is first needed."""
+
+    def __init__(self, task: Task, plan: Plan, layers: Mapping[int, Layers], *, traced: bool) -> None:
+        self.task, self.plan, self.traced = task, plan, traced
+        usual = Variant(boundaries(plan.measurement), layers)
+        self._usual = usual
+        self._known = {(plan.training.microbatch_size, True): usual}
+
+    def of(self, size: int, *, training: bool) -> Variant:
+        """The variant for microbatches of `size` samples.
+
+        Raises:
+            UsageError: traced for this size or mode, the model falls into other layers.
+        """
+        mode = training or not self.traced  # modules know it themselves
+        key = size, mode
+        if key not in self._known:
+            self._known[key] = self._make(size, training=mode)
+        return self._known[key]
+
+    def _make(self, size: int, *, training: bool) -> Variant:
+        like = sample(self.task, size)
+        with FakeTarget("cpu") as fake:
+            chain = fake_chain(self.task, fake, like, training=training)
+            found = _run(chain, tuple(fake.fake(value) for value in chain.flatten(like[0])))
+        if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
+            mode = "training" if training else "evaluation"
+            raise UsageError(
+                f"{self.task.name} falls into other layers when it is traced for {mode} with {size} samples: "
+                "use batches that divide into the plan's microbatches, and evaluate with a module of your own"
+            )
+        values = tuple(
+            tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
+            for known, tensors in zip(self._usual.boundaries, found, strict=True)
+        )
+        return Variant(values, self._rebound(chain) if self.traced else self._usual.layers)
+
+    def _rebound(self, chain: Chain) -> dict[int, Layers]:
+        """The new layers of this process's stages, with the tensors of the old."""
+        return {
+            stage: tuple(
+                replace(new, module=_rebind(new, old))
+                for new, old in zip(chain.layers[place.start : place.stop], self._usual.layers[stage], strict=True)
+            )
+            for stage, place in enumerate(self.plan.stages)
+            if stage in self._usual.layers
+        }
+
+
+def boundaries(measurement: Measurement) -> Boundaries:
+    """The values before every layer, and behind the last."""
+    costs = measurement.costs
+    return (*(cost.inputs for cost in costs), costs[-1].outputs)
+
+
+def _run(chain: Chain, values: Values) -> list[Values]:
+    found = [values]
+    for layer in chain.layers:
+        values = layer(values)
+        found.append(values)
+    return found
+
+
+def _shaped(value: Value, tensor: Tensor) -> Value:
+    return replace(value, shape=tuple(tensor.shape), nbytes=tensor.numel() * tensor.element_size())
+
+
+def _rebind(new: ChainLayer, old: ChainLayer) -> nn.Module:
+    """The new layer's module with the parameters and buffers of the old one's.
+
+    Raises:
+        UsageError: it needs a tensor that the old one does not have.
+    """
+    local: dict[str, Tensor] = {**dict(old.module.named_parameters()), **dict(old.module.named_buffers())}
+    original = {old.originals[name]: tensor for name, tensor in local.items() if name in old.originals}
+    for name in [n for n, _ in (*new.module.named_parameters(), *new.module.named_buffers())]:
+        path, _, attribute = name.rpartition(".")
+        part = new.module.get_submodule(path)
+        tensor = original.get(new.originals.get(name, ""), local.get(name))
+        if tensor is None:
+            raise UsageError(f"{new.name} needs {name} in this mode, which it does not have in training")
+        place = part._parameters if attribute in part._parameters else part._buffers
+        place[attribute] = tensor  # type: ignore[assignment]
+    return new.module

@@ -1,0 +1,95 @@
+"""A captured model trained under any plan is the original model trained plainly on the same microbatches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from captured_models import CAPTURED
+from huggingface_models import TINY
+from pipefit.capture import Task
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.zoo.huggingface import hf
+from random_cases import accounts, plan_for, random_plan
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+STEPS, SIZE = 3, 2
+TIED = ("tied", "repeated", "gpt2", "bert", "t5", "whisper", "albert", "bart")  # one parameter in two stages
+NAMES = [*CAPTURED, *TINY]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def task_of(name: str) -> Task:
+    """The task of that name, with a module that exists."""
+    task = CAPTURED[name]() if name in CAPTURED else hf(name, **TINY[name])
+    torch.manual_seed(1)
+    return replace(task, module=task.build(), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """The module on inputs, as pipefit's Task documents it."""
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def plain_training(task: Task, module: nn.Module, batches: list[Any], microbatches: int) -> list[float]:
+    """Losses of plain gradient accumulation over the microbatches."""
+    optimizer = task.optimizer([{"params": [p for p in module.parameters() if p.requires_grad]}])
+    module.train()
+    losses = []
+    for batch in batches:
+        total = torch.zeros(microbatches)
+        for number in range(microbatches):
+            inputs, targets = pytree.tree_map_only(Tensor, lambda t: t.split(SIZE)[number], batch)  # noqa: B023
+            outputs = call(module, inputs)
+            loss = task.loss(outputs, targets) if task.loss else outputs if isinstance(outputs, Tensor) else outputs.loss
+            (loss / microbatches).backward()
+            total[number] = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.mean().item())
+    return losses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_plain_training(name: str) -> None:
+    """Losses, parameters and buffers after three steps are those of the plain loop: to the bit, but for ties."""
+    task, rng = task_of(name), Random(name)
+    original = copy.deepcopy(task.module)
+    found = profile(task, microbatch_size=SIZE)
+    for _ in range(2):
+        plan = random_plan(found, rng, microbatches=rng.choice([2, 3]))
+        count = plan.training.microbatches
+        torch.manual_seed(5)
+        batches = [task.batch(SIZE * count) for _ in range(STEPS)]
+        ours, theirs = copy.deepcopy(original), copy.deepcopy(original)
+        trainer = Trainer(replace(task, module=ours), plan)
+        losses = [trainer.step(batch) for batch in batches]
+        expected = plain_training(task, theirs, batches, count)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if name in TIED and len(plan.stages) > 1 else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(losses, expected, **tolerance)
+        torch.testing.assert_close(dict(sorted(trainer.state_dict().items())), dict(sorted(theirs.state_dict().items())), **tolerance)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "masked", "two losses", "gpt2", "t5"])
+def test_memory_is_exact(name: str) -> None:
+    """The dry run's peaks of a captured model are the allocator's own, to the byte, and so are nearly all predictions."""
+    found = list(accounts(plan_for(task_of(name), Random(name), name=name)))
+    assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found], found[0].case
+    assert max(abs(account.simulator_error) for account in found) <= 0.001
