@@ -5,6 +5,7 @@ Small enough to train in milliseconds, without dropout, so that pipelines can be
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [3, 8, 16, 32]
-        self.down = nn.ModuleList(_double(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.down = nn.ModuleList(_double(a, b) for a, b in itertools.pairwise(sizes))
         self.up = nn.ModuleList(_double(a, b) for a, b in ((32 + 16, 16), (16 + 8, 8)))
         self.head = nn.Conv2d(8, 1, 1)
 
@@ -239,7 +240,10 @@ def two_losses() -> Task:
 def repeated() -> Task:
     """One module run three times, a buffer that is replaced in each forward."""
     return Task(
-        Repeated, batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))), loss=F.cross_entropy, name="repeated"
+        Repeated,
+        batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))),
+        loss=F.cross_entropy,
+        name="repeated",
     )
 
 

@@ -119,11 +119,14 @@ class LayerCost:
     storages: tuple[int, ...]  # bytes of each own storage that outlives the forward
     saved: tuple[SavedTensor, ...]
     forward_peak_bytes: int
+    checkpoint_peak_bytes: int  # of a forward that saves nothing
+    mutates_inputs: bool  # works in place on what it is given
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward
     input_gradient_bytes: int  # the storages of the inputs' gradients, which may share one
     state_bytes: int  # optimizer state, from the first step on
+    early_state_bytes: int  # the part of it that exists before the first step, as Adagrad's does
     update_first_peak_bytes: int
     update_peak_bytes: int
     forward: Work

@@ -5,7 +5,7 @@ An action has a text form that parses back. The number in front is the stage, th
     0LOAD3               copy microbatch 3's data onto the device; done when it returns
     2RECV_F0             post the receive of stage 2's inputs           2WAIT_RECV_F0       they are here
     2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
-    2N0                  forward that saves nothing                     2R0[3:6]            forward again
+    2N0                  forward that keeps its inputs at most          2R0[3:6]            forward again, from them
     2B0                  backward of what F or R kept                   2B0[3:6]
     2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       done: the buffer may go
     2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3

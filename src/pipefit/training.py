@@ -11,6 +11,8 @@ MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take
 
 Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
 
+Recompute = Literal["never", "except_last", "always"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
@@ -18,7 +20,8 @@ class Training:
 
     `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
     keep float32 parameters and compute under `torch.autocast`, mixed-float16 with loss scaling. `clip_norm` is the
-    largest norm of all gradients together.
+    largest norm of all gradients together. `recompute` says of which microbatches a stage keeps only the inputs and runs
+    the forward again before their backward: of none, of all but the last of a step, or of all (GPipe).
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -28,6 +31,7 @@ class Training:
     schedule: str = "1f1b"
     precision: Precision = "float32"
     clip_norm: float | None = None
+    recompute: Recompute = "never"
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.microbatches < 1:
@@ -36,8 +40,8 @@ class Training:
             )
         if self.microbatches > MOST_MICROBATCHES:
             raise UsageError(
-                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: use larger "
-                "ones"
+                f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: "
+                "use larger ones"
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"gradients can be clipped to a positive norm, not to {self.clip_norm}")

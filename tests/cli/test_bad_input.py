@@ -74,7 +74,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile zoo:mlp --microbatch-size 1 --set lr=1 --set lr=2", 2, ["lr", "twice"]),
     ("profile zoo:mlp --microbatch-size 1 --set wings=2", 2, ["wings"]),
     ("profile zoo:mlp --microbatch-size 1 --set classes=few", 2, ["classes", "'few'"]),
-    ("profile hf:gpt2 --microbatch-size 1", 2, ["not available yet"]),
+    ("profile hf:gpt9 --microbatch-size 1", 2, ["hf:gpt9", "gpt2"]),
     ("profile nowhere:make --microbatch-size 1", 2, ["no module 'nowhere'"]),
     ("profile mine.inner:make --microbatch-size 1", 2, ["mine"]),
     ("profile mine.py:no_task --microbatch-size 1", 2, ["without .py", "mine:factory"]),

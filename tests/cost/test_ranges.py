@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from chains import devices, hostile, layer, measurement, plain, profile, training, value
 from ledger import walk
+from pipefit.cost.bands import stage_peak
 from pipefit.cost.memory import StageMemory
-from pipefit.cost.ranges import Ranges, stage_peak
+from pipefit.cost.ranges import Ranges
 from pipefit.plan import Plan, Stage
 from pipefit.profile import Measurement, Origin, Span
 from pipefit.schedule import situations

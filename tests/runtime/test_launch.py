@@ -96,7 +96,13 @@ REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError],
     ("parameters over the cap", accidents.make, {"memory": "400B"}, OutOfMemory, "device 0 ran out of memory at sett"),
     ("peak over the cap", accidents.make, {"memory": "1500B"}, OutOfMemory, "device 0 ran out of memory at 0"),
     ("another model", accidents.make, {"layers": 4}, FileError, "the plan was made for another model"),
-    ("factory raises", accidents.make_nothing, {}, WorkerFailed, "worker 0 (device 0, layers 0 to 1) failed while it "),
+    (
+        "factory raises",
+        accidents.make_nothing,
+        {},
+        WorkerFailed,
+        "failed while it started: ValueError: no task today; ",
+    ),
 ]
 
 
@@ -107,7 +113,7 @@ def test_a_worker_that_reports_is_heard(
     """What a worker knows of its failure arrives as an error of that type, in one line."""
     with pytest.raises(kind) as caught:
         pipefit.train(task, plan_of(**planned), steps=1, timeout_seconds=3)
-    assert str(caught.value).startswith(sentence)
+    assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

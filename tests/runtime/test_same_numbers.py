@@ -34,9 +34,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 
 class Numbers(NamedTuple):
-    """All that training computes: losses of the steps, gradients of every step, parameters and buffers at the end."""
+    """All that training computes: each microbatch's loss and the gradients, step by step; parameters and buffers."""
 
-    losses: list[float]
+    losses: list[list[float]]
     gradients: list[list[Tensor]]
     state: dict[str, Tensor]
 
@@ -110,7 +110,7 @@ def plainly(task: Task, plan: Plan, forward: Callable[[nn.Sequential, Any, int, 
             own[microbatch] = loss.detach()
             (loss / training.microbatches).backward()
         gradients.append([p.grad.clone() for p in chain.parameters() if p.grad is not None])
-        losses.append(own.mean().item())
+        losses.append(own.tolist())
         optimizer.step()
         optimizer.zero_grad()
     return Numbers(losses, gradients, dict(chain.state_dict()))
@@ -129,7 +129,9 @@ def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
     losses = []
     for batch in batches(task, plan.training.batch_size):
         seen: dict[int, list[Tensor]] = {}
-        losses.append(trainer.step(batch))
+        mean, (own,) = trainer.step(batch), [r.runner.losses for r in trainer.readers if r.runner.losses is not None]
+        losses.append(own.tolist())
+        assert mean == pytest.approx(own.mean().item(), rel=1e-6)
         gradients.append([gradient for start in sorted(seen) for gradient in seen[start]])
     return Numbers(losses, gradients, trainer.state_dict())
 

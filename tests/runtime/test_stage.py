@@ -98,13 +98,13 @@ def _frozen_weight() -> nn.Module:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_stages_train_as_one_device_does(name: str, schedule: str) -> None:
-    """Losses and parameters after three steps are those of plain training, bit by bit."""
+    """Parameters after three steps are those of plain training, bit by bit; mean losses are, but for the last bit."""
     layers, split = ODD[name]
     task = task_of(layers)
     trainer = trainer_of(task, split, microbatches=3, schedule=schedule)
     losses = [trainer.step(batch_of(task, trainer.plan, step)) for step in range(STEPS)]
     expected, state = alone(task, trainer.plan, STEPS)
-    assert losses == expected
+    assert losses == pytest.approx(expected, rel=1e-6)
     assert all(torch.equal(trainer.state_dict()[name], tensor) for name, tensor in state.items())
 
 
@@ -132,7 +132,7 @@ def test_nothing_learns_where_all_is_frozen() -> None:
     trainer = trainer_of(task, [1, 1])
     before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     losses = [trainer.step(batch_of(task, trainer.plan)) for _ in range(2)]
-    assert losses[0] == losses[1] == alone(task, trainer.plan)[0][0]
+    assert losses[0] == losses[1] == pytest.approx(alone(task, trainer.plan)[0][0], rel=1e-6)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state_dict().items())
 
 
@@ -190,8 +190,8 @@ def test_a_step_leaves_what_it_found() -> None:
     ("loss", "what"),
     [
         (lambda output, target: (output - target) ** 2, r"a tensor of shape \(2, 4\)"),
-        (lambda output, target: 3.0, "a float"),
-        (lambda output, target: (F.mse_loss(output, target), 1), "a tuple"),
+        (lambda output, target: 3.0, "float"),
+        (lambda output, target: (F.mse_loss(output, target), 1), "tuple"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Callable[[Any, Any], Any], what: str) -> None:
@@ -199,8 +199,13 @@ def test_a_loss_that_is_no_scalar_is_refused(loss: Callable[[Any, Any], Any], wh
     task = task_of(lambda: [nn.Linear(8, 4)], loss=loss)
     with pytest.raises(UsageError, match="the loss must be a scalar tensor"):
         profile(task, microbatch_size=2)
-    good = task_of(lambda: [nn.Linear(8, 4)])
-    trainer = trainer_of(good, [1])
-    trainer.readers[0].runner.task = task
+    mood = {"loss": F.mse_loss}
+
+    def by_mood(output: Tensor, target: Tensor) -> Any:
+        return mood["loss"](output, target)
+
+    fickle = task_of(lambda: [nn.Linear(8, 4)], loss=by_mood)
+    trainer = trainer_of(fickle, [1])
+    mood["loss"] = loss
     with pytest.raises(UsageError, match=f"the loss must be a scalar tensor, not {what}"):
-        trainer.step(batch_of(good, trainer.plan))
+        trainer.step(batch_of(fickle, trainer.plan))

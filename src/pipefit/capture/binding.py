@@ -61,8 +61,9 @@ class Binding:
             id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
         }
         named = {original for layer in layers for original in layer.originals.values()}
-        for name in self.tensors.keys() & (self.kept.keys() - named):
-            tensor = self.tensors[name]
+        for name, tensor in self.tensors.items():
+            if name in named or name not in self.kept:
+                continue
             layer = held.get(id(tensor)) or max(layers, key=lambda layer: _nearness(layer.name, name))
             held[id(tensor)] = layer
             _register(layer.module, name, tensor, persistent=True)

@@ -1,8 +1,9 @@
 """Where to cut: at the seams between a model's own modules, where few bytes cross.
 
 Every operation belongs to a unit, a module of the size the granularity asks for. Between two units that hold parameters
-the cut goes where the fewest bytes cross; what holds none (reshapes, masks, dropout, the loss) goes along with a
-neighbour. A seam where many times more bytes cross than at the next one is no seam. Linear in the operations.
+the cut goes where the fewest bytes cross, and as late as that may be, so that blocks stay alike. What holds none
+(reshapes, masks, dropout, the loss) goes along with a neighbour. A seam where many times more bytes cross than at the
+next one is no seam. Linear in the operations.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Runs:
         for (_, end), (start, _) in itertools.pairwise(heavy):
             candidates = [cut for cut in range(end, start) if self.flow.legal[cut]]
             if candidates:
-                found.append(min(candidates, key=lambda cut: (self.flow.cost[cut], cut)))
+                found.append(min(candidates, key=lambda cut: (self.flow.cost[cut], -cut)))
         return self._worthwhile(found)
 
     def name(self, start: int, stop: int) -> str:

@@ -45,13 +45,13 @@ class Role:
     index: int = -1
 
 
-def flatten(program: ExportedProgram) -> fx.Graph:
+def flatten(program: ExportedProgram, name: str) -> fx.Graph:
     """The program's operations in order; see `role`, `path`, `context` and `value` for what each node says.
 
     Raises:
         UsageError: an operation that cannot be laid flat (`torch.cond`), or that reads a tensor into Python.
     """
-    graph = _Inliner(program).graph
+    graph = _Inliner(program, name).graph
     _settle_buffers(graph)
     sweep(graph)
     return graph
@@ -135,8 +135,8 @@ def mutated_roots(node: fx.Node) -> Iterator[fx.Node]:
 class _Inliner:
     """Copies a program and the functions inside it into one graph."""
 
-    def __init__(self, program: ExportedProgram) -> None:
-        self.graph = fx.Graph()
+    def __init__(self, program: ExportedProgram, name: str) -> None:
+        self.name, self.graph = name, fx.Graph()
         self.roles = {
             spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
             for index, spec in _numbered(program)
@@ -177,7 +177,7 @@ class _Inliner:
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
             return args[0]  # what `torch.tensor(...)` in a forward leaves behind
         if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
-            refuse_operation(node)
+            refuse_operation(self.name, node)
         target = (
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )

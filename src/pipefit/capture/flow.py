@@ -25,11 +25,12 @@ class Flow:
     """A flat graph, read for cutting. Cut `k` is behind operation `k` of `order`."""
 
     graph: fx.Graph
+    model: str
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
         """Operations done again in every layer that needs them."""
-        changed = self._changed
+        changed, once = self._changed, set[fx.Node]()
         found: dict[fx.Node, frozenset[fx.Node]] = {}  # and the values each depends on
         for node in self.graph.nodes:
             if node.op != "call_function" or self._group[node] in changed or not _repeatable(node):
@@ -38,13 +39,15 @@ class Flow:
             for source in node.all_input_nodes:
                 if source in found:
                     needed |= found[source]
-                elif not self._given(source, changed):
+                elif source not in once and not self._given(source, changed):
                     break
-                elif _kind(source) == "input":
+                elif source in once or _kind(source) == "input":
                     needed.add(source)
             else:
                 if not isinstance(value(node), Tensor) or sum(map(nbytes, needed)) <= nbytes(node):
                     found[node] = frozenset(needed)
+                else:
+                    once.add(node)  # smaller than what it is made of: worth shipping, and others are made of it
         return frozenset(found)
 
     @cached_property
@@ -110,7 +113,7 @@ class Flow:
             for target in mutated_arguments(node):
                 root = self._group[target]
                 if _kind(root) == "input":
-                    refuse_value("the model", node, f"it changes its input {root.name} in place")
+                    refuse_value(self.model, node, f"it changes its input {root.name} in place")
                 found.setdefault(root, []).append(node)
         return found
 

@@ -6,6 +6,7 @@ runs where its inputs are. Two layers with the same text, parameters and buffers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,8 +43,11 @@ class GraphLayer(nn.Module):
                 leave(entered)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a captured layer is not copied or sent: capture the model again")
+
+@functools.cache
+def layer_class(name: str) -> type[GraphLayer]:
+    """`GraphLayer` under the name of the class whose work it does: what reports call the layer."""
+    return type(name, (GraphLayer,), {"__doc__": GraphLayer.__doc__})
 
 
 def write(
@@ -89,7 +93,7 @@ class _Writer:
 
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
         self.flow, self.names, self.graph = flow, names, fx.Graph()
-        self._entered, self._device = self.graph.placeholder("entered"), self.graph.placeholder("device")
+        self._entered, self._device = self.graph.placeholder("entered"), self.graph.placeholder("place")
         self._arrived = {node: self.graph.placeholder(f"value{number}") for number, node in enumerate(inputs)}
         self._known: dict[fx.Node, fx.Node] = {}
         self._context: Context = ()

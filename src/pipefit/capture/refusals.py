@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import fx, nn
@@ -35,26 +35,26 @@ def refuse_export(error: BaseException, name: str, paths: Mapping[nn.Module, str
     raise UsageError(_sentence(name, where, line, reason)) from error
 
 
-def refuse_operation(node: fx.Node) -> NoReturn:
-    """Say why the operation `node` cannot be part of a layer."""
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, number) for file, number in lines if not file.startswith(_TORCH)]
-    reason = (
-        "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
-        if not isinstance(node.target, torch._ops.HigherOrderOperator)
-        else f"{node.target} holds a function of its own"
-    )
-    line = f"{own[-1][0]}:{own[-1][1]}" if own else ""
-    raise UsageError(_sentence("the model", modules[-1][0] if modules else "", line, reason))
+def refuse_operation(name: str, node: fx.Node) -> NoReturn:
+    """Say why the operation `node` of model `name` cannot be part of a layer."""
+    path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    reason = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        reason = f"{node.target} holds a function of its own"
+    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), reason))
 
 
-def refuse_value(what: str, node: fx.Node, reason: str) -> NoReturn:
-    """Say why a value of the model named `what` cannot be dealt with."""
+def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
+    """Say that `node` of model `name` does what no layer may."""
+    path = node.meta.get("stack") or ("",)
+    raise UsageError(_sentence(name, path[-1], _line(node), reason))
+
+
+def _line(node: fx.Node) -> str:
+    """The innermost line of the user's own code that a node comes from."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, number) for file, number in lines if not file.startswith(_TORCH)]
-    path = node.meta.get("stack", ("",))[-1]
-    raise UsageError(_sentence(what, path, f"{own[-1][0]}:{own[-1][1]}" if own else "", reason))
+    own = [f"{file}:{number}" for file, number in lines if not file.startswith(_TORCH)]
+    return own[-1] if own else ""
 
 
 def _culprit(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
@@ -74,8 +74,3 @@ def _culprit(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tup
 def _sentence(name: str, path: str, line: str, reason: str) -> str:
     where = f"{name}, module {path}" if path else name
     return f"{where} cannot be cut into layers{f' ({line})' if line else ''}: {reason}; {REMEDY}"
-
-
-def told(value: Any) -> str:
-    """A value's type, for people."""
-    return f"a {type(value).__name__}"

@@ -18,9 +18,9 @@ from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.cuts import pieces
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, role, sweep, value
+from pipefit.capture.flat import flatten, plain, role, sweep, value
 from pipefit.capture.flow import Flow
-from pipefit.capture.graph_layer import GraphLayer, write
+from pipefit.capture.graph_layer import GraphLayer, layer_class, write
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -34,9 +34,9 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     """
     shape = Tree.of("the inputs", inputs)
     program = export(module, task.name, inputs)
-    graph = flatten(program)
+    graph = flatten(program, task.name)
     outputs = _end(task, program, graph)
-    flow = Flow(graph)
+    flow = Flow(graph, task.name)
     if not flow.order:
         raise UsageError(f"{task.name} computes nothing: there is no layer to make")
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
@@ -63,11 +63,17 @@ def _layers(
             meaning for node in flow.needed_by(order, leaving) if (meaning := role(node)) and meaning.kind != "input"
         ]
         names = binding.names(piece.name, needed)
-        layer = GraphLayer(write(flow, order, arriving, leaving, names))
+        layer = _class_of(module, piece.name)(write(flow, order, arriving, leaving, names))
         found.append(ChainLayer(piece.name, layer, binding.fill(layer, needed, names)))
         arriving = leaving
     binding.give_the_rest(found)
     yield from found
+
+
+def _class_of(module: nn.Module, name: str) -> type[GraphLayer]:
+    """The class of a layer: named after the module it is made of."""
+    found = dict(module.named_modules(remove_duplicate=False)).get(plain(name))
+    return layer_class(type(found or module).__name__)
 
 
 def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
@@ -97,7 +103,7 @@ def _loss_number(name: str, numbered: Any, leaves: Sequence[Any]) -> int:
     if not isinstance(tensor, Tensor) or tensor.numel() != 1:
         what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(numbered).__name__
         raise UsageError(
-            f"{name} has no loss of its own: its module returned {what}, no scalar and no outputs with a scalar 'loss': "
+            f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
             "give the labels among the inputs, or Task(..., loss=...)"
         )
     assert isinstance(found, int)

@@ -1,4 +1,4 @@
-"""MODEL on the command line: `zoo:gpt`, or `package.module:factory` of the current folder or the environment.
+"""MODEL on the command line: `zoo:gpt`, `hf:gpt2`, or `package.module:factory` of the folder or the environment.
 
 A factory is called with the `--set` arguments and returns a `Task`. Its code runs with all our rights: name your own.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.training import Precision
 
-_FORMS = "write zoo:NAME, or package.module:factory for one of your own"
+_FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own"
 
 
 def resolve(model: str, settings: Sequence[str], precision: Precision | None = None) -> Task:
@@ -44,7 +44,9 @@ def _task(model: str, settings: Sequence[str]) -> Task:
         raise UsageError(f"{model!r} is not a model: {_FORMS}")
     arguments = parse_settings(settings)
     if source == "hf":
-        raise UsageError(f"hf: is not available yet: {_FORMS}")
+        from pipefit.zoo.huggingface import hf
+
+        return hf(name, **arguments)
     if source == "zoo":
         from pipefit import zoo
 

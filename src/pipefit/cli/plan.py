@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -51,3 +52,9 @@ def command(
             stages=stages,
         )
     deliver(made, output=output, as_json=as_json)
+    if devices.backend == "cuda" and model.assumptions.target != "cuda":
+        print(
+            "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "
+            f"{devices.name}: profile again with --target cuda",
+            file=sys.stderr,
+        )

@@ -98,6 +98,11 @@ class StageMemory:
         return sum(cost.gradient_bytes for cost in self.layers) - repeated
 
     @cached_property
+    def early_state_bytes(self) -> int:
+        """Optimizer state that exists before the first step."""
+        return sum(cost.early_state_bytes for cost in self.layers)
+
+    @cached_property
     def step(self) -> StepMemory:
         """The optimizer step, which updates one layer after the other."""
         first = grown = highest = 0
@@ -107,8 +112,8 @@ class StageMemory:
         for number, cost in enumerate(self.layers):
             first = max(first, grown + cost.update_first_peak_bytes - updated[number])
             highest = max(highest, cost.update_peak_bytes)
-            grown += cost.state_bytes - updated[number]
-        return StepMemory(first, highest, grown)
+            grown += cost.state_bytes - cost.early_state_bytes - updated[number]
+        return StepMemory(first, highest, self.early_state_bytes + grown)
 
     # ---------------------------------------------------------------- boundary buffers
 
@@ -143,6 +148,21 @@ class StageMemory:
         """What joining the send of the outputs frees: output storages that no layer saved."""
         return 0 if self.last else sum(s.nbytes for s in set(self._boundaries[-1]) if s.first_saver is None)
 
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Buffers: a recomputation works on copies of them, so that statistics are not updated twice."""
+        return sum(cost.buffer_bytes for cost in self.layers)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What is held of a microbatch that will be recomputed: its inputs, and on the last stage its targets."""
+        return self.input_bytes + self.target_bytes
+
+    @cached_property
+    def checkpoint_sent_bytes(self) -> int:
+        """What joining the send of the outputs frees then: all of them that are not inputs handed on."""
+        return 0 if self.last else self._travelling(len(self.layers))
+
     # ---------------------------------------------------------------- compute actions
 
     def forward(self, start: int | None = None, stop: int | None = None) -> ActionMemory:
@@ -151,6 +171,16 @@ class StageMemory:
         peak = max(self._live(number) + self.layers[number].forward_peak_bytes for number in range(first, end))
         before = self._live(first)
         return ActionMemory(peak - before, self._live(end) - before)
+
+    def checkpoint(self) -> ActionMemory:
+        """The forward of the whole stage that keeps only its inputs; leaves the outputs besides."""
+        peak = max(self._travelling(n) + cost.checkpoint_peak_bytes for n, cost in enumerate(self.layers))
+        return ActionMemory(peak, self.checkpoint_sent_bytes)
+
+    def recompute(self) -> ActionMemory:
+        """The forward again, from the inputs; leaves what the layers saved, and copies of the buffers."""
+        peak = self.forward().peak_bytes
+        return ActionMemory(peak + self.buffer_bytes, self._held(len(self.layers)) + self.buffer_bytes - self._live(0))
 
     def backward(
         self, start: int | None = None, stop: int | None = None, *, first_microbatch: bool = False
@@ -172,6 +202,14 @@ class StageMemory:
                 peak = max(peak, level + span.peak_bytes - released)
             born += cost.gradient_bytes - added[number] if first_microbatch else 0
         return ActionMemory(peak - entry, self._held(first) + self._gradients(first) + born - entry)
+
+    def _travelling(self, number: int) -> int:
+        """Bytes of the values at the boundary before position `number` besides the inputs and targets that are held.
+
+        Where the first layer works in place, it is given copies of the inputs.
+        """
+        held = self._boundaries[0][len(self.inputs) :] if self.layers[0].mutates_inputs else self._boundaries[0]
+        return sum(storage.nbytes for storage in set(self._boundaries[number]) - set(held))
 
     def _waiting(self, number: int) -> int:
         """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `number`.

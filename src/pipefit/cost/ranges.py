@@ -16,103 +16,19 @@ A band of 1,000 layers and width 100 takes about 20 ms and 100 bytes per range.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
+from pipefit.cost.bands import Band, Ints
 from pipefit.cost.memory import StageMemory, gradient_bytes
 from pipefit.cost.storages import NEVER, Life, Lives, lives, released_bytes
 from pipefit.profile import Measurement, Span
-from pipefit.program import Kind
 
-if TYPE_CHECKING:  # a situation is plain data of a higher layer; only its name is needed here
-    from pipefit.schedule.situations import Situation
-
-Ints = NDArray[np.int64]
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
 _NOTHING = -(1 << 60)  # the peak of a backward without a span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Bytes of the ranges [i, j), i from `first`, j up to i + width; arrays of shape (width, starts)."""
-
-    first: int
-    valid: NDArray[np.bool_]  # the range ends within the model
-    static: Ints
-    gradients: Ints
-    state: Ints
-    retained: Ints
-    inputs: Ints
-    received: Ints
-    output_gradients: Ints
-    input_gradients: Ints
-    sent: Ints
-    forward_peak: Ints
-    backward_first_peak: Ints
-    backward_later_peak: Ints
-    update_first_peak: Ints
-    update_peak: Ints
-    _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
-
-    def step_peak(self) -> Ints:
-        """The highest of the optimizer step, the first one or a later one."""
-        if "step" not in self._sums:
-            above = np.maximum(self.update_first_peak, self.state + self.update_peak)
-            self._sums["step"] = self.static + self.gradients + above
-        return self._sums["step"]
-
-    def around(self, kind: Kind, gradients: bool, receiving: Kind | None, sending: Kind | None) -> Ints:
-        """Peak of one compute action in these surroundings, without the other microbatches in flight."""
-        key = (kind, gradients, receiving, sending)
-        if key not in self._sums:
-            total = self.static + self.state + self._own(kind, gradients)
-            if receiving is not None:
-                total += self.received if receiving is Kind.FORWARD else self.output_gradients
-            if sending is not None:
-                total += self.sent if sending is Kind.FORWARD else self.input_gradients
-            self._sums[key] = total
-        return self._sums[key]
-
-    def _own(self, kind: Kind, gradients: bool) -> Ints:
-        """What the action itself and its microbatch take, and the gradients that exist before it."""
-        if kind is Kind.FORWARD:
-            own = self.inputs + self.forward_peak
-        else:
-            own = self.retained + self.output_gradients
-            own += self.backward_later_peak if gradients else self.backward_first_peak
-        return own + self.gradients if gradients else own
-
-    def highest(self, situations: Sequence[Situation]) -> Ints:
-        """The highest of `around` over situations with the same number in flight."""
-        key = frozenset((s.kind, s.gradients, s.receiving, s.sending) for s in situations)
-        if key not in self._sums:
-            self._sums[key] = np.maximum.reduce([self.around(*part) for part in key])
-        return self._sums[key]
-
-
-Window = tuple[slice, slice]
-EVERYWHERE: Window = (slice(None), slice(None))
-
-
-def stage_peak(band: Band, situations: Iterable[Situation], window: Window = EVERYWHERE) -> Ints:
-    """Highest bytes of a stage at the position that meets `situations`, for every range of a band (or a window of it).
-
-    Covers every compute action and the optimizer step, in the first step of training and in later ones. Cells where
-    `band.valid` is false mean nothing.
-    """
-    peak: Ints = band.step_peak()[window]
-    groups: dict[int, list[Situation]] = {}
-    for situation in situations:
-        groups.setdefault(situation.in_flight, []).append(situation)
-    for in_flight, members in groups.items():
-        level = band.highest(members)[window]
-        peak = np.maximum(peak, level + in_flight * band.retained[window] if in_flight else level)
-    return peak
 
 
 class Ranges:
@@ -130,7 +46,12 @@ class Ranges:
         self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
         self.state = _cumulated(cost.state_bytes for cost in costs)
         self.forward_peak = _array(cost.forward_peak_bytes for cost in costs)
-        self.update_first = self.state[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
+        self.checkpoint_peak = _array(cost.checkpoint_peak_bytes for cost in costs)
+        self.copied = _array(cost.mutates_inputs * sum(v.nbytes for v in cost.inputs) for cost in costs)
+        self.buffers = _cumulated(cost.buffer_bytes for cost in costs)
+        self.early = _cumulated(cost.early_state_bytes for cost in costs)
+        self.growth = self.state - self.early
+        self.update_first = self.growth[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
         self.inner_gradients = _array([*(cost.input_gradient_bytes for cost in costs), 0])
@@ -144,6 +65,10 @@ class Ranges:
         own = [life for layer in model.own for life in layer]
         fresh = [life for layer in model.fresh[:-1] for life in layer]
         self.own_saved, self.own_gone = _saved(own), _gone(own)
+        self.handed_on = _array([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
+        self.own_ended = _events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
+        copies = (life for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for life in layer)
+        self.copies_ended = _events((s.end + 1, s.birth, s.nbytes) for s in copies)
         self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
         self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
         self.spans_later = _span_table(model, [cost.backward_later for cost in costs])
@@ -195,10 +120,12 @@ class _BandMaker:
         """All arrays."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
+        travelling = self._travelling()
         arriving = at(r.arriving_gradients)
         entry = held + arriving
         inner = held + at(r.inner_gradients)
         first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
+        early = ended(at(r.early)) - self._start(r.early)
         return self._sharing(
             Band(
                 first=self.first,
@@ -216,8 +143,11 @@ class _BandMaker:
                 forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
                 backward_first_peak=np.maximum(self._backward(inner, entry, first) + ended(born) - ended(entry), 0),
                 backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
-                update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.state), 0),
+                update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
                 update_peak=self._highest(at(r.update)[:-1]),
+                buffers=ended(at(r.buffers)) - self._start(r.buffers),
+                checkpoint_sent=self._but_last(travelling[1:-1].copy()),
+                checkpoint_peak=self._highest(travelling[:-1] + at(r.checkpoint_peak)[:-1]),
             )
         )
 
@@ -236,7 +166,7 @@ class _BandMaker:
             band.static[row, column] = stage.parameter_bytes + stage.loss_bytes
             band.gradients[row, column] = stage.gradient_bytes
             band.state[row, column] = stage.step.state_bytes
-            band.update_first_peak[row, column] = stage.step.first_peak_bytes
+            band.update_first_peak[row, column] = stage.early_state_bytes + stage.step.first_peak_bytes
             band.backward_first_peak[row, column] = stage.backward(first_microbatch=True).peak_bytes
         return band
 
@@ -261,6 +191,15 @@ class _BandMaker:
         """
         change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
         change[0] = self._start(self.ranges.input_bytes)
+        return np.cumsum(change, axis=0)
+
+    def _travelling(self) -> Ints:
+        """Bytes of the values at the boundary besides a microbatch's inputs, which are held to recompute from.
+
+        Copies of those that the first layer works in place on travel until they end.
+        """
+        change = self._at(self.ranges.handed_on) - self._summed(self.ranges.own_ended, self.ranges.copies_ended)
+        change[0] = self._start(self.ranges.copied)
         return np.cumsum(change, axis=0)
 
     def _summed(self, own: Events, fresh: Events) -> Ints:

@@ -106,7 +106,7 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
 def _step_peak(memory: StageMemory) -> int:
     step = memory.step
     rest = memory.parameter_bytes + memory.loss_bytes + memory.gradient_bytes
-    return rest + max(step.first_peak_bytes, step.state_bytes + step.peak_bytes)
+    return rest + max(memory.early_state_bytes + step.first_peak_bytes, step.state_bytes + step.peak_bytes)
 
 
 def _action_peak(memory: StageMemory, situation: Situation) -> int:
@@ -116,12 +116,23 @@ def _action_peak(memory: StageMemory, situation: Situation) -> int:
     retained = arriving + forward.after_bytes - memory.sent_bytes
     rest = memory.parameter_bytes + memory.loss_bytes + memory.step.state_bytes
     rest += memory.gradient_bytes if situation.gradients else 0
-    if situation.kind is Kind.FORWARD:
-        own = arriving + forward.peak_bytes
-    else:
-        backward = memory.backward(first_microbatch=not situation.gradients)
-        own = retained + memory.output_gradient_bytes + backward.peak_bytes
+    copies = memory.buffer_bytes if situation.recomputed else 0
+    match situation.kind:
+        case Kind.FORWARD:
+            own = arriving + forward.peak_bytes
+        case Kind.FORWARD_ONLY:
+            own = arriving + memory.checkpoint().peak_bytes
+        case Kind.RECOMPUTE:
+            own = arriving + memory.recompute().peak_bytes
+        case _:
+            backward = memory.backward(first_microbatch=not situation.gradients)
+            own = retained + memory.output_gradient_bytes + backward.peak_bytes + copies
     received = memory.input_bytes if memory.start else 0
-    posted = {Kind.FORWARD: received, Kind.BACKWARD: memory.output_gradient_bytes, None: 0}[situation.receiving]
-    leaving = {Kind.FORWARD: memory.sent_bytes, Kind.BACKWARD: memory.input_gradient_bytes, None: 0}[situation.sending]
-    return rest + situation.in_flight * retained + own + posted + leaving
+    posted = {Kind.FORWARD: received, Kind.FORWARD_ONLY: received, Kind.BACKWARD: memory.output_gradient_bytes}
+    leaving = {
+        Kind.FORWARD: memory.sent_bytes,
+        Kind.FORWARD_ONLY: memory.checkpoint_sent_bytes,
+        Kind.BACKWARD: memory.input_gradient_bytes,
+    }
+    around = posted.get(situation.receiving, 0) + leaving.get(situation.sending, 0)  # type: ignore[call-overload]
+    return rest + situation.in_flight * retained + situation.checkpoints * arriving + own + around

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.cost.ranges import Band, Ranges, stage_peak
+from pipefit.cost.bands import Band, stage_peak
+from pipefit.cost.ranges import Ranges
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window

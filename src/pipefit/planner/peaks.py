@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pipefit.cost.ranges import Ranges, stage_peak
+from pipefit.cost.bands import stage_peak
+from pipefit.cost.ranges import Ranges
 from pipefit.planner.question import Question, Split
 
 

@@ -89,7 +89,9 @@ class Question:
 
     def situations(self, stage: int) -> tuple[Situation, ...]:
         """What a stage at this position meets in a step."""
-        return situations(self.training.schedule, stage, self.stages, self.training.microbatches)
+        return situations(
+            self.training.schedule, stage, self.stages, self.training.microbatches, self.training.recompute
+        )
 
     @cached_property
     def classes(self) -> tuple[DeviceClass, ...]:

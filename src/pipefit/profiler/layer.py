@@ -46,11 +46,12 @@ class LayerMeter:
         with self.gauge:
             self.gauge.tag(self.statics, Category.PARAMETERS)
             storages, saved, origins = self._anatomy()
+            checkpoint_peak, mutates = self._checkpoint()
             forward_peak, backward_first, forward, backwards = self._microbatch()
             _, backward_later, _, _ = self._microbatch()
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-            first, later, state, update = self._update(optimizer)
+            first, later, state, early, update = self._update(optimizer)
         return LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
@@ -61,11 +62,14 @@ class LayerMeter:
             storages=storages,
             saved=saved,
             forward_peak_bytes=forward_peak,
+            checkpoint_peak_bytes=checkpoint_peak,
+            mutates_inputs=mutates,
             backward_first=backward_first,
             backward_later=backward_later,
             gradient_bytes=gradient_bytes,
             input_gradient_bytes=self.input_gradient_bytes,
             state_bytes=state,
+            early_state_bytes=early,
             update_first_peak_bytes=first,
             update_peak_bytes=later,
             forward=forward,
@@ -126,6 +130,15 @@ class LayerMeter:
         self.gauge.forget_graphs()
         return tuple(own), tuple(saved), origins
 
+    def _checkpoint(self) -> tuple[int, bool]:
+        """The peak of a forward that saves nothing, and whether it changed its inputs."""
+        inputs = tuple(torch.empty_like(value, requires_grad=False) for value in self.like)
+        self.gauge.start()
+        with torch.no_grad():
+            versions = [value._version for value in inputs]
+            self.call(inputs)
+        return self.gauge.peak_bytes, versions != [value._version for value in inputs]
+
     def _microbatch(self) -> tuple[int, tuple[Span, ...], Work, Work]:
         """Forward and backward of one microbatch: forward peak, backward spans, and the work of both."""
         cell = Cell()
@@ -148,19 +161,20 @@ class LayerMeter:
         self.input_gradient_bytes = sum(outgoing.values())
         return peak, self.gauge.spans, forward, self.gauge.work
 
-    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, Work]:
-        """Two optimizer steps over the layer: first peak, later peak, state bytes, work."""
+    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, int, Work]:
+        """Two optimizer steps over the layer: first peak, later peak, state bytes, those before any step, work."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
-            return 0, 0, 0, Work(flops=0, moved_bytes=0)
+            return 0, 0, 0, 0, Work(flops=0, moved_bytes=0)
         before = self.gauge.total
-        self.gauge.start()
         stepper = optimizer([{"params": trainable}])
+        early = self.gauge.total - before
+        self.gauge.start()
         stepper.step()
         first, state = self.gauge.peak_bytes, self.gauge.total - before
         self.gauge.start()
         stepper.step()
-        return first, self.gauge.peak_bytes, state, self.gauge.work
+        return first, self.gauge.peak_bytes, state, early, self.gauge.work
 
     def _enter(self, cell: Cell, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)

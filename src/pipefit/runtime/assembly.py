@@ -113,6 +113,7 @@ def assemble(
         targets=memory.targets,
         microbatches=plan.training.microbatches,
         agreement=_agreement(plan, chain, stage, shared) if plan.training.agrees else None,
+        copies_inputs=costs.costs[place.start].mutates_inputs,
         device=device,
         seed=seed,
     )

@@ -27,7 +27,12 @@ from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
 Microbatch = list[Tensor]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
-_LEFT = {Kind.FORWARD: Category.ACTIVATIONS, Kind.BACKWARD: Category.GRADIENTS, Kind.STEP: Category.OPTIMIZER}
+_LEFT = {
+    Kind.FORWARD: Category.ACTIVATIONS,
+    Kind.RECOMPUTE: Category.ACTIVATIONS,
+    Kind.BACKWARD: Category.GRADIENTS,
+    Kind.STEP: Category.OPTIMIZER,
+}
 
 
 class MemoryMeter(AbstractContextManager[Any], Protocol):
@@ -72,6 +77,8 @@ class DeviceReader:
         self.steps = 0
         self._started: dict[Action, tuple[list[Tensor], Any]] = {}
         self._arrived: dict[tuple[Kind, int | None], list[Tensor]] = {}
+        self._again: set[int | None] = set()  # microbatches whose forward will run twice
+        self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._loaded: dict[int | None, tuple[list[Tensor], list[Tensor]]] = {}
         try:
             self._tag([*runner.parameters, *runner.buffers], Category.PARAMETERS)
@@ -100,6 +107,7 @@ class DeviceReader:
             OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
         """
         script = _script(self.program if program is None else program, self.number)
+        self._again = {action.microbatch for action, _, _ in script if action.kind is Kind.RECOMPUTE}
         self._variants = variants or (self.usual,) * len(inputs)
         self.runner.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
         for number, (action, text, stream) in enumerate(script):
@@ -133,6 +141,7 @@ class DeviceReader:
         self._started.clear()
         self._arrived.clear()
         self._loaded.clear()
+        self._kept.clear()
 
     # ---------------------------------------------------------------- one action
 
@@ -188,6 +197,8 @@ class DeviceReader:
                 self._load(action.microbatch, inputs, targets)
             case Kind.FORWARD | Kind.FORWARD_ONLY if action.layers is None:
                 self._forward(action)
+            case Kind.RECOMPUTE if action.layers is None:
+                self._recompute(action)
             case Kind.BACKWARD if action.layers is None:
                 self._backward(action)
             case Kind.STEP if action.microbatch is None:
@@ -218,11 +229,23 @@ class DeviceReader:
         inputs = data or self._arrived.pop((Kind.RECV_FORWARD, microbatch), [])
         self._tag(inputs, Category.ACTIVATIONS)
         self._tag(targets, Category.ACTIVATIONS)
-        run = self.runner.forward if action.kind is Kind.FORWARD else self.runner.evaluate
-        outputs = run(microbatch, inputs, targets, self._variants[microbatch].layers[self.stage])
+        layers = self._variants[microbatch].layers[self.stage]
+        if action.kind is Kind.FORWARD:
+            outputs = self.runner.forward(microbatch, inputs, targets, layers)
+        elif microbatch in self._again:
+            self._kept[microbatch] = inputs, targets
+            outputs = self.runner.checkpoint(microbatch, inputs, targets, layers)
+        else:
+            outputs = self.runner.evaluate(microbatch, inputs, targets, layers)
         self._tag(outputs, Category.BOUNDARY)
         if self.stage < len(self.placement) - 1:
             self._started[Action(Kind.SEND_FORWARD, self.stage, microbatch)] = list(outputs), None
+
+    def _recompute(self, action: Action) -> None:
+        microbatch = action.microbatch
+        assert microbatch is not None
+        inputs, targets = self._kept.pop(microbatch)
+        self.runner.recompute(microbatch, inputs, targets, self._variants[microbatch].layers[self.stage])
 
     def _backward(self, action: Action) -> None:
         microbatch = action.microbatch

@@ -37,6 +37,7 @@ class StageRunner:
         outputs: what leaves; gradients come for those that require them.
         targets: what the loss takes besides the outputs; none but on the last stage.
         microbatches: the most in a step.
+        copies_inputs: whether a forward that will be run again needs copies of its inputs, to change in place.
         agreement: what the stages settle before an update; None where there is nothing to settle.
         seed: of all random draws.
     """
@@ -55,6 +56,7 @@ class StageRunner:
         targets: tuple[Value, ...],
         microbatches: int,
         agreement: Agreement | None,
+        copies_inputs: bool,
         device: torch.device,
         seed: int,
     ) -> None:
@@ -65,7 +67,7 @@ class StageRunner:
         self.batch_number = 0  # of training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
-        self.agreement = agreement
+        self.agreement, self.copies_inputs = agreement, copies_inputs
         groups = _groups(layers, task.groups)
         # At least one group a layer: an update's temporary memory is then that of one layer, not of the whole stage.
         self.optimizer = task.optimizer(groups) if groups else None
@@ -157,6 +159,46 @@ class StageRunner:
             self.losses[microbatch].copy_(self.loss(values, _take(targets)))
             return ()
 
+    def checkpoint(
+        self,
+        microbatch: int,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        layers: Sequence[ChainLayer] | None = None,
+    ) -> Values:
+        """Outputs of the stage as in training, without a graph: it will be made by running forward again.
+
+        Raises:
+            UsageError: a layer changed the inputs, which are needed again.
+        """
+        versions = [value._version for value in inputs]
+        values = tuple(value.clone() for value in inputs) if self.copies_inputs else tuple(inputs)
+        with torch.no_grad():
+            for number, layer in enumerate(self.layers if layers is None else layers, self.start):
+                seed_layer(self.device, self.seed, self.batch_number, microbatch, number)
+                values = layer(values)
+            if self.losses is not None:
+                seed_layer(self.device, self.seed, self.batch_number, microbatch, self.start + len(self.layers))
+                self.losses[microbatch].copy_(self.loss(values, tuple(targets)))
+                values = ()
+        if versions != [value._version for value in inputs]:
+            raise UsageError(
+                f"layers {self.layers[0].name} to {self.layers[-1].name} change their inputs in place, so their forward "
+                "cannot be run again: use recompute='never', or layers with inplace=False"
+            )
+        return tuple(value.contiguous() for value in values)
+
+    def recompute(
+        self,
+        microbatch: int,
+        inputs: list[Tensor],
+        targets: list[Tensor],
+        layers: Sequence[ChainLayer] | None = None,
+    ) -> None:
+        """The forward again, this time with a graph: the same random draws, and statistics are left alone."""
+        with _copied_buffers(self.layers if layers is None else layers):
+            self.forward(microbatch, inputs, targets, layers)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, layers behave as in evaluation: no dropout, batch norm as learned. Afterwards all is as it was."""
@@ -203,6 +245,22 @@ def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> l
                 group["params"].append(parameter)
         groups += of_layer
     return groups
+
+
+@contextmanager
+def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[None]:
+    """Inside, layers work on copies of their buffers; the graph may keep the copies. Afterwards the buffers are back."""
+    places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
+    originals = [part._buffers[name] for part, name in places]
+    copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}
+    try:
+        for (part, name), buffer in zip(places, originals, strict=True):
+            part._buffers[name] = None if buffer is None else copies[id(buffer)]
+        del copies
+        yield
+    finally:
+        for (part, name), buffer in zip(places, originals, strict=True):
+            part._buffers[name] = buffer
 
 
 def _take(box: list[Tensor]) -> Values:

@@ -10,6 +10,7 @@ train.py`: one worker a device).
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -251,6 +252,7 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
     """Whether this process is one of several workers; joins them when a launcher says so."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(backend_of(plan), timeout=timedelta(seconds=timeout_seconds))
+        atexit.register(_part)
     if not dist.is_initialized():
         return False
     if dist.get_world_size() != len(plan.stages):
@@ -259,6 +261,12 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
             "start one for each stage"
         )
     return True
+
+
+def _part() -> None:
+    """Leave the group that the trainer joined: the threads of one that is left to the exit may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device(plan: Plan, stage: int) -> torch.device:

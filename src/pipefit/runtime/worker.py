@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -77,6 +78,9 @@ def work(order: Order, pipe: Connection, pulse: Pulse) -> None:
     with suppress(OSError):  # nobody listens any more
         pipe.send(word)
     pipe.close()
+    if word[0] == "error":
+        sys.stdout.flush()
+        os._exit(1)  # the others hear of it at once; taking apart a group in the middle of its work may hang or abort
 
 
 def _end_with_parent() -> None:

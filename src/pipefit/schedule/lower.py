@@ -23,18 +23,36 @@ from pipefit.plan import Plan
 from pipefit.program import FORWARDS, Action, Kind, Program, Subject
 from pipefit.schedule.gpipe import gpipe
 from pipefit.schedule.one_f_one_b import one_f_one_b
+from pipefit.training import Recompute
 
 Schedule = Callable[[int, int, int], Iterator[tuple[Kind, int]]]
 
 SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def compute_actions(schedule: str, stage: int, stages: int, microbatches: int) -> list[tuple[Kind, int]]:
+def compute_actions(
+    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute = "never"
+) -> list[tuple[Kind, int]]:
     """The compute actions of one stage under the schedule of that name.
 
+    A microbatch that is recomputed has a forward that keeps only its inputs, and another one just before its backward.
+
     Raises:
-        UsageError: no such schedule; says which exist.
+        UsageError: there is no schedule of that name; says which exist.
     """
+    last = microbatches - 1
+    found: list[tuple[Kind, int]] = []
+    for kind, microbatch in _generated(schedule, stage, stages, microbatches):
+        again = recompute == "always" or (recompute == "except_last" and microbatch < last)
+        if again and kind is Kind.FORWARD:
+            found.append((Kind.FORWARD_ONLY, microbatch))
+        else:
+            found += [(Kind.RECOMPUTE, microbatch)] if again and kind is Kind.BACKWARD else []
+            found.append((kind, microbatch))
+    return found
+
+
+def _generated(schedule: str, stage: int, stages: int, microbatches: int) -> list[tuple[Kind, int]]:
     try:
         generator = SCHEDULES[schedule]
     except KeyError:
@@ -54,7 +72,8 @@ def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True) -
 
     def actions(stage: int) -> Iterator[Action]:
         stages = len(plan.stages)
-        yield from _stage_actions(stage, stages, compute_actions(training.schedule, stage, stages, count))
+        computes = compute_actions(training.schedule, stage, stages, count, training.recompute)
+        yield from _stage_actions(stage, stages, computes)
         if update:
             yield from _update(stage, plan.holders, agree=training.agrees)
 

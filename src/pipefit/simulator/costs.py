@@ -27,6 +27,7 @@ class StageCosts:
         self._costs = measurement.costs
         self.forward = cache(self._forward)
         self.backward = cache(self._backward)
+        self.consumed = cache(self._consumed)
         self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
@@ -53,6 +54,24 @@ class StageCosts:
         return effect(boundary=-self.memory.sent_bytes)
 
     @cached_property
+    def checkpoint(self) -> Effect:
+        """N: the inputs wait to be used again, the outputs travel."""
+        peak_bytes, after_bytes = self.memory.checkpoint()
+        held = self.memory.checkpoint_bytes
+        return effect(peak_bytes=peak_bytes, activations=held, boundary=after_bytes - held)
+
+    @cached_property
+    def recompute(self) -> Effect:
+        """R: the inputs become all that the layers save."""
+        peak_bytes, after_bytes = self.memory.recompute()
+        return effect(peak_bytes=peak_bytes, activations=after_bytes)
+
+    @cached_property
+    def sent_checkpoint(self) -> Effect:
+        """WAIT_SEND_F behind an N."""
+        return effect(boundary=-self.memory.checkpoint_sent_bytes)
+
+    @cached_property
     def sent_backward(self) -> Effect:
         """WAIT_SEND_B."""
         return effect(boundary=-self.memory.input_gradient_bytes)
@@ -62,7 +81,9 @@ class StageCosts:
         """The STEP that creates the optimizer state."""
         step = self.memory.step
         return effect(
-            peak_bytes=step.first_peak_bytes, gradients=-self.memory.gradient_bytes, optimizer=step.state_bytes
+            peak_bytes=step.first_peak_bytes,
+            gradients=-self.memory.gradient_bytes,
+            optimizer=step.state_bytes - self.memory.early_state_bytes,
         )
 
     @cached_property
@@ -86,6 +107,18 @@ class StageCosts:
         return effect(
             peak_bytes=peak_bytes,
             activations=-saved,
+            boundary=travelling,
+            gradients=after_bytes + saved - travelling,
+        )
+
+    def _consumed(self, first_microbatch: bool) -> Effect:
+        """The backward of a recomputed microbatch: the copies of the buffers go too."""
+        peak_bytes, after_bytes = self.memory.backward(first_microbatch=first_microbatch)
+        copies, saved = self.memory.buffer_bytes, self._saved_bytes(self.start, self.stop)
+        travelling = self._gradients(self.start) - self._gradients(self.stop)
+        return effect(
+            peak_bytes=peak_bytes,
+            activations=-saved - copies,
             boundary=travelling,
             gradients=after_bytes + saved - travelling,
         )

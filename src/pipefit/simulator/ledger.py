@@ -23,14 +23,14 @@ _Handler = Callable[[Action], "Effect | None"]
 class _Flight:
     """How far one microbatch has come in a stage."""
 
-    __slots__ = ("backward", "forward", "joined", "loaded", "moved", "posted")
+    __slots__ = ("again", "backward", "checkpoint", "forward", "joined", "loaded", "moved", "posted")
 
     def __init__(self, costs: StageCosts) -> None:
         self.forward, self.backward = (
             costs.start,
             costs.stop,
         )  # the next layer forward; the last one with no backward yet
-        self.loaded = False
+        self.loaded = self.checkpoint = self.again = False  # data is there; inputs alone are kept; forward ran again
         self.posted: set[Kind] = set()
         self.joined: set[Kind] = set()
         self.moved: dict[Storage, tuple[str, str | None]] = {}  # what is not simply there: its state and its place
@@ -48,8 +48,8 @@ class Ledger:
         self._starts: dict[Kind, _Handler] = {
             Kind.LOAD: self._load,
             Kind.FORWARD: self._forward,
-            Kind.FORWARD_ONLY: self._unsupported,
-            Kind.RECOMPUTE: self._unsupported,
+            Kind.FORWARD_ONLY: self._checkpoint,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECV_FORWARD: self._receive_forward,
@@ -130,7 +130,7 @@ class Ledger:
     def _sent_forward(self, action: Action) -> Effect:
         costs, flight = self._at(action)
         flight.joined.add(action.kind)
-        return costs.sent_forward
+        return costs.sent_checkpoint if flight.checkpoint else costs.sent_forward
 
     def _sent_backward(self, action: Action) -> Effect:
         return self._at(action)[0].sent_backward
@@ -155,8 +155,29 @@ class Ledger:
         flight.forward = end
         return costs.forward(first, end)
 
+    def _checkpoint(self, action: Action) -> Effect:
+        self._whole(action)
+        self._forward(action)
+        costs, flight = self._at(action)
+        flight.checkpoint = True
+        return costs.checkpoint
+
+    def _recompute(self, action: Action) -> Effect:
+        self._whole(action)
+        costs, flight = self._at(action)
+        if not flight.checkpoint or flight.again:
+            self._refuse(action, "has nothing to run again: it belongs once between an N and its backward")
+        flight.again = True
+        return costs.recompute
+
+    def _whole(self, action: Action) -> None:
+        if action.layers is not None:
+            self._refuse(action, "recomputes a part of a stage, which is not supported yet: write it without layers")
+
     def _backward(self, action: Action) -> Effect:
         costs, flight, first, end = self._segment(action)
+        if flight.checkpoint and not flight.again:
+            self._refuse(action, f"needs {action._replace(kind=Kind.RECOMPUTE, layers=None)} before it")
         if flight.forward < costs.stop or end != flight.backward:
             last = flight.backward - 1
             self._refuse(action, f"is out of order: the next layer backward is {last}, after the forward of the stage")
@@ -165,6 +186,8 @@ class Ledger:
         if flight.moved:
             self._check_back(action, flight, first, end)
         flight.backward = first
+        if flight.again:
+            return costs.consumed(self._bears_gradients(action, first, end))
         return costs.backward(first, end, self._bears_gradients(action, first, end))
 
     def _check_back(self, action: Action, flight: _Flight, first: int, end: int) -> None:
@@ -209,9 +232,6 @@ class Ledger:
         first = action.stage not in self._stepped
         self._stepped.add(action.stage)
         return costs.first_update if first else costs.later_update
-
-    def _unsupported(self, action: Action) -> NoReturn:
-        self._refuse(action, "is not supported by the simulator yet")
 
     # ---------------------------------------------------------------- moving saved tensors away and back
 

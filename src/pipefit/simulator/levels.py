@@ -20,10 +20,11 @@ Row = tuple[
 
 
 def at_rest(stages: Iterable[StageMemory]) -> Levels:
-    """What a device holds before it does anything: parameters and buffers, and the buffers of the losses."""
+    """What a device holds before it does anything: parameters and buffers, early state, the buffers of the losses."""
     memories = list(stages)
     parameters = sum(memory.parameter_bytes for memory in memories)
-    return parameters, 0, 0, 0, 0, sum(memory.loss_bytes for memory in memories), 0, 0
+    early = sum(memory.early_state_bytes for memory in memories)
+    return parameters, 0, early, 0, 0, sum(memory.loss_bytes for memory in memories), 0, 0
 
 
 def highest(rest: Levels, steps: Iterable[Step]) -> int:

@@ -91,7 +91,7 @@ class Script:
         if action.kind is Kind.STEP:
             return stage.update_seconds
         first, end = action.layers or (stage.start, stage.stop)
-        return stage.forward_seconds(first, end) if action.kind is Kind.FORWARD else stage.backward_seconds(first, end)
+        return stage.backward_seconds(first, end) if action.kind is Kind.BACKWARD else stage.forward_seconds(first, end)
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
         """The number of a new transfer."""

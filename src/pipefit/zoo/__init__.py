@@ -11,19 +11,26 @@ from typing import Any
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.zoo.amoebanet import amoebanet
 from pipefit.zoo.bert import bert
 from pipefit.zoo.gpt import gpt
 from pipefit.zoo.mlp import mlp
+from pipefit.zoo.resnet import resnet, resnet101
 from pipefit.zoo.stdlib_text import gpt_stdlib
+from pipefit.zoo.unet import unet
 from pipefit.zoo.vgg import vgg11
 
-__all__ = ["MODELS", "bert", "build", "gpt", "gpt_stdlib", "mlp", "vgg11"]
+__all__ = ["MODELS", "amoebanet", "bert", "build", "gpt", "gpt_stdlib", "mlp", "resnet", "resnet101", "unet", "vgg11"]
 
 MODELS: dict[str, Callable[..., Task]] = {
+    "amoebanet": amoebanet,
     "bert": bert,
     "gpt": gpt,
     "gpt-stdlib": gpt_stdlib,
     "mlp": mlp,
+    "resnet": resnet,
+    "resnet101": resnet101,
+    "unet": unet,
     "vgg11": vgg11,
 }
 

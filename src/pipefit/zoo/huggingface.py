@@ -82,7 +82,7 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     """The configuration, its settings checked by name and by transformers' own rules."""
     known = list(transformers.CONFIG_MAPPING.keys())
     if name not in known:
-        raise UsageError(f"transformers has no architecture {name!r}{_closest(name, known)}")
+        raise UsageError(f"hf:{name} is unknown: transformers has no such architecture{_closest(name, known)}")
     plain = transformers.AutoConfig.for_model(name)
     names = {*vars(plain), *plain.attribute_map, "num_labels"}
     for key in settings:

@@ -15,10 +15,13 @@ from torch import optim
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
 
-def optimizer_of(name: OptimizerName, lr: float | None, *, sgd_rate: float = 0.03) -> Callable[..., optim.Optimizer]:
+def optimizer_of(
+    name: OptimizerName, lr: float | None, *, sgd_rate: float = 0.03, sgd_decay: float = 0.0
+) -> Callable[..., optim.Optimizer]:
     """Bind a rate: the result goes from parameters, or parameter groups, to the optimizer.
 
-    `lr` None is the usual rate: 3e-4 for AdamW and Adam, the model's own `sgd_rate` for SGD, whose momentum is 0.9.
+    `lr` None is the usual rate: 3e-4 for AdamW and Adam, the model's own `sgd_rate` for SGD, whose momentum is 0.9 and
+    whose weight decay is the model's own `sgd_decay`.
     """
     match name:
         case "adamw":
@@ -26,4 +29,4 @@ def optimizer_of(name: OptimizerName, lr: float | None, *, sgd_rate: float = 0.0
         case "adam":
             return partial(optim.Adam, lr=lr or 3e-4)
         case "sgd":
-            return partial(optim.SGD, lr=lr or sgd_rate, momentum=0.9)
+            return partial(optim.SGD, lr=lr or sgd_rate, momentum=0.9, weight_decay=sgd_decay)

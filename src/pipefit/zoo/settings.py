@@ -41,6 +41,14 @@ def at_least(least: int) -> Rule:
     return Rule(lambda value: _is_whole(value, least), f"a whole number, {least} or more")
 
 
+def multiple_of(step: int, *, least: int) -> Rule:
+    """A whole number that `step` divides, `least` or more."""
+    return Rule(
+        lambda value: isinstance(value, int) and _is_whole(value, least) and value % step == 0,
+        f"a multiple of {step}, {least} or more",
+    )
+
+
 Size = Annotated[int, at_least(1)]
 Sizes = Annotated[
     tuple[int, ...],

@@ -15,7 +15,7 @@ from typing import Annotated
 from torch import nn
 
 from pipefit.capture.task import Task
-from pipefit.zoo.classification import class_loss, noise_batch
+from pipefit.zoo.classification import class_loss, initialise, noise_batch
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Share, Size, at_least, checked
 
@@ -59,7 +59,7 @@ def _chain(*, num_classes: int, width: int, dropout: float, inplace: bool) -> nn
         | OrderedDict(avgpool=nn.AdaptiveAvgPool2d(_POOLED), flatten=nn.Flatten())
         | _classifier(num_classes, width, dropout, inplace)
     )
-    chain.apply(_initialise)
+    chain.apply(initialise)
     return chain
 
 
@@ -86,13 +86,3 @@ def _classifier(num_classes: int, width: int, dropout: float, inplace: bool) -> 
         fc2_dropout=nn.Dropout(dropout),
         fc3=nn.Linear(hidden, num_classes),
     )
-
-
-def _initialise(layer: nn.Module) -> None:
-    """He et al. (2015), so that any width trains without batch norm; torchvision's suits the default only."""
-    if isinstance(layer, nn.Conv2d):
-        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    elif isinstance(layer, nn.Linear):
-        nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
-    if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
-        nn.init.zeros_(layer.bias)

@@ -1,0 +1,334 @@
+"""Where a traced model is cut, what crosses, what its layers are called, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captured_models import CAPTURED, Masked
+from pipefit.capture import Chain, Task, capture
+from pipefit.capture.model import chain
+from pipefit.errors import UsageError
+from pipefit.runtime.target import FakeTarget
+from pipefit.runtime.twins import fake_chain, sample
+
+
+def captured(task: Task, size: int = 2) -> Chain:
+    """The task's chain for microbatches of `size` samples."""
+    return capture(task, *sample(task, size))
+
+
+def of(module: nn.Module, *inputs: Tensor) -> Chain:
+    """The chain of a module on these inputs."""
+    return captured(Task(module, batch=lambda _: (inputs, None), loss=lambda output, _: output.sum(), name="mine"))
+
+
+def names(found: Chain) -> list[str]:
+    """Its layers' names."""
+    return [layer.name for layer in found.layers]
+
+
+def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
+    """Shapes of the values behind each layer."""
+    values, shapes = found.flatten(inputs), []
+    for layer in found.layers:
+        values = layer(values)
+        shapes.append([tuple(value.shape) for value in values])
+    return shapes
+
+
+def test_blocks_are_layers() -> None:
+    """Children of containers are layers, and so are other modules with parameters; all else goes along."""
+    assert names(captured(CAPTURED["resnet"]())) == [
+        "conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc",
+    ]  # fmt: skip
+
+
+def test_granularities_nest() -> None:
+    """Halves are finer than blocks, operations finer than halves."""
+    tasks = [replace(CAPTURED["masked"](), granularity=name) for name in ("blocks", "halves", "operations")]
+    sizes = [len(captured(task).layers) for task in tasks]
+    assert sizes == sorted(set(sizes))
+
+
+def test_halves_part_attention_and_mlp() -> None:
+    """The parts of a block that hold its parameters become layers of their own."""
+    found = names(captured(replace(CAPTURED["masked"](), granularity="halves")))
+    assert "blocks.1.qkv" in found and "blocks.1.mlp" in found
+
+
+def test_a_module_that_runs_again_is_a_layer_again() -> None:
+    """Each run of a shared block is a layer, with the same parameters."""
+    found = captured(CAPTURED["repeated"]())
+    assert names(found) == ["inward", "block", "block@1", "block@2", "outward"]
+    assert {shared.users for shared in found.shared} == {(1, 2, 3)}
+    assert found.layers[1].module.weight is found.layers[2].module.weight
+
+
+def test_names_are_the_models_own() -> None:
+    """The layers' state, under its original names, is the model's state: each entry once, the very tensors."""
+    for make in CAPTURED.values():
+        task = make()
+        module = task.build()
+        found = captured(replace(task, module=module))
+        state = {
+            layer.originals[name]: tensor.data_ptr()
+            for layer in found.layers
+            for name, tensor in layer.module.state_dict().items()
+        }
+        assert state == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+
+
+def test_skips_travel_along() -> None:
+    """A value that a later layer needs passes through the layers between."""
+    task = CAPTURED["unet"]()
+    found = captured(task)
+    assert names(found) == ["down.0", "down.1", "down.2", "up.0", "up.1", "head"]
+    shapes = crossing(found, sample(task, 2)[0])
+    assert shapes[2] == [(2, 8, 16, 16), (2, 16, 8, 8), (2, 32, 4, 4)]
+    assert shapes[3] == [(2, 8, 16, 16), (2, 16, 8, 8)]
+
+
+def test_masks_are_made_again() -> None:
+    """A mask of 2 x 1 x 8 x 8 is not shipped: its padding of 2 x 8 is, in bytes, to the last layer that needs it."""
+    task = CAPTURED["masked"]()
+    shapes = crossing(captured(task), sample(task, 2)[0])
+    assert shapes == [[(2, 8, 16), (2, 8)], *[[(2, 8), (2, 8, 16)]] * 2, [(2, 8, 16)], [(2, 8, 40)]]
+
+
+def test_outputs_keep_their_structure() -> None:
+    """The loss outside is given what the module returned, constants included."""
+    task = CAPTURED["masked"]()
+    found = captured(task)
+    values = found.flatten(sample(task, 2)[0])
+    for layer in found.layers:
+        values = layer(values)
+    rebuilt = found.rebuild(values)
+    assert set(rebuilt) == {"logits", "scale"} and rebuilt["scale"] == 2.0
+
+
+def test_inputs_must_stay_alike() -> None:
+    """A number among the inputs is a setting: another one is refused, as is a missing entry."""
+    task = CAPTURED["masked"]()
+    found, (inputs, _) = captured(task), sample(task, 2)
+    assert len(found.flatten(dict(reversed(inputs.items())))) == 2
+    with pytest.raises(UsageError, match=r"3\.0 where the model was captured with 2\.0"):
+        found.flatten({**inputs, "scale": 3.0})
+    with pytest.raises(UsageError, match="changed"):
+        found.flatten({"tokens": inputs["tokens"]})
+
+
+def test_fingerprint_is_the_same_for_every_size_and_device() -> None:
+    """Real or fake on CUDA, two samples or four: one model."""
+    for make in CAPTURED.values():
+        task = make()
+        found = captured(task).fingerprint
+        assert captured(task, 4).fingerprint == found
+        with FakeTarget("cuda") as fake:
+            assert fake_chain(task, fake, sample(task, 2)).fingerprint == found
+
+
+def test_equal_blocks_have_equal_code() -> None:
+    """The generated code of like layers is the same text, so that a profile measures one of them."""
+    found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))
+    assert found.layers[2].module.generated_code == found.layers[3].module.generated_code
+
+
+def _settings(name: str) -> dict[str, Any]:
+    task = CAPTURED[name]()
+    return {"batch": task.batch, "loss": task.loss}
+
+
+class Strided(nn.Module):
+    """Blocks whose values are not contiguous, as after a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        for part in self.parts:
+            x = x + part(x.transpose(1, 2)).transpose(1, 2)
+        return x.reshape(x.shape[0], -1)
+
+
+def test_layout_survives_a_cut() -> None:
+    """What crosses is contiguous, and the next layer sees it as the model laid it out."""
+    module = Strided()
+    x = torch.randn(2, 6, 6)
+    found = of(module, x)
+    values = found.flatten((x,))
+    for layer in found.layers:
+        assert all(value.is_contiguous() for value in values)
+        values = layer(tuple(value.contiguous() for value in values))
+    assert len(found.layers) == 3 and torch.equal(values[0], module(x))
+
+
+class InPlace(nn.Module):
+    """Writes into a tensor of which another view is used later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        other = x.view(-1)
+        y = self.parts[1](x)
+        other.mul_(2)
+        return self.parts[3](self.parts[2](y + x))
+
+
+def test_no_cut_between_a_view_and_its_change() -> None:
+    """Two views of one memory stay together until the last change in place is done."""
+    found = of(module := InPlace(), x := torch.randn(3, 4))
+    values = found.flatten((x,))
+    for layer in found.layers:
+        values = layer(tuple(value.clone() for value in values))  # as another device would have them
+    assert torch.equal(values[0], module(x))
+
+
+class Careful(nn.Module):
+    """Contexts of its own: no gradient, and bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        with torch.no_grad():
+            scale = x.abs().mean()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.parts[2](self.parts[1](x))
+        return x.float() / scale
+
+
+def test_contexts_are_entered_again() -> None:
+    """Gradients flow, and dtypes are, as in the model, wherever it is cut."""
+    x, module = torch.randn(2, 8), Careful()
+    task = Task(module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="operations")
+    found = captured(task)
+    values = found.flatten((x,))
+    for layer in found.layers:
+        values = layer(values)
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch.equal(values[0], module(x))
+    theirs = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    ours = torch.autograd.grad(values[0].sum(), list(module.parameters()))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_parts_by_hand() -> None:
+    """`pipefit.chain` takes modules and names; layers keep them, and original names have them in front."""
+    parts = chain([nn.Linear(4, 4), ("head", nn.Linear(4, 2))])
+    found = of(parts, torch.randn(2, 4))
+    assert names(found) == ["0", "head"]
+    assert dict(found.layers[1].originals) == {"weight": "head.weight", "bias": "head.bias"}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Wrong(nn.Module):
+    """A linear layer inside a container, and something that cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+
+class Branches(Wrong):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.linear(x).sum() > 0 else -x
+
+
+class Reads(Wrong):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * x.mean().item()
+
+
+class Leaves(Wrong):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.from_numpy(x.numpy())
+
+
+class Returns(Wrong):
+    def forward(self, x: Tensor) -> Any:
+        self.linear(x)
+        return {3}
+
+
+class Writes(Wrong):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return self.linear(x)
+
+
+class Within(nn.Module):
+    """Puts a part somewhere in a model."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.inner = part
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Branches, "depends on the values"),
+        (Reads, ".item()"),
+        (Leaves, "numpy"),
+        (Writes, "changes its input x in place"),
+    ],
+)
+def test_refusals_say_where_and_why(kind: type[nn.Module], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A refusal names the module, the line of the user's file, the reason and the way out; torch stays silent."""
+    with pytest.raises(UsageError) as refused:
+        of(Within(kind()), torch.randn(2, 3))
+    text = str(refused.value)
+    assert "module inner" in text and f"{Path(__file__).name}:" in text
+    assert words in text and "pipefit.chain" in text and "\n" not in text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_strange_outputs_are_refused() -> None:
+    """A set is no structure of tensors."""
+    with pytest.raises(UsageError, match="type that export does not know"):
+        of(Within(Returns()), torch.randn(2, 3))
+
+
+def test_a_loss_must_be_there() -> None:
+    """Without a loss in the task the model must return one."""
+    task = Task(nn.Bilinear(3, 3, 2), batch=lambda _: ((torch.randn(2, 3), torch.randn(2, 3)), None), loss=None)
+    with pytest.raises(UsageError, match="has no loss of its own"):
+        captured(task)
+
+
+def test_capture_allocates_nothing() -> None:
+    """A model of 4 TB is captured: neither the tracing nor the layers touch its bytes."""
+
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(1 << 19, 1 << 19, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = F.relu(part(x))
+            return x
+
+    task = Task(Huge, batch=lambda size: (torch.randn(size, 1 << 19), None), loss=lambda output, _: output.mean())
+    with FakeTarget("cpu") as fake:
+        found = fake_chain(task, fake, sample(task, 1))
+    assert names(found) == ["parts.0", "parts.1", "parts.2", "parts.3"]

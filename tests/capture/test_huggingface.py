@@ -1,0 +1,111 @@
+"""`hf:` models: from a name and settings to a task, without network, with refusals that help."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from huggingface_models import TINY
+from pipefit.capture import Task, capture
+from pipefit.errors import UsageError
+from pipefit.runtime.twins import sample
+from pipefit.zoo.huggingface import hf
+
+BLOCKS = {
+    "gpt2": "transformer.h.2",
+    "llama": "model.layers.2",
+    "bert": "bert.encoder.layer.2",
+    "t5": "decoder.block.1",
+    "vit": "vit.layers.2",
+    "whisper": "model.encoder.layers.1",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0@2",
+    "bart": "model.decoder.layers.1",
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_blocks_are_layers(name: str) -> None:
+    """The blocks of every kind of architecture are found, and the chain ends in the model's own loss."""
+    task = hf(name, **TINY[name])
+    inputs, targets = sample(task, 2)
+    found = capture(task, inputs, targets)
+    assert BLOCKS[name] in [layer.name for layer in found.layers]
+    values = found.flatten(inputs)
+    for layer in found.layers:
+        values = layer(values)
+    assert found.loss(values, ()).ndim == 0
+
+
+def test_attention_takes_its_fast_path() -> None:
+    """Without padding no mask is made: attention is told that it is causal, as when the model runs eagerly."""
+    task = hf("llama", **TINY["llama"])
+    block = capture(task, *sample(task, 2)).layers[1].module
+    calls = [line for line in block.generated_code.splitlines() if "scaled_dot_product_attention.default(" in line]
+    assert len(calls) == 1 and "None, 0.0, True" in calls[0]
+    assert "cumsum" not in block.generated_code
+
+
+def test_attention_can_be_set() -> None:
+    """Eager attention multiplies and takes its own softmax."""
+    task = hf("gpt2", **TINY["gpt2"], attention="eager")
+    assert "softmax" in capture(task, *sample(task, 2)).layers[2].module.generated_code
+
+
+def test_weights_given_are_kept() -> None:
+    """A module passed from Python, pretrained or not, is trained itself."""
+    made = hf("gpt2", **TINY["gpt2"])
+    module = made.build()
+    task = replace(made, module=module)
+    found = capture(task, *sample(task, 2))
+    assert found.layers[2].module.attn.c_attn.weight is module.transformer.h[0].attn.c_attn.weight
+
+
+def test_labels_may_stay_outside() -> None:
+    """A loss outside is given what the model returns: its output class with its logits."""
+    made = hf("gpt2", **TINY["gpt2"])
+
+    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())  # type: ignore[attr-defined]
+
+    def batch(size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs, _ = made.batch(size)
+        return {"input_ids": inputs["input_ids"]}, inputs["labels"]
+
+    task = Task(made.module, batch=batch, loss=loss)
+    inputs, targets = sample(task, 2)
+    found = capture(task, inputs, targets)
+    values = found.flatten(inputs)
+    for layer in found.layers:
+        values = layer(values)
+    assert type(found.rebuild(values)).__name__ == "CausalLMOutputWithCrossAttentions"
+    assert found.loss(values, found.flatten_targets(targets)).ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("gtp2", {}, "did you mean gpt2"),
+        ("llama", {"num_hiden_layers": 2}, "did you mean num_hidden_layers"),
+        ("gpt2", {"sequence": 4096}, "from 1 to 1024"),
+        ("gpt2", {"optimizer": "lion"}, "adamw"),
+        ("clip_text_model", {}, "pass the module to pipefit.Task"),
+    ],
+)
+def test_refusals_help(name: str, settings: dict[str, object], words: str) -> None:
+    """An unknown name or setting is answered with the nearest one, a wrong value with what would do."""
+    with pytest.raises(UsageError, match=words):
+        hf(name, **settings)  # type: ignore[arg-type]
+
+
+def test_without_transformers() -> None:
+    """The missing extra is named, with the command that installs it."""
+    with (
+        mock.patch.dict(sys.modules, {"transformers": None}),
+        pytest.raises(UsageError, match=r"pip install pipefit\[hf\]"),
+    ):
+        hf("gpt2")

@@ -1,0 +1,117 @@
+"""Whole-stage recomputation: less memory, the same numbers, and every peak known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from own_models import OWN_MODELS
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.plan import Plan, Stage
+from pipefit.planner import plan as make_plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.stage import StageRunner
+from pipefit.simulator import simulate
+from pipefit.training import Recompute, Training
+from pipefit.zoo import build
+from random_cases import accounts, plan_for, random_case
+
+
+def recomputed(plan: Plan, mode: Recompute) -> Plan:
+    """The same plan with another mode of recomputation."""
+    return replace(plan, training=replace(plan.training, recompute=mode))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_peaks_are_exact(seed: int) -> None:
+    """Dry run, simulator and allocator agree to the byte on random models, splits and schedules."""
+    rng = Random(1000 + seed)
+    case = random_case(rng)
+    case = replace(case, plan=recomputed(case.plan, rng.choice(["except_last", "always"])))
+    for account in accounts(case):
+        assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_peaks_of_other_models(name: str) -> None:
+    """Batch norm works on copies of its statistics, in-place layers on copies of their inputs: the dry run knows both."""
+    case = plan_for(OWN_MODELS[name](), Random(7))
+    for account in accounts(replace(case, plan=recomputed(case.plan, "always"))):
+        assert account.dry_run_bytes == account.oracle_bytes
+        assert abs(account.simulator_error) < 0.01
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("name", ["resnet", "encoder", "vgg11", "gpt"])
+def test_the_numbers_stay_the_same(name: str, mode: Recompute) -> None:
+    """Losses, parameters and batch-norm statistics, with dropout: bitwise those of training without recomputation."""
+    task = OWN_MODELS[name]() if name in OWN_MODELS else _zoo(name)
+    case = plan_for(task, Random(3))
+    plain, again = Trainer(task, case.plan), Trainer(task, recomputed(case.plan, mode))
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = task.batch(case.plan.training.batch_size)
+        assert plain.step(batch) == again.step(batch)
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in plain.state_dict().items())
+
+
+def _zoo(name: str) -> Task:
+    if name == "gpt":
+        return build("gpt", layers=2, hidden=32, heads=4, vocabulary=64, sequence=16, dropout=0.2)
+    return build("vgg11", width=4, image_size=32, dropout=0.5)
+
+
+def test_gpipe_with_recomputation_holds_inputs_instead_of_activations() -> None:
+    """The planner, the simulator and the dry run agree that it needs less, and how much."""
+    task = build("gpt", layers=4, hidden=64, heads=4, vocabulary=64, sequence=64)
+    costs, cluster = profile(task, microbatch_size=2), Cluster.emulated((3, 1 << 30))
+    peaks = {}
+    modes: tuple[Recompute, ...] = ("never", "except_last", "always")
+    for mode in modes:
+        plan = make_plan(costs, cluster, Training(batch_size=16, microbatches=8, schedule="gpipe", recompute=mode))
+        assert plan.prediction is not None
+        assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes == certify(task, plan).peak_bytes
+        peaks[mode] = max(plan.prediction.peak_bytes)
+    assert peaks["always"] <= peaks["except_last"] < 0.5 * peaks["never"]
+
+
+def test_recomputation_takes_time() -> None:
+    """A recomputed step runs every forward twice, the last microbatch's once under except_last."""
+    costs = profile(build("mlp"), microbatch_size=2)
+    seconds = {}
+    for mode in ("never", "except_last", "always"):
+        training = Training(batch_size=8, microbatches=4, schedule="gpipe", recompute=mode)  # type: ignore[arg-type]
+        stage = Stage(start=0, stop=len(costs.layers), devices=(0,))
+        plan = Plan(profile=costs, cluster=Cluster.emulated((1, 1 << 30)), training=training, stages=(stage,))
+        seconds[mode] = simulate(plan).step_seconds[0]
+    forward = (seconds["always"] - seconds["never"]) / 4
+    assert forward > 0
+    assert seconds["except_last"] == pytest.approx(seconds["never"] + 3 * forward)
+
+
+def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that changes what it must start from again raises, and does not train on wrong numbers."""
+    task = Task(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+        loss=F.mse_loss,
+    )
+    costs = profile(task, microbatch_size=2)
+    stages = (Stage(start=0, stop=1, devices=(0,)), Stage(start=1, stop=3, devices=(1,)))
+    training = Training(batch_size=4, microbatches=2, recompute="always")
+    plan = Plan(profile=costs, cluster=Cluster.emulated((2, 1 << 30)), training=training, stages=stages)
+    Trainer(task, plan).step(task.batch(4))  # copies are made where the profile knows
+    trainer = Trainer(task, plan)
+    runner: StageRunner = trainer.readers[1].runner
+    monkeypatch.setattr(runner, "copies_inputs", False)
+    with pytest.raises(UsageError, match="in place"):
+        trainer.step(task.batch(4))

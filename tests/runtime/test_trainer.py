@@ -1,0 +1,278 @@
+"""What people expect of a training loop, each against a plain loop over the same microbatches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.plan import Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.runtime.callbacks import JsonLines, StepReport
+from pipefit.training import Training
+
+MICROBATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """The same reduction order everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def network() -> nn.Sequential:
+    """Linear layers, a batch norm, no randomness."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Made-up regression data."""
+    return torch.randn(samples, 12), torch.randn(samples, 4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every test."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make(split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **settings: Any) -> tuple[Task, Plan]:
+    """A task and a plan for batches of eight in two microbatches."""
+    task = Task(network, batch=batch, loss=F.mse_loss, optimizer=sgd, **settings)
+    costs = profile(task, microbatch_size=MICROBATCH)
+    edges = [sum(split[:k]) for k in range(len(split) + 1)]
+    stages = tuple(Stage(start=a, stop=b, devices=(k,)) for k, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
+    training = Training(batch_size=8, microbatches=2, clip_norm=clip_norm, precision=costs.assumptions.precision)
+    return task, Plan(profile=costs, cluster=Cluster.emulated((len(split), 1 << 30)), training=training, stages=stages)
+
+
+class Plain:
+    """The plain loop: torch's own pieces, in the order of torch's documentation."""
+
+    def __init__(
+        self,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: sgd(m.parameters()),
+    ) -> None:
+        self.module, self.clip_norm, self.autocast = network(), clip_norm, autocast
+        self.optimizer = optimizer(self.module)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=autocast is torch.float16)
+        self.skipped = False
+
+    def backward(self, given: tuple[torch.Tensor, torch.Tensor], share: float = 1.0) -> float:
+        """Forward and backward of all microbatches; the mean loss."""
+        total, samples = 0.0, len(given[0])
+        for x, y in zip(given[0].split(MICROBATCH), given[1].split(MICROBATCH), strict=True):
+            with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+                loss = F.mse_loss(self.module(x), y)
+            self.scaler.scale(loss * (len(x) / samples * share)).backward()
+            total += loss.item() * len(x) / samples
+        return total
+
+    def update(self) -> None:
+        """Unscale, clip, step."""
+        before = self.scaler.get_scale()
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.skipped = self.scaler.get_scale() < before
+
+
+def data(seed: int, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch number `seed`."""
+    torch.manual_seed(seed)
+    return batch(samples)
+
+
+def same_state(trainer: Trainer, plain: Plain, tolerance: float = 0.0) -> bool:
+    """Parameters and buffers equal those of the plain module, under its names."""
+    ours, theirs = trainer.state_dict(), plain.module.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[name], tensor, rtol=0, atol=tolerance) for name, tensor in theirs.items()
+    )
+
+
+def test_a_smaller_last_batch_counts_every_sample_once() -> None:
+    """Batches of 8, 6 (4 + 2) and 3 train as in a plain loop that weighs microbatches by their samples."""
+    task, plan = make()
+    trainer, plain = Trainer(task, plan), Plain()
+    for step, samples in enumerate((8, 6, 3, 8)):
+        assert trainer.step(data(step, samples)) == pytest.approx(plain.backward(data(step, samples)), abs=1e-6)
+        plain.update()
+    assert same_state(trainer, plain, 1e-7)
+
+
+@pytest.mark.parametrize("split", [(6,), (1, 5), (2, 2, 2)])
+def test_gradients_are_clipped_by_their_global_norm(split: tuple[int, ...]) -> None:
+    """Clipping sees the gradients of all stages, whatever the split."""
+    task, plan = make(split, clip_norm=0.05)
+    reports: list[StepReport] = []
+    trainer, plain = Trainer(task, plan, callbacks=[reports.append]), Plain(clip_norm=0.05)
+    for step in range(3):
+        trainer.step(data(step))
+        plain.backward(data(step))
+        plain.update()
+    assert same_state(trainer, plain, 1e-6)
+    assert all(report.gradient_norm is not None and report.gradient_norm > 0.05 for report in reports)
+
+
+def test_the_split_cannot_change_the_norm() -> None:
+    """The norm is summed in the order of parameter names: bitwise the same for every split."""
+    norms = set()
+    for split in ((6,), (1, 5), (3, 3), (1, 2, 3)):
+        reports: list[StepReport] = []
+        task, plan = make(split, clip_norm=0.05)
+        Trainer(task, plan, callbacks=[reports.append]).step(data(0))
+        norms.add(reports[0].gradient_norm)
+    assert len(norms) == 1
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("mixed-bfloat16", torch.bfloat16), ("mixed-float16", torch.float16)])
+def test_mixed_precision_is_that_of_torch_amp(precision: str, dtype: torch.dtype) -> None:
+    """The same losses and the same decisions to skip as torch.autocast and GradScaler; an overflow in one stage skips
+    the step in all.
+    """
+    task, plan = make(precision=precision)
+    reports: list[StepReport] = []
+    trainer, plain = Trainer(task, plan, callbacks=[reports.append]), Plain(autocast=dtype)
+    for step in range(4):
+        x, y = data(step)
+        x = x * 1e4 if step == 1 else x  # overflows float16 gradients
+        assert trainer.step((x, y)) == pytest.approx(plain.backward((x, y)), rel=1e-6)
+        plain.update()
+        assert reports[-1].skipped == plain.skipped
+        assert reports[-1].loss_scale == (plain.scaler.get_scale() if plain.scaler.is_enabled() else None)
+    assert [report.skipped for report in reports] == [False, dtype is torch.float16, False, False]
+    assert same_state(trainer, plain, 1e-7)
+
+
+def test_parameter_groups_and_schedulers() -> None:
+    """Weight decay for matrices only, and a rate that halves after every update."""
+
+    def options(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": 0.1} if name.endswith("weight") and parameter.ndim > 1 else {}
+
+    def grouped(module: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in module.parameters() if p.ndim > 1]
+        others = [p for p in module.parameters() if p.ndim <= 1]
+        return sgd([{"params": matrices, "weight_decay": 0.1}, {"params": others}])
+
+    def halve(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    task, plan = make(groups=options, scheduler=halve)
+    plain = Plain(optimizer=grouped)
+    scheduler, reports = halve(plain.optimizer), list[StepReport]()
+    trainer = Trainer(task, plan, callbacks=[reports.append])
+    for step in range(3):
+        trainer.step(data(step))
+        plain.backward(data(step))
+        plain.update()
+        scheduler.step()
+    assert same_state(trainer, plain)
+    assert [report.learning_rate for report in reports] == [0.05, 0.025, 0.0125]
+
+
+def test_gradients_accumulate_over_batches() -> None:
+    """With accumulate=2 every second batch updates, with the mean of both."""
+    task, plan = make()
+    trainer, plain = Trainer(task, plan, accumulate=2), Plain()
+    for step in range(4):
+        assert trainer.step(data(step)) == pytest.approx(plain.backward(data(step), share=0.5), abs=1e-6)
+        if step % 2:
+            plain.update()
+    assert same_state(trainer, plain, 1e-7)
+
+
+def test_evaluation_changes_nothing() -> None:
+    """The loss of a batch of any size in evaluation mode; parameters, statistics and modes stay as they were."""
+    task, plan = make()
+    trainer, plain = Trainer(task, plan), Plain()
+    trainer.step(data(0))
+    plain.backward(data(0))
+    plain.update()
+    plain.module.eval()
+    x, y = data(9, samples=7)
+    with torch.no_grad():
+        pieces = zip(x.split(MICROBATCH), y.split(MICROBATCH), strict=True)
+        expected = sum(F.mse_loss(plain.module(a), b).item() * len(a) / 7 for a, b in pieces)
+    assert trainer.evaluate((x, y)) == pytest.approx(expected, abs=1e-6)
+    assert same_state(trainer, plain)
+    assert all(layer.module.training for reader in trainer.readers for layer in reader.runner.layers)
+
+
+def test_a_part_kept_in_evaluation_stays_there() -> None:
+    """A batch norm that its owner froze keeps its statistics through training."""
+
+    def frozen() -> nn.Sequential:
+        module = network()
+        module[2].eval()
+        return module
+
+    task = Task(frozen, batch=batch, loss=F.mse_loss, optimizer=sgd)
+    costs = profile(task, microbatch_size=MICROBATCH)
+    stages = (Stage(start=0, stop=2, devices=(0,)), Stage(start=2, stop=6, devices=(1,)))
+    plan = Plan(
+        profile=costs,
+        cluster=Cluster.emulated((2, 1 << 30)),
+        training=Training(batch_size=8, microbatches=2),
+        stages=stages,
+    )
+    trainer = Trainer(task, plan)
+    trainer.step(data(0))
+    assert trainer.state_dict()["2.running_mean"].eq(0).all()
+
+
+def test_metrics_go_to_a_file_line_by_line(tmp_path: Path) -> None:
+    """Every step is one JSON object with loss, speed and each device's memory."""
+    task, plan = make()
+    trainer = Trainer(task, plan, callbacks=[JsonLines(tmp_path / "metrics.jsonl")])
+    losses = [trainer.step(data(step)) for step in range(3)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == losses
+    assert all(row["samples_per_second"] > 0 and set(row["peak_bytes"]) == {"0", "1", "2"} for row in rows)
+
+
+def test_the_state_loads_into_the_original_module() -> None:
+    """state_dict() has the names of the module that the task builds."""
+    task, plan = make()
+    trainer = Trainer(task, plan)
+    trainer.step(data(0))
+    module = network()
+    module.load_state_dict(trainer.state_dict())
+    assert torch.equal(module[5].weight, trainer.state_dict()["5.weight"])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((torch.randn(9, 12), torch.randn(9, 4)), "9 samples"),
+        ((torch.randn(8, 12), torch.randn(7, 4)), "equally many"),
+        ((torch.randn(0, 12), torch.randn(0, 4)), "0 samples"),
+    ],
+)
+def test_batches_that_cannot_be(given: tuple[torch.Tensor, torch.Tensor], words: str) -> None:
+    """Too many samples, none, or different numbers: one sentence."""
+    task, plan = make()
+    with pytest.raises(UsageError, match=words):
+        Trainer(task, plan).step(given)
