@@ -80,8 +80,8 @@ class Plan:
     provenance: Provenance | None = None
 
     def __post_init__(self) -> None:
-        covered = [layer for stage in self.stages for layer in range(stage.start, stage.stop)]
-        if covered != list(range(len(self.profile.layers))):
+        edges = [0, *(stage.stop for stage in self.stages)]
+        if [stage.start for stage in self.stages] != edges[:-1] or edges[-1] != len(self.profile.layers):
             raise UsageError(
                 f"the stages must hold layers 0 to {len(self.profile.layers) - 1} once each and in order, "
                 f"not {', '.join(f'{s.start}-{s.stop - 1}' for s in self.stages) or 'none'}"
@@ -93,6 +93,11 @@ class Plan:
             raise UsageError(
                 f"a stage names a device that cluster {self.cluster.name!r} does not have: "
                 f"it has {len(self.cluster.devices)}"
+            )
+        if self.prediction is not None and len(self.prediction.peak_bytes) != len(self.cluster.devices):
+            raise UsageError(
+                f"the prediction names {len(self.prediction.peak_bytes)} peaks, but cluster {self.cluster.name!r} has "
+                f"{len(self.cluster.devices)} devices"
             )
         self.profile.at(self.training.microbatch_size)
 

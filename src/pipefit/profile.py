@@ -12,6 +12,7 @@ whichever layers end up on one device. `pipefit.cost.memory` does the compositio
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -99,6 +100,10 @@ class Work:
     moved_bytes: int
     seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.flops < 0 or self.moved_bytes < 0 or (self.seconds is not None and not 0 <= self.seconds < 1e9):
+            raise UsageError("work cannot be negative: FLOPs, bytes moved and seconds start at zero")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
@@ -132,6 +137,27 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
+
+    def __post_init__(self) -> None:
+        sizes = (
+            self.buffer_bytes, self.forward_peak_bytes, self.checkpoint_peak_bytes, self.gradient_bytes,
+            self.input_gradient_bytes, self.state_bytes, self.early_state_bytes, self.update_first_peak_bytes,
+            self.update_peak_bytes, *self.storages, *(v.nbytes for v in (*self.inputs, *self.outputs)),
+            *(p.nbytes for p in self.parameters), *(s.nbytes for s in self.saved),
+        )  # fmt: skip
+        if min(sizes) < 0:
+            raise UsageError(f"a layer of class {self.module} has a negative size: {min(sizes)} bytes")
+        if len(self.output_origins) != len(self.outputs):
+            raise UsageError(f"a layer of class {self.module} has {len(self.outputs)} outputs, not as many origins")
+        room = {"own": len(self.storages), "input": len(self.inputs)}
+        for origin in (*self.output_origins, *(s.origin for s in self.saved)):
+            if not 0 <= origin.index < room.get(origin.kind, 1 << 31):
+                raise UsageError(
+                    f"a layer of class {self.module} names {origin.kind} storage {origin.index}; "
+                    f"it has {room[origin.kind]}"
+                )
+        if any(not 0 <= k < len(self.inputs) for s in (*self.backward_first, *self.backward_later) for k in s.released):
+            raise UsageError(f"a backward of a layer of class {self.module} releases an input that it does not have")
 
     @property
     def parameter_bytes(self) -> int:
@@ -188,6 +214,8 @@ class Measurement:
             raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
         if not self.layers or not all(0 <= kind < len(self.kinds) for kind in self.layers):
             raise UsageError("a measurement needs at least one layer, and every layer must name one of its kinds")
+        if not all(a.inputs and len(a.outputs) <= len(b.inputs) for a, b in pairwise((*self.costs, self.loss))):
+            raise UsageError("every layer takes what the one before returns, and the first one takes something")
         if any(user >= len(self.layers) or user < 0 for shared in self.shared for user in shared.users):
             raise UsageError(f"a shared parameter names a layer that does not exist; there are {len(self.layers)}")
 
@@ -210,6 +238,10 @@ class Assumptions:
     torch: str
     threads: int
 
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UsageError(f"a worker has at least one thread, not {self.threads}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
@@ -226,6 +258,8 @@ class ModelProfile:
     def __post_init__(self) -> None:
         if not self.measurements:
             raise UsageError(f"the profile of {self.model!r} holds no measurement")
+        if len(set(self.layers)) != len(self.layers):
+            raise UsageError(f"the profile of {self.model!r} names a layer twice")
         if any(len(m.layers) != len(self.layers) for m in self.measurements):
             raise UsageError(
                 f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number"

@@ -20,8 +20,8 @@ class Training:
 
     `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
     keep float32 parameters and compute under `torch.autocast`, mixed-float16 with loss scaling. `clip_norm` is the
-    largest norm of all gradients together. `recompute` says of which microbatches a stage keeps only the inputs and runs
-    the forward again before their backward: of none, of all but the last of a step, or of all (GPipe).
+    largest norm of all gradients together. `recompute` says of which microbatches a stage keeps only the inputs and
+    runs the forward again before their backward: of none, of all but the last of a step, or of all (GPipe).
     """
 
     __pydantic_config__ = {"extra": "forbid"}

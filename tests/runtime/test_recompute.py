@@ -42,7 +42,7 @@ def test_peaks_are_exact(seed: int) -> None:
 
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_peaks_of_other_models(name: str) -> None:
-    """Batch norm works on copies of its statistics, in-place layers on copies of their inputs: the dry run knows both."""
+    """Batch norm works on copies of its statistics, in-place layers on copies of inputs: the dry run knows both."""
     case = plan_for(OWN_MODELS[name](), Random(7))
     for account in accounts(replace(case, plan=recomputed(case.plan, "always"))):
         assert account.dry_run_bytes == account.oracle_bytes

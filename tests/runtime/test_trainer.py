@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def make(split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **s
     task = Task(network, batch=batch, loss=F.mse_loss, optimizer=sgd, **settings)
     costs = profile(task, microbatch_size=MICROBATCH)
     edges = [sum(split[:k]) for k in range(len(split) + 1)]
-    stages = tuple(Stage(start=a, stop=b, devices=(k,)) for k, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
+    stages = tuple(Stage(start=a, stop=b, devices=(k,)) for k, (a, b) in enumerate(pairwise(edges)))
     training = Training(batch_size=8, microbatches=2, clip_norm=clip_norm, precision=costs.assumptions.precision)
     return task, Plan(profile=costs, cluster=Cluster.emulated((len(split), 1 << 30)), training=training, stages=stages)
 

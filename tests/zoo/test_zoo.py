@@ -27,15 +27,25 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-eager": ("bert", TRANSFORMER | {"attention": "eager"}),
     "bert-plain": ("bert", TRANSFORMER | {"mask": False}),
     "mlp": ("mlp", {"inputs": 12, "classes": 4, "widths": (8, 64, 16), "dropout": 0.1}),
+    "resnet": ("resnet", {"blocks": (1, 1), "num_classes": 4, "image_size": 16, "width": 4}),
+    "unet": ("unet", {"depth": 2, "convolutions": 1, "num_classes": 3, "image_size": 8, "width": 4}),
+    "amoebanet": ("amoebanet", {"layers": 3, "num_classes": 4, "image_size": 64, "filters": 8}),
 }
+DROPPING = [case for case, (name, _) in SMALL.items() if "dropout" in inspect.signature(zoo.MODELS[name]).parameters]
 
 every_small = pytest.mark.parametrize("case", SMALL)
+every_dropping = pytest.mark.parametrize("case", DROPPING)
 every_name = pytest.mark.parametrize("name", zoo.MODELS)
 
 
 def small(case: str, **settings: Any) -> Task:
     name, defaults = SMALL[case]
     return zoo.build(name, **(defaults | settings))
+
+
+def calm(case: str, **settings: Any) -> Task:
+    """Small and without dropout."""
+    return small(case, **settings, **({"dropout": 0.0} if case in DROPPING else {}))
 
 
 def chain_of(task: Task) -> nn.Sequential:
@@ -128,11 +138,11 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
     assert {parameter.grad.dtype for parameter in chain.parameters() if parameter.grad is not None} == {dtype}
 
 
-@pytest.mark.parametrize("case", ["vgg11", "gpt", "bert", "mlp"])
+@pytest.mark.parametrize("case", ["vgg11", "gpt", "bert", "mlp", "resnet", "unet"])
 def test_the_data_can_be_learned(case: str) -> None:
     """The default optimizer lowers the loss on fresh batches to below four fifths of where guessing starts."""
     torch.manual_seed(0)
-    task = small(case, dropout=0.0, **({"width": 8} if case == "vgg11" else {}))
+    task = calm(case, **({"width": 8} if case in ("vgg11", "unet") else {}))
     chain = chain_of(task)
     optimizer = task.optimizer(chain.parameters())
     losses = []
@@ -161,7 +171,7 @@ def test_batches_follow_the_default_generator(case: str) -> None:
     assert not torch.equal(first[-1], second[-1]) or not torch.equal(first[0], second[0])
 
 
-@every_small
+@every_dropping
 def test_no_dropout_is_deterministic(case: str) -> None:
     """With dropout 0 a model in training mode gives the same output twice; with dropout it does not."""
     torch.manual_seed(0)
@@ -180,7 +190,7 @@ def _copy(values: Any) -> Any:
 def test_any_split_computes_the_same(case: str) -> None:
     """Cut anywhere, with what crosses the cut handed over as a tensor or tuple, the output is the whole chain's."""
     torch.manual_seed(0)
-    task = small(case, dropout=0.0)
+    task = calm(case)
     chain = chain_of(task)
     inputs, _ = task.batch(2)
     whole = chain(_copy(inputs))
@@ -222,6 +232,10 @@ def test_optimizer_and_rate_are_settings(name: str, optimizer: str, kind: type[t
         ("bert", torch.optim.AdamW, 3e-4),
         ("vgg11", torch.optim.SGD, 1e-3),
         ("mlp", torch.optim.SGD, 0.03),
+        ("amoebanet", torch.optim.SGD, 0.1),
+        ("resnet", torch.optim.SGD, 0.1),
+        ("resnet101", torch.optim.SGD, 0.1),
+        ("unet", torch.optim.SGD, 0.1),
     ],
 )
 def test_default_optimizers(name: str, kind: type[torch.optim.Optimizer], rate: float) -> None:
@@ -235,7 +249,8 @@ def test_unknown_model_lists_the_models() -> None:
     """A wrong model name is refused with the names that exist."""
     with pytest.raises(UsageError) as refusal:
         zoo.build("gtp")
-    assert str(refusal.value) == "no model 'gtp' in the zoo: choose one of bert, gpt, mlp, vgg11"
+    names = "amoebanet, bert, gpt, gpt-stdlib, mlp, resnet, resnet101, unet, vgg11"
+    assert str(refusal.value) == f"no model 'gtp' in the zoo: choose one of {names}"
 
 
 @every_name
@@ -244,7 +259,7 @@ def test_unknown_setting_lists_the_settings(name: str) -> None:
     with pytest.raises(UsageError) as refusal:
         zoo.build(name, hiden=3)
     sentence = str(refusal.value)
-    assert sentence.startswith(f"{name} has no setting 'hiden': it has ")
+    assert sentence.startswith(f"{zoo.MODELS[name].__name__} has no setting 'hiden': it has ")
     for setting in inspect.signature(zoo.MODELS[name]).parameters.values():
         assert f"{setting.name}={setting.default!r}" in sentence
 
@@ -252,6 +267,9 @@ def test_unknown_setting_lists_the_settings(name: str) -> None:
 WHOLE = "must be a whole number, 1 or more, not"
 SIZES = "must be a tuple of whole numbers, each 1 or more, such as (64, 32), not"
 SHARE = "must be a number from 0 up to, not including, 1, not"
+PIXELS = "leaves single pixels to the last of"
+BATCH_NORM = "groups of blocks, and batch norm needs more: take"
+HALVED = "cannot be halved depth=%d times to 2 x 2 pixels or more: take"
 RATE = "must be a finite number above 0, or None, not"
 
 
@@ -284,6 +302,19 @@ RATE = "must be a finite number above 0, or None, not"
         ("mlp", {"widths": 64}, f"mlp: widths {SIZES} 64"),
         ("mlp", {"widths": (64, 0)}, f"mlp: widths {SIZES} (64, 0)"),
         ("mlp", {"widths": (64, "a")}, f"mlp: widths {SIZES} (64, 'a')"),
+        ("amoebanet", {"layers": 0}, "amoebanet: layers must be a multiple of 3, 3 or more, not 0"),
+        ("amoebanet", {"layers": 19}, "amoebanet: layers must be a multiple of 3, 3 or more, not 19"),
+        ("amoebanet", {"layers": True}, "amoebanet: layers must be a multiple of 3, 3 or more, not True"),
+        ("amoebanet", {"filters": 12}, "amoebanet: filters must be a multiple of 8, 8 or more, not 12"),
+        ("amoebanet", {"image_size": 32}, "amoebanet: image_size must be a multiple of 32, 64 or more, not 32"),
+        ("amoebanet", {"pooling": "min"}, "amoebanet: pooling must be 'max' or 'average', not 'min'"),
+        ("resnet", {"blocks": (3, 0)}, f"resnet: blocks {SIZES} (3, 0)"),
+        ("resnet", {"blocks": (1, 1), "image_size": 8}, f"resnet: image_size=8 {PIXELS} 2 {BATCH_NORM} 9 or more"),
+        ("resnet101", {"image_size": 32}, f"resnet101: image_size=32 {PIXELS} 4 {BATCH_NORM} 33 or more"),
+        ("unet", {"width": 5}, "unet: width must be a multiple of 2, 2 or more, not 5"),
+        ("unet", {"image_size": 200}, f"unet: image_size=200 {HALVED % 5} a multiple of 32 such as 192 or 224"),
+        ("unet", {"image_size": 32}, f"unet: image_size=32 {HALVED % 5} a multiple of 32 such as 64"),
+        ("unet", {"image_size": 7, "depth": 1}, f"unet: image_size=7 {HALVED % 1} a multiple of 2 such as 6 or 8"),
     ],
 )
 def test_wrong_values_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
@@ -308,6 +339,9 @@ def test_a_direct_call_is_checked_too() -> None:
         ("gpt", {"intermediate": None}),
         ("mlp", {"widths": (1,)}),
         ("vgg11", {"image_size": 32}),
+        ("amoebanet", {"layers": 3, "filters": 8, "image_size": 64}),
+        ("resnet", {"blocks": (1,), "image_size": 5}),
+        ("unet", {"depth": 1, "width": 2, "convolutions": 1, "image_size": 4}),
     ],
 )
 def test_values_at_the_edge_are_accepted(name: str, settings: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     wanted = None if targets is None else Tree.of("the targets", targets)
     if isinstance(module, nn.Sequential):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
+        if len(given.taken) < len(given.leaves):
+            raise UsageError(f"the inputs of {task.name} must be tensors alone: its first layer takes nothing else")
         found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
     else:
         found = traced_chain(task, module, inputs, wanted)

@@ -128,11 +128,15 @@ def _action_peak(memory: StageMemory, situation: Situation) -> int:
             backward = memory.backward(first_microbatch=not situation.gradients)
             own = retained + memory.output_gradient_bytes + backward.peak_bytes + copies
     received = memory.input_bytes if memory.start else 0
-    posted = {Kind.FORWARD: received, Kind.FORWARD_ONLY: received, Kind.BACKWARD: memory.output_gradient_bytes}
-    leaving = {
+    posted: dict[Kind | None, int] = {
+        Kind.FORWARD: received,
+        Kind.FORWARD_ONLY: received,
+        Kind.BACKWARD: memory.output_gradient_bytes,
+    }
+    leaving: dict[Kind | None, int] = {
         Kind.FORWARD: memory.sent_bytes,
         Kind.FORWARD_ONLY: memory.checkpoint_sent_bytes,
         Kind.BACKWARD: memory.input_gradient_bytes,
     }
-    around = posted.get(situation.receiving, 0) + leaving.get(situation.sending, 0)  # type: ignore[call-overload]
+    around = posted.get(situation.receiving, 0) + leaving.get(situation.sending, 0)
     return rest + situation.in_flight * retained + situation.checkpoints * arriving + own + around

@@ -7,7 +7,8 @@ in bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast, get_args
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
+from pipefit.errors import PipefitError, UsageError
 from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
@@ -40,7 +41,7 @@ def profile_fake(
         for number, layer in enumerate(chain.layers):
             if progress is not None:
                 progress(number, len(chain.layers), layer.name)
-            values = survey.layer(layer.module, layer, values)
+            values = survey.layer(layer.name, layer.module, layer, values)
         loss = survey.loss(chain, values, [fake.fake(value) for value in chain.flatten_targets(like[1])])
         measurement = Measurement(
             microbatch_size=microbatch_size,
@@ -79,6 +80,25 @@ def describe(
     )
 
 
+@contextmanager
+def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+    """What a layer raises becomes a sentence that names it.
+
+    Raises:
+        UsageError: the layer, or its optimizer, raised something.
+    """
+    try:
+        yield
+    except PipefitError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
+        reason = (str(error).splitlines() or [""])[0][:300]
+        raise UsageError(
+            f"layer {name} ({type(module).__name__}) cannot be run on {shapes}: {type(error).__name__}: {reason}"
+        ) from error
+
+
 class _Survey:
     """The kinds of layers met so far, and what each returned."""
 
@@ -89,13 +109,18 @@ class _Survey:
         self._known: dict[object, tuple[int, Sequence[Tensor]]] = {}
 
     def layer(
-        self, module: nn.Module, call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], values: Sequence[Tensor]
+        self,
+        name: str,
+        module: nn.Module,
+        call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
+        values: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         """What the layer returns for `values`; its cost is looked up or measured."""
         key = (likeness(module), tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values))
         if key not in self._known:
             meter = LayerMeter(call, module, values, self.threads)
-            self.kinds.append(meter.measure(self.task.optimizer))
+            with _named(name, module, values):
+                self.kinds.append(meter.measure(self.task.optimizer))
             self._known[key] = len(self.kinds) - 1, meter.outputs
         kind, outputs = self._known[key]
         self.layers.append(kind)
@@ -124,4 +149,6 @@ class _Survey:
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
-        return LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True).measure(self.task.optimizer)
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True)
+        with _named("(loss)", nn.Module(), [*values, *targets]):
+            return meter.measure(self.task.optimizer)

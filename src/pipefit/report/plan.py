@@ -121,7 +121,7 @@ def _time(plan: Plan) -> Iterator[str]:
     bubble = (stages - 1) / (training.microbatches + stages - 1)
     yield (
         f"A step takes {format_seconds(step)}: {training.batch_size / step:.3g} samples per second. Devices wait "
-        f"{100 * max(idle, 0.0):.0f} % of it; equal stages would wait {100 * bubble:.0f} %."
+        f"{100 * max(idle, 0.0):.0f} % of it; stages of equal time, which nothing can beat, {100 * bubble:.0f} %."
     )
 
 

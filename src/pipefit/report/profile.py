@@ -15,7 +15,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     head = (
         f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint}\n"
         f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
-        f"with torch {taken.torch} and {taken.threads} threads"
+        f"with torch {taken.torch} and {taken.threads} thread{'s' * (taken.threads > 1)}"
     )
     blocks: list[Block] = [head]
     for measurement in profile.measurements:

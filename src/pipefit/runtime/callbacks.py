@@ -57,7 +57,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError("TensorBoard is not installed: pip install 'pipefit[tensorboard]'") from error
-        self._writer = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(directory))
 
     def __call__(self, report: StepReport) -> None:
         for name in ("loss", "samples_per_second", "learning_rate", "gradient_norm", "loss_scale"):

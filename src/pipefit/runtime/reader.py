@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,8 @@ from pipefit.runtime.variants import Variant, boundaries
 from pipefit.trace import Category, DeviceTrace, Event, MemorySample, Stream
 
 Microbatch = list[Tensor]
+Script = tuple[tuple[Action, str, Stream], ...]
+_REMEMBERED = 100  # steps whose events and memory a trace holds, besides the first two
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _LEFT = {
@@ -75,6 +76,7 @@ class DeviceReader:
         self.events: list[Event] = []
         self.samples: list[MemorySample] = []
         self.steps = 0
+        self._scripts: dict[int, tuple[Program, Script]] = {}
         self._started: dict[Action, tuple[list[Tensor], Any]] = {}
         self._arrived: dict[tuple[Kind, int | None], list[Tensor]] = {}
         self._again: set[int | None] = set()  # microbatches whose forward will run twice
@@ -106,7 +108,7 @@ class DeviceReader:
         Raises:
             OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
         """
-        script = _script(self.program if program is None else program, self.number)
+        script = self._script(self.program if program is None else program)
         self._again = {action.microbatch for action, _, _ in script if action.kind is Kind.RECOMPUTE}
         self._variants = variants or (self.usual,) * len(inputs)
         self.runner.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
@@ -118,13 +120,28 @@ class DeviceReader:
                     yield
             self._timed(action, text, stream, inputs, targets)
         self.steps += 1
+        self._forget()
         self.runner.batch_number += script[-1][0].kind is not Kind.FORWARD_ONLY
+
+    def _script(self, program: Program) -> Script:
+        """What this device does in `program`; read once."""
+        known = self._scripts.get(id(program))
+        if known is None or known[0] is not program:
+            known = self._scripts[id(program)] = program, _script(program, self.number)
+        return known[1]
 
     @property
     def step_peak_bytes(self) -> int:
         """The most bytes in the last step; 0 without a meter."""
         last = self.steps - 1
         return max((s.total_bytes for s in reversed(self.samples) if s.step == last), default=0)
+
+    def _forget(self) -> None:
+        """Keep the first steps and the latest, not all of a long training."""
+        if self.steps > 2 * _REMEMBERED and self.steps % _REMEMBERED == 0:
+            kept = self.steps - _REMEMBERED
+            self.events = [event for event in self.events if event.step < 2 or event.step >= kept]
+            self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """What happened so far."""
@@ -301,8 +318,7 @@ class DeviceReader:
         return f"stage {self.stage}, layers {names[stage.start]} to {names[stage.stop - 1]}"
 
 
-@lru_cache(maxsize=64)
-def _script(program: Program, device: int) -> tuple[tuple[Action, str, Stream], ...]:
+def _script(program: Program, device: int) -> Script:
     """A device's actions, with their text and stream."""
     return tuple((action, str(action), _stream(action)) for action in program.actions[device])
 

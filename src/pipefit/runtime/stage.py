@@ -149,7 +149,7 @@ class StageRunner:
         targets: list[Tensor],
         layers: Sequence[ChainLayer] | None = None,
     ) -> Values:
-        """Outputs of the stage, or the microbatch's loss on the last, without a graph. Empties what it is given."""
+        """Outputs of the stage, or the microbatch's loss on the last, without a graph. Empties what it gets."""
         with torch.no_grad():
             values = _take(inputs)
             for layer in self.layers if layers is None else layers:
@@ -183,7 +183,7 @@ class StageRunner:
                 values = ()
         if versions != [value._version for value in inputs]:
             raise UsageError(
-                f"layers {self.layers[0].name} to {self.layers[-1].name} change their inputs in place, so their forward "
+                f"layers {self.layers[0].name} to {self.layers[-1].name} change their inputs in place, so the forward "
                 "cannot be run again: use recompute='never', or layers with inplace=False"
             )
         return tuple(value.contiguous() for value in values)
@@ -249,7 +249,7 @@ def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> l
 
 @contextmanager
 def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[None]:
-    """Inside, layers work on copies of their buffers; the graph may keep the copies. Afterwards the buffers are back."""
+    """Inside, layers work on copies of their buffers; which the graph may keep. Afterwards the buffers are back."""
     places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
     originals = [part._buffers[name] for part, name in places]
     copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}
