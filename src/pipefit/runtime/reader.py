@@ -261,6 +261,8 @@ class DeviceReader:
     def _recompute(self, action: Action) -> None:
         microbatch = action.microbatch
         assert microbatch is not None
+        if microbatch not in self._kept:
+            raise UsageError(f"{action} has nothing to run again: a forward that keeps its inputs must come before it")
         inputs, targets = self._kept.pop(microbatch)
         self.runner.recompute(microbatch, inputs, targets, self._variants[microbatch].layers[self.stage])
 
