@@ -7,11 +7,11 @@ repeat:
     pipefit 1F1B metered   the same on emulated devices, whose meter enforces a cap
     torch 1F1B             torch.distributed.pipelining, two processes, gloo
     pipefit GPipe          as above
-    torchgpipe GPipe       one process, one thread a stage
+    torchgpipe GPipe       one process, a Python thread a stage, and as many kernel threads as there are cores
 
 Every repeat of a system is a few steps; the figure is the median over repeats of the time per step, and the ratios are
-medians of the ratios repeat by repeat, so that the machine's drift cancels. The last column sets the predicted step
-time, simulated from a profile measured on the same machine, beside the measured one.
+medians of the ratios repeat by repeat, so that the machine's drift cancels. The predicted step time is simulated from a
+profile measured on the same machine at the start of the same run.
 
     python benchmarks/bench_runtime.py [--repeats 15] [--json FILE]
 """
@@ -119,7 +119,7 @@ def torchgpipe_worker(pipe: Connection) -> None:
     import torch
     from torchgpipe import GPipe
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(os.cpu_count() or 1)
     task = make_task()
     torch.manual_seed(0)
     module = task.build()
@@ -173,6 +173,13 @@ def measure(repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
+def predict(schedule: str) -> float:
+    """Seconds of a steady step, simulated from a measured profile."""
+    from pipefit.simulator import simulate
+
+    return simulate(make_plan(schedule, "cpu", device="cpu"), steps=2).step_seconds[-1]
+
+
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
     """Median of the ratios repeat by repeat."""
     return statistics.median(a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True))
@@ -185,6 +192,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     parameters = sum(p.numel() for p in make_task().build().parameters())
+    predicted = {f"pipefit {schedule}": predict(schedule) for schedule in ("1f1b", "gpipe")}
     seconds = measure(options.repeats)
     print(
         f"GPT, {parameters / 1e6:.1f} M parameters, 2 stages, {MICROBATCHES} microbatches, "
@@ -202,10 +210,21 @@ def main() -> None:
     }
     for name, value in ratios.items():
         print(f"{name:40} {value:.3f}")
+    errors = {name: value / statistics.median(seconds[name]) - 1 for name, value in predicted.items()}
+    for name, value in predicted.items():
+        print(f"{name:24} predicted {value * 1e3:.1f} ms a step, {errors[name]:+.1%}")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(
-                {"parameters": parameters, "settings": SETTINGS, "seconds": seconds, "ratios": ratios}, file, indent=1
+                {
+                    "parameters": parameters,
+                    "settings": SETTINGS,
+                    "seconds": seconds,
+                    "ratios": ratios,
+                    "predicted": predicted,
+                },
+                file,
+                indent=1,
             )
 
 
