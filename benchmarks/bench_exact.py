@@ -20,6 +20,7 @@ from pipefit.planner.lexmin import solve
 from pipefit.planner.question import Question
 from pipefit.profile import (
     Assumptions,
+    GradientOrigin,
     LayerCost,
     Measurement,
     ModelProfile,
@@ -114,7 +115,8 @@ def layer(inward: int, outward: int, weight: int) -> LayerCost:
         backward_first=tuple(Span(peak_bytes=s.peak_bytes + weight, released=s.released) for s in later),
         backward_later=later,
         gradient_bytes=weight,
-        input_gradient_bytes=inward,
+        input_gradients=(GradientOrigin(kind="own"),),
+        gradient_storages=(inward,),
         state_bytes=2 * weight,
         update_first_peak_bytes=3 * weight,
         update_peak_bytes=weight,

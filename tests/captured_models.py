@@ -80,6 +80,98 @@ class DenseNet(nn.Module):
         return self.classifier(F.adaptive_avg_pool2d(out, 1).flatten(1))
 
 
+class Bottleneck(nn.Module):
+    """A narrow convolution between two of size one, and a shortcut (He et al., 2016)."""
+
+    def __init__(self, inward: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        outward = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(inward, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outward, 1, bias=False), nn.BatchNorm2d(outward)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or inward != outward:
+            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+        out = self.bn3(self.conv3(out))
+        out += kept
+        return self.relu(out)
+
+
+class ResNet50(nn.Module):
+    """ResNet-50's blocks as torchvision arranges them, four channels wide."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1, self.relu, self.maxpool = nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        inward = width
+        for number, blocks in enumerate((3, 4, 6, 3)):
+            parts = []
+            for block in range(blocks):
+                parts.append(Bottleneck(inward, width << number, 2 if number and not block else 1))
+                inward = 4 * width << number
+            self.add_module(f"layer{number + 1}", nn.Sequential(*parts))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(inward, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class DenseNet121Layer(nn.Module):
+    """Norm, activation, convolution, twice: of all that came before."""
+
+    def __init__(self, inward: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(inward), nn.Conv2d(inward, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return self.conv2(self.relu(self.norm2(self.conv1(self.relu(self.norm1(torch.cat(features, 1)))))))
+
+
+class DenseNet121Block(nn.ModuleDict):
+    """Every layer takes the outputs of all before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+class DenseNet121(nn.Module):
+    """DenseNet-121's 6, 12, 24 and 16 layers as torchvision arranges them, two channels of growth."""
+
+    def __init__(self, growth: int = 2) -> None:
+        super().__init__()
+        width = 2 * growth
+        self.features = nn.Sequential()
+        self.features.add_module("conv0", nn.Conv2d(3, width, 3, padding=1, bias=False))
+        for number, layers in enumerate((6, 12, 24, 16), 1):
+            parts = {f"denselayer{n + 1}": DenseNet121Layer(width + n * growth, growth) for n in range(layers)}
+            self.features.add_module(f"denseblock{number}", DenseNet121Block(parts))
+            width += layers * growth
+            if number < 4:
+                transition = nn.Sequential(
+                    nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1), nn.AvgPool2d(2)
+                )
+                self.features.add_module(f"transition{number}", transition)
+                width //= 2
+        self.norm, self.classifier = nn.BatchNorm2d(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.norm(self.features(x)), inplace=True)
+        return self.classifier(F.adaptive_avg_pool2d(out, 1).flatten(1))
+
+
 def _double(inward: int, outward: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inward, outward, 3, padding=1), nn.GroupNorm(2, outward), nn.SiLU(inplace=True))
 
@@ -175,6 +267,10 @@ def _images(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, 16, 16), torch.randint(10, (size,))
 
 
+def _larger_images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 3, 64, 64), torch.randint(0, 10, (size,))
+
+
 def _tokens(size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tokens = torch.randint(40, (size, 8))
     mask = (torch.arange(8) < torch.randint(4, 9, (size, 1))).long()
@@ -193,6 +289,16 @@ def resnet() -> Task:
 def densenet() -> Task:
     """Many values cross at once."""
     return Task(DenseNet, batch=_images, loss=F.cross_entropy, name="densenet")
+
+
+def resnet50() -> Task:
+    """Sixteen bottlenecks."""
+    return Task(ResNet50, batch=_larger_images, loss=F.cross_entropy, name="resnet50")
+
+
+def densenet121() -> Task:
+    """Fifty-eight dense layers."""
+    return Task(DenseNet121, batch=_larger_images, loss=F.cross_entropy, name="densenet121")
 
 
 def unet() -> Task:
@@ -250,6 +356,8 @@ def repeated() -> Task:
 CAPTURED = {
     "resnet": resnet,
     "densenet": densenet,
+    "resnet50": resnet50,
+    "densenet121": densenet121,
     "unet": unet,
     "masked": masked,
     "tied": tied,

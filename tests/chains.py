@@ -7,6 +7,7 @@ from random import Random
 from pipefit.cluster import Cluster
 from pipefit.profile import (
     Assumptions,
+    GradientOrigin,
     LayerCost,
     Measurement,
     ModelProfile,
@@ -64,7 +65,8 @@ def layer(
         backward_first=first or (Span(peak_bytes=entering),),
         backward_later=later or (Span(peak_bytes=entering),),
         gradient_bytes=parameter_bytes,
-        input_gradient_bytes=leaving if input_gradient_bytes is None else input_gradient_bytes,
+        input_gradients=tuple(GradientOrigin(kind="own" if v.requires_grad else "none") for v in inputs),
+        gradient_storages=(leaving if input_gradient_bytes is None else input_gradient_bytes,),
         state_bytes=state_bytes,
         early_state_bytes=0,
         update_first_peak_bytes=state_bytes + update[0],

@@ -10,6 +10,7 @@ from chains import hostile, profile
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
 from pipefit.plan import Plan, Stage
 from pipefit.profile import (
+    GradientOrigin,
     LayerCost,
     Measurement,
     ModelProfile,
@@ -73,7 +74,8 @@ def make_layer(
         backward_first=(Span(peak_bytes=input_bytes + parameter_bytes + scratch_bytes),),
         backward_later=(Span(peak_bytes=input_bytes + parameter_bytes + 2 * scratch_bytes),),
         gradient_bytes=parameter_bytes,
-        input_gradient_bytes=input_bytes,
+        input_gradients=(GradientOrigin(kind="own"),),
+        gradient_storages=(input_bytes,),
         state_bytes=2 * parameter_bytes,
         early_state_bytes=0,
         update_first_peak_bytes=2 * parameter_bytes + scratch_bytes,
@@ -101,7 +103,11 @@ def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
         backward_first=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
         backward_later=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
         gradient_bytes=0,
-        input_gradient_bytes=sum(output.nbytes for output in outputs),
+        input_gradients=(
+            *(GradientOrigin(kind="own", index=k) for k in range(len(outputs))),
+            GradientOrigin(kind="none"),
+        ),
+        gradient_storages=tuple(output.nbytes for output in outputs),
         state_bytes=0,
         early_state_bytes=0,
         update_first_peak_bytes=0,

@@ -61,6 +61,19 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOrigin:
+    """Whose storage an input's gradient uses: the layer's `own` number `index`, that of the gradient of its `output`
+    number `index`, or `none` where there is no gradient. A slice of a larger one may not be `contiguous`.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: Literal["own", "output", "none"]
+    index: int = 0
+    contiguous: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """One parameter of a layer, by its name in the layer."""
 
@@ -129,7 +142,8 @@ class LayerCost:
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward
-    input_gradient_bytes: int  # the storages of the inputs' gradients, which may share one
+    input_gradients: tuple[GradientOrigin, ...]  # where the gradient of each input lives
+    gradient_storages: tuple[int, ...]  # bytes of the own storages that these live in
     state_bytes: int  # optimizer state, from the first step on
     early_state_bytes: int  # the part of it that exists before the first step, as Adagrad's does
     update_first_peak_bytes: int
@@ -141,7 +155,7 @@ class LayerCost:
     def __post_init__(self) -> None:
         sizes = (
             self.buffer_bytes, self.forward_peak_bytes, self.checkpoint_peak_bytes, self.gradient_bytes,
-            self.input_gradient_bytes, self.state_bytes, self.early_state_bytes, self.update_first_peak_bytes,
+            *self.gradient_storages, self.state_bytes, self.early_state_bytes, self.update_first_peak_bytes,
             self.update_peak_bytes, *self.storages, *(v.nbytes for v in (*self.inputs, *self.outputs)),
             *(p.nbytes for p in self.parameters), *(s.nbytes for s in self.saved),
         )  # fmt: skip
@@ -156,6 +170,11 @@ class LayerCost:
                     f"a layer of class {self.module} names {origin.kind} storage {origin.index}; "
                     f"it has {room[origin.kind]}"
                 )
+        if len(self.input_gradients) != len(self.inputs):
+            raise UsageError(f"a layer of class {self.module} has {len(self.inputs)} inputs, not as many gradients")
+        room = {"own": len(self.gradient_storages), "output": len(self.outputs)}
+        if any(not 0 <= g.index < room.get(g.kind, 1 << 31) for g in self.input_gradients):
+            raise UsageError(f"a gradient of a layer of class {self.module} lives in a storage that it does not have")
         if any(not 0 <= k < len(self.inputs) for s in (*self.backward_first, *self.backward_later) for k in s.released):
             raise UsageError(f"a backward of a layer of class {self.module} releases an input that it does not have")
 

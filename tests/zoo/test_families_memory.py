@@ -71,10 +71,6 @@ def test_the_dry_run_follows_gradients_that_pass_by() -> None:
     assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found]
 
 
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="a profile's layer counts the gradients that pass it by as dense, not as slices that keep a larger one",
-)
 def test_the_simulator_follows_gradients_that_pass_by() -> None:
     """The simulator, too, counts the whole of a larger gradient for as long as a slice of it passes by."""
     found = accounts_of("unet", PASSING, split=(12, 3, 6), size=1, schedule="gpipe")

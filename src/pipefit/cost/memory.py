@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipefit.profile import LayerCost, Measurement, Origin, SharedParameter, Value
+from pipefit.profile import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
 from pipefit.program import Action, Kind
 
 
@@ -46,6 +46,9 @@ class _Storage:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.first_saver: int | None = None
+
+
+_GradientValue = tuple[_Storage, bool, int]  # where it lives, whether in one piece, and its own bytes
 
 
 def _repetitions(measurement: Measurement, start: int, stop: int) -> list[tuple[int, int, SharedParameter]]:
@@ -134,8 +137,16 @@ class StageMemory:
 
     @property
     def input_gradient_bytes(self) -> int:
-        """What a backward leaves to be sent to the stage before; nothing on the first stage."""
-        return self.layers[0].input_gradient_bytes if self.start else 0
+        """What a backward leaves to be sent to the stage before, each gradient in one piece; nothing on the first."""
+        if not self.start:
+            return 0
+        whole = {id(s): s.nbytes for s, contiguous, _ in self._gradient_values[0] if contiguous}
+        return sum(whole.values()) + self._pieces_bytes
+
+    @cached_property
+    def _pieces_bytes(self) -> int:
+        """Gradients of the inputs that are copied to be in one piece."""
+        return sum(dense for _, contiguous, dense in self._gradient_values[0] if not contiguous) if self.start else 0
 
     def collective_bytes(self, action: Action) -> int:
         """What every member of a collective contributes: a shared parameter's gradient."""
@@ -201,7 +212,11 @@ class StageMemory:
                 released = sum(storage.nbytes for storage in gone if storage.first_saver == number)
                 peak = max(peak, level + span.peak_bytes - released)
             born += cost.gradient_bytes - added[number] if first_microbatch else 0
-        return ActionMemory(peak - entry, self._held(first) + self._gradients(first) + born - entry)
+        left = self._held(first) + born
+        if first:
+            return ActionMemory(peak - entry, left + self._gradients(first) - entry)
+        peak = max(peak, left + self._gradients(0) + self._pieces_bytes)
+        return ActionMemory(peak - entry, left + self.input_gradient_bytes - entry)
 
     def _travelling(self, number: int) -> int:
         """Bytes of the values at the boundary before position `number` besides the inputs and targets that are held.
@@ -261,13 +276,51 @@ class StageMemory:
         waiting = {s for s in self._boundaries[number] if s.first_saver is None or s.first_saver >= number}
         return self._held(number) + sum(storage.nbytes for storage in waiting)
 
+    @cached_property
+    def _gradient_values(self) -> list[tuple[_GradientValue, ...]]:
+        """The gradients that exist at every boundary: before layer 0, 1, ... of the stage, and behind the last.
+
+        Followed from the end: a layer may pass a gradient on, or hand out slices of one.
+        """
+        values: list[_GradientValue | None] = [
+            (_Storage(v.nbytes), True, v.nbytes) if v.requires_grad else None
+            for v in (() if self.last else self.outputs)
+        ]
+        boundaries = [values]
+        for cost in reversed(self.layers):
+            own = [_Storage(nbytes) for nbytes in cost.gradient_storages]
+            values = [
+                _gradient(origin, value.nbytes, own, boundaries[-1])
+                for origin, value in zip(cost.input_gradients, cost.inputs, strict=True)
+            ]
+            boundaries.append(values)
+        return [tuple(value for value in boundary if value is not None) for boundary in reversed(boundaries)]
+
+    @property
+    def last_gradients(self) -> int:
+        """Bytes of the gradients that the loss hands to the model's last layer."""
+        return self._gradients(len(self.layers) - 1)
+
+    def sliced_gradients(self) -> list[tuple[int, int]]:
+        """Boundaries at which a gradient is no storage of its own, with the layer behind which it was still whole."""
+        born = {id(s): number for number, values in enumerate(self._gradient_values) for s, _, _ in values}
+        found = dict[tuple[int, int], None]()
+        for number, values in enumerate(self._gradient_values):
+            holders = Counter(id(s) for s, _, _ in values)
+            for storage, contiguous, nbytes in values:
+                if not contiguous or storage.nbytes != nbytes or holders[id(storage)] > 1:
+                    found[number, born[id(storage)]] = None
+        return list(found)
+
+    def gradients_before(self, layer: int) -> int:
+        """Bytes of the gradients of the values before a layer of the stage, or behind its last."""
+        return self._gradients(len(self.layers) if layer == self.stop else layer - self.start)
+
     def _gradients(self, number: int) -> int:
         """Bytes of the gradients of the values at the boundary before position `number`."""
-        if number == 0:
-            return self.input_gradient_bytes
-        if self.last and number >= len(self.layers) - 1:
-            return self.layers[-1].input_gradient_bytes if number == len(self.layers) - 1 else 0
-        return self.layers[number].input_gradient_bytes if number < len(self.layers) else gradient_bytes(self.outputs)
+        if number == 0 and not self.start:
+            return 0
+        return sum({id(s): s.nbytes for s, _, _ in self._gradient_values[number]}.values())
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:
@@ -284,3 +337,13 @@ def _find(origin: Origin, own: Sequence[_Storage], inputs: Sequence[_Storage]) -
             return inputs[origin.index]
         case _:
             return _Storage(0)
+
+
+def _gradient(
+    origin: GradientOrigin, nbytes: int, own: Sequence[_Storage], behind: Sequence[_GradientValue | None]
+) -> _GradientValue | None:
+    """The gradient of a value of `nbytes`, from those behind the layer; the loss starts from a constant."""
+    if origin.kind == "own":
+        return own[origin.index], origin.contiguous, nbytes
+    passed = behind[origin.index] if origin.kind == "output" and origin.index < len(behind) else None
+    return None if passed is None else (passed[0], passed[1] and origin.contiguous, nbytes)

@@ -54,7 +54,11 @@ class Ranges:
         self.update_first = self.growth[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
-        self.inner_gradients = _array([*(cost.input_gradient_bytes for cost in costs), 0])
+        whole = StageMemory(measurement, 0, self.count)
+        self.inner_gradients = _array(
+            [whole.gradients_before(n) for n in range(self.count)] + [whole.last_gradients, 0]
+        )
+        self.sliced = whole.sliced_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(life.nbytes for life in targets)
@@ -126,7 +130,7 @@ class _BandMaker:
         inner = held + at(r.inner_gradients)
         first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
         early = ended(at(r.early)) - self._start(r.early)
-        return self._sharing(
+        return self._put_right(
             Band(
                 first=self.first,
                 valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts)
@@ -151,13 +155,19 @@ class _BandMaker:
             )
         )
 
-    def _sharing(self, band: Band) -> Band:
-        """The band, with the ranges that hold a shared parameter more than once put right, one by one: they are few."""
+    def _put_right(self, band: Band) -> Band:
+        """The band, with ranges put right that hold a shared parameter twice or cut a gradient's slice from its whole.
+
+        One by one: they are few.
+        """
         starts, rows = np.arange(self.first, self.first + self.starts), np.arange(1, self.width + 1)[:, None]
         repeats = np.zeros(band.valid.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
             for user, later in pairwise(shared.users):
                 repeats |= (starts <= user) & (starts + rows > later)
+        for boundary, born in self.ranges.sliced:
+            stops = starts + rows
+            repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
         for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
             start = self.first + int(column)
             stage = StageMemory(
@@ -168,6 +178,8 @@ class _BandMaker:
             band.state[row, column] = stage.step.state_bytes
             band.update_first_peak[row, column] = stage.early_state_bytes + stage.step.first_peak_bytes
             band.backward_first_peak[row, column] = stage.backward(first_microbatch=True).peak_bytes
+            band.backward_later_peak[row, column] = stage.backward().peak_bytes
+            band.input_gradients[row, column] = stage.input_gradient_bytes
         return band
 
     # ---------------------------------------------------------------- tables
@@ -278,7 +290,7 @@ class _BandMaker:
         row = self._start(vector).copy()
         if self.first == 0:
             row[0, 0] = 0
-        return np.broadcast_to(row, (self.width, self.starts))
+        return np.broadcast_to(row, (self.width, self.starts)).copy()
 
 
 # -------------------------------------------------------------------- arrays from lives

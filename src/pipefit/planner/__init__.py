@@ -8,23 +8,42 @@ from __future__ import annotations
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.plan import Plan
+from pipefit.planner.bisection import bisection
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
+from pipefit.planner.first_last import first_last
 from pipefit.planner.parameters import parameters
+from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Options, Planner
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.profile import ModelProfile
 from pipefit.training import Training
 
-__all__ = ["PLANNERS", "Options", "Planner", "exact", "exhaustive", "parameters", "plan", "time", "uniform"]
+__all__ = [
+    "PLANNERS",
+    "Options",
+    "Planner",
+    "best_split",
+    "bisection",
+    "exact",
+    "exhaustive",
+    "first_last",
+    "parameters",
+    "plan",
+    "time",
+    "true_peaks",
+    "uniform",
+]
 
 PLANNERS: dict[str, Planner] = {
     "exact": exact,
     "exhaustive": exhaustive,
+    "bisection": bisection,
     "uniform": uniform,
     "parameters": parameters,
     "time": time,
+    "first_last": first_last,
 }
 
 

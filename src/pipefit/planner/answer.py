@@ -14,7 +14,7 @@ from pipefit.simulator import Simulation
 
 
 class Found(NamedTuple):
-    """A split and how it was found. No split has less than `value` of `objective`."""
+    """A split and how it was found. Where that is `proven`, no split has less than `value` of `objective`."""
 
     planner: str
     split: Split
@@ -22,6 +22,7 @@ class Found(NamedTuple):
     value: float
     evaluated: int
     seconds: float
+    proven: bool = True
 
 
 def answer(question: Question, found: Found) -> Plan:
@@ -47,7 +48,7 @@ def answer(question: Question, found: Found) -> Plan:
             options=options,
             objective=found.objective,
             value=found.value,
-            bound=found.value,
+            bound=found.value if found.proven else None,
             evaluated=found.evaluated,
             seconds=found.seconds,
         ),

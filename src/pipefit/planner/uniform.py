@@ -22,7 +22,12 @@ def uniform(profile: ModelProfile, cluster: Cluster, training: Training, options
         InfeasibleError: a device is too small for its stage.
     """
     question = Question(profile=profile, cluster=cluster, training=training, options=options)
-    length, longer = divmod(question.layers, question.stages)
-    edges = tuple(stage * length + min(stage, longer) for stage in range(question.stages + 1))
-    longest = length + (longer > 0)
+    edges = equal_lengths(question.layers, question.stages)
+    longest = edges[1]
     return answer(question, Found("uniform", question.in_order(edges), "layers of the longest stage", longest, 1, 0.0))
+
+
+def equal_lengths(layers: int, stages: int) -> tuple[int, ...]:
+    """Edges of stages of equal length, the first ones a layer longer where that cannot be."""
+    length, longer = divmod(layers, stages)
+    return tuple(stage * length + min(stage, longer) for stage in range(stages + 1))

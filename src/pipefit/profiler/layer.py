@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.profile import LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
+from pipefit.profile import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.profiler.gauge import Gauge, dtype_name
 from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
+from pipefit.runtime.meter import Tracked
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]
@@ -39,7 +40,8 @@ class LayerMeter:
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.statics = [*module.parameters(), *module.buffers()]
         self.outputs: Values = ()
-        self.input_gradient_bytes = 0
+        self.input_gradients: tuple[GradientOrigin, ...] = ()
+        self.gradient_storages: tuple[int, ...] = ()
 
     def measure(self, optimizer: Callable[..., Optimizer]) -> LayerCost:
         """Everything about the layer. Afterwards `outputs` are like what the layer returned."""
@@ -67,7 +69,8 @@ class LayerMeter:
             backward_first=backward_first,
             backward_later=backward_later,
             gradient_bytes=gradient_bytes,
-            input_gradient_bytes=self.input_gradient_bytes,
+            input_gradients=self.input_gradients,
+            gradient_storages=self.gradient_storages,
             state_bytes=state,
             early_state_bytes=early,
             update_first_peak_bytes=first,
@@ -153,13 +156,33 @@ class LayerMeter:
         del values
         self.gauge.start(arrived)
         cell.incoming = incoming
+        given = [None if gradient is None else self.gauge.storages([gradient])[0] for gradient in incoming]
         seed = incoming if self.loss else None
         del incoming
         backward(cell)
         del seed
-        outgoing = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in cell.outgoing if g is not None}
-        self.input_gradient_bytes = sum(outgoing.values())
-        return peak, self.gauge.spans, forward, self.gauge.work
+        work, spans = self.gauge.work, self.gauge.spans
+        self._trace_gradients(cell.outgoing, given)
+        return peak, spans, forward, work
+
+    def _trace_gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> None:
+        """Note where the gradients of the inputs live: in storages of their own, or in the outputs' gradients."""
+        own: list[Tracked] = []
+        origins = []
+        for gradient in outgoing or [None] * len(self.like):
+            if gradient is None:
+                origins.append(GradientOrigin(kind="none"))
+                continue
+            tracked, contiguous = self.gauge.storages([gradient])[0], gradient.is_contiguous()
+            passed = next((number for number, known in enumerate(given) if known is tracked), None)
+            if passed is not None:
+                origins.append(GradientOrigin(kind="output", index=passed, contiguous=contiguous))
+                continue
+            if tracked not in own:
+                own.append(tracked)
+            origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
+        self.input_gradients = tuple(origins)
+        self.gradient_storages = tuple(tracked.nbytes for tracked in own)
 
     def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, int, Work]:
         """Two optimizer steps over the layer: first peak, later peak, state bytes, those before any step, work."""

@@ -47,8 +47,7 @@ class Trainer:
 
     Args:
         task: what to train. A module that exists is trained in place; a factory is called after
-        `torch.manual_seed(seed)`,
-            so that every worker builds the same.
+            `torch.manual_seed(seed)`, so that every worker builds the same.
         plan: made for this task, or for one of the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
         timeout_seconds: how long a worker waits for another before it gives up.
@@ -79,8 +78,9 @@ class Trainer:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
-        torch.manual_seed(seed)
-        training = replace(task, module=in_mode(task.build(), True))
+        with torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
+            torch.manual_seed(seed)
+            training = replace(task, module=in_mode(task.build(), True))
         self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])

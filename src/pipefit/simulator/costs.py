@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, cached_property, partial
 
 from pipefit.cluster import DeviceKind
-from pipefit.cost.memory import StageMemory, gradient_bytes
+from pipefit.cost.memory import StageMemory
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
 from pipefit.plan import Plan
 from pipefit.profile import Measurement
@@ -24,7 +24,6 @@ class StageCosts:
         self.start, self.stop = start, stop
         self.memory = StageMemory(measurement, start, stop, microbatches=training.microbatches)
         self.last = self.memory.last
-        self._costs = measurement.costs
         self.forward = cache(self._forward)
         self.backward = cache(self._backward)
         self.consumed = cache(self._consumed)
@@ -130,9 +129,7 @@ class StageCosts:
 
     def _gradients(self, layer: int) -> int:
         """Bytes of the gradients of the values at the boundary before `layer`."""
-        if layer == self.start:
-            return self.memory.input_gradient_bytes
-        return self.memory.output_gradient_bytes if layer == self.stop else gradient_bytes(self._costs[layer].inputs)
+        return self.memory.input_gradient_bytes if layer == self.start else self.memory.gradients_before(layer)
 
 
 class Costs:

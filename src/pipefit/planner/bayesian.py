@@ -1,0 +1,103 @@
+"""The bayesian planner: Bayesian optimisation of the peak, with the settings of mCAP-BO. A baseline.
+
+One dimension per device, the number of layers on it; scikit-optimize with 75 evaluations, the acquisition function
+`gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn kernel (smoothness 5/2).
+The optimiser knows nothing of the total, so what it proposes is scaled to the number of layers, at least one on each
+device; that is our reading, the paper does not say. Stage s is on device s. Seconds to a minute, whatever the number
+of layers, and far from the optimum on many devices: `exact` finds less in milliseconds. Needs `pipefit[bayes]`.
+(mCAP, section 3.4.)
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.planner.answer import Found, answer
+from pipefit.planner.prediction import true_peaks
+from pipefit.planner.question import Options, Question
+from pipefit.profile import ModelProfile
+from pipefit.training import Training
+
+EVALUATIONS = 75
+_EXPLORATION = 1000  # xi and kappa
+_SEED = 0
+
+Minimise = Callable[..., Any]
+
+
+def bayesian(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+    """The best of 75 splits, each chosen after looking at those before. The same question has the same answer.
+
+    Raises:
+        UsageError: the question is wrong, or scikit-optimize is not installed.
+        InfeasibleError: a device is too small for its stage; another split may fit.
+    """
+    began = time.perf_counter()
+    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    values = _search(question, _minimiser())
+    value, edges = min((value, edges) for edges, value in values.items())
+    seconds = time.perf_counter() - began
+    found = Found("bayesian", question.in_order(edges), question.objective, value, len(values), seconds, proven=False)
+    return answer(question, found)
+
+
+def _minimiser() -> Minimise:
+    """`skopt.gp_minimize`, which takes a second to import."""
+    try:
+        from skopt import gp_minimize
+    except ImportError:
+        raise UsageError(
+            "the bayesian planner needs scikit-optimize, which is not installed: pip install pipefit[bayes], or use "
+            "the exact planner, which finds better plans sooner"
+        ) from None
+    minimise: Minimise = gp_minimize
+    return minimise
+
+
+def _search(question: Question, minimise: Minimise) -> dict[tuple[int, ...], float]:
+    """Every split that was looked at, by its edges, and its value."""
+    layers, stages = question.layers, question.stages
+    peak = true_peaks(question.profile, question.training, stages=stages)
+    values: dict[tuple[int, ...], float] = {}
+
+    def value(proposed: Sequence[int]) -> float:
+        edges = scaled(proposed, layers)
+        split = question.in_order(edges)
+        peaks = tuple(peak(stage, edges[stage], edges[stage + 1]) for stage in range(stages))
+        values[edges] = question.value(peaks, split.devices)
+        return values[edges]
+
+    most = layers - stages + 1
+    if stages == 1 or most == 1:  # there is one split
+        value([1] * stages)
+        return values
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a point is proposed twice
+        minimise(
+            value,
+            [(1, most)] * stages,
+            n_calls=EVALUATIONS,
+            acq_func="gp_hedge",
+            acq_optimizer="sampling",
+            xi=_EXPLORATION,
+            kappa=_EXPLORATION,
+            random_state=_SEED,
+        )
+    return values
+
+
+def scaled(proposed: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Edges of stages of lengths in proportion to `proposed`, at least one layer each, `layers` in all."""
+    sums, spare = list(accumulate(map(int, proposed))), layers - len(proposed)
+    extra = [(spare * (total - number) * 2 + 1) // 2 for number, total in enumerate(sums, 1)]
+    whole = sums[-1] - len(proposed)
+    if whole == 0:  # all proposed one: evenly
+        return (0, *(number * layers // len(proposed) for number in range(1, len(proposed) + 1)))
+    return (0, *(number + share // whole for number, share in enumerate(extra, 1)))

@@ -1,0 +1,135 @@
+"""The bisection planner: guesses the peak, fills the stages greedily up to it, and halves the interval of guesses.
+
+Then the fullest device is left out, and the same is done with the layers before it and those behind it, and so on.
+Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand layers take a part
+of a second. Finds the lowest peak where a stage never shrinks by taking one more layer and every layer alone fits
+wherever the filling puts it. Neither is always so: a cut may fall on a smaller tensor, and a layer may fit late in
+1F1B alone. There, `exact` finds less. (CAPSlog, PDP 2024.)
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.cluster import Cluster
+from pipefit.cost.bands import stage_peak
+from pipefit.cost.ranges import Ranges
+from pipefit.plan import Plan
+from pipefit.planner.answer import Found, answer
+from pipefit.planner.peaks import range_peak, stage_peaks
+from pipefit.planner.question import Options, Question
+from pipefit.planner.uniform import equal_lengths
+from pipefit.planner.windows import Bounds, Floats
+from pipefit.profile import ModelProfile
+from pipefit.training import Training
+
+_FINEST = 1e-12  # parts of a budget that make no difference
+_ROUNDING = 1 + 1e-9
+
+
+def bisection(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+    """A plan whose fullest device is as little full as greedy filling can make it, then the devices beside it.
+
+    Raises:
+        UsageError: the question is wrong.
+        InfeasibleError: a device is too small for its stage; another split may fit.
+    """
+    began = time.perf_counter()
+    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    filling = _Filling(question)
+    split = question.in_order(filling.best())
+    seconds = time.perf_counter() - began
+    value, looked_at = question.value(stage_peaks(question, split), split.devices), filling.looked_at
+    return answer(question, Found("bisection", split, question.objective, value, looked_at, seconds, proven=False))
+
+
+class _Part(NamedTuple):
+    """Stages `first` to `first + len(edges) - 2`, cut at `edges`."""
+
+    first: int
+    edges: tuple[int, ...]
+
+
+class _Filling:
+    """Fills stages up to a level. Levels are bytes, or parts of a budget where devices differ."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        budgets = question.cluster.budgets
+        self.units = [1 if question.equal_budgets else budget for budget in budgets[: question.stages]]
+        self.finest = 1.0 if question.equal_budgets else _FINEST
+        self.columns: dict[tuple[int, int], Floats] = {}
+        self.start = equal_lengths(question.layers, question.stages)
+        ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
+        ends = enumerate(pairwise(self.start))
+        level = max(range_peak(question, ranges, stage, *end) / self.units[stage] for stage, end in ends)
+        windows = Bounds(question, ranges).windows(level * max(self.units) * _ROUNDING)
+        assert windows is not None, "a level that equal lengths achieve excludes every split"
+        self.width = max(window.widest for window in windows)  # nothing wider stays below equal lengths
+        self.band = ranges.band(self.width)
+
+    @property
+    def looked_at(self) -> int:
+        """Number of candidate stages whose peak was worked out."""
+        return sum(map(len, self.columns.values()))
+
+    def best(self) -> tuple[int, ...]:
+        """Edges of the split that is found, one part after the other."""
+        edges = list(self.start)
+        waiting = [_Part(0, self.start)]
+        while waiting:
+            part = waiting.pop()
+            found = self._lowest(part)
+            edges[part.first : part.first + len(found.edges)] = found.edges
+            costs = self._costs(found)
+            fullest = costs.index(max(costs))
+            before = _Part(found.first, found.edges[: fullest + 1])
+            behind = _Part(found.first + fullest + 1, found.edges[fullest + 1 :])
+            waiting += [side for side in (before, behind) if len(side.edges) > 2]
+        return tuple(edges)
+
+    def _lowest(self, part: _Part) -> _Part:
+        """The same layers on the same stages with the lowest peak that filling finds."""
+        low, high = 0.0, max(self._costs(part))
+        while high - low > self.finest:
+            middle = (low + high) / 2
+            if middle in {low, high}:
+                break
+            found = self._filled(part, middle)
+            if found is None:
+                low = middle
+            else:
+                part, high = found, max(self._costs(found))
+        return part
+
+    def _filled(self, part: _Part, level: float) -> _Part | None:
+        """Early stages as long as the level allows, each of at least a layer; None where layers are left over."""
+        end, stages = part.edges[-1], len(part.edges) - 1
+        edges = [part.edges[0]]
+        for number in range(stages):
+            longest = end - (stages - 1 - number) - edges[-1]
+            column = self._column(part.first + number, edges[-1])[:longest]
+            if number == stages - 1:
+                column = np.append(np.full(longest - 1, np.inf), column[longest - 1 :])
+            allowed = np.flatnonzero(column <= level)
+            if not len(allowed):
+                return None
+            edges.append(edges[-1] + int(allowed[-1]) + 1)
+        return _Part(part.first, tuple(edges))
+
+    def _column(self, stage: int, start: int) -> Floats:
+        """Cost of stage number `stage` from layer `start`, by the number of its layers, one first."""
+        if (stage, start) not in self.columns:
+            rows = min(self.width, self.question.layers - start)
+            window = (slice(0, rows), slice(start, start + 1))
+            peaks = stage_peak(self.band, self.question.situations(stage), window)
+            self.columns[stage, start] = peaks[:, 0] / self.units[stage]
+        return self.columns[stage, start]
+
+    def _costs(self, part: _Part) -> list[float]:
+        ends = enumerate(pairwise(part.edges), part.first)
+        return [float(self._column(stage, start)[stop - start - 1]) for stage, (start, stop) in ends]

@@ -1,0 +1,79 @@
+"""The search over any predictor against enumeration, and the additive predictor against its formula."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from chains import devices, hostile, plain, profile, training
+from pipefit.cost.additive import AdditiveCosts
+from pipefit.errors import UsageError
+from pipefit.planner import best_split, exact, true_peaks
+from pipefit.planner.question import Options
+
+
+def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:
+    """Brute force: the fullest device left out again and again is a comparison of peaks in descending order."""
+    splits = [(0, *cuts, layers) for cuts in combinations(range(1, layers), count - 1)]
+    peaks = {s: sorted((predictor(n, *ends) for n, ends in enumerate(pairwise(s))), reverse=True) for s in splits}
+    return min(splits, key=lambda split: (peaks[split], split[::-1]))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_best_split_is_the_best_of_all(seed: int) -> None:
+    """Additive costs of small numbers, some negative, so that peaks tie; the same split as brute force."""
+    rng = Random(seed)
+    layers = rng.randrange(1, 11)
+    count = rng.randrange(1, layers + 1)
+    costs = AdditiveCosts(
+        mem_isolated=tuple(rng.randrange(12) for _ in range(layers)),
+        mem_added=tuple(rng.randrange(-1, 6) for _ in range(layers)),
+    )
+    assert best_split(costs, layers, count) == enumerated(costs, layers, count)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
+    """Two searches that share nothing, down to the tie-break; and the predicted peaks are the plan's."""
+    rng = Random(seed)
+    layers = rng.randrange(2, 11)
+    count, how = rng.randrange(1, layers + 1), training(rng.choice(("gpipe", "1f1b")), rng.randrange(1, 6))
+    chain = profile(rng.choice((plain, hostile))(rng, layers))
+    made = exact(chain, devices(*[1 << 40] * count), how, Options())
+    predictor = true_peaks(chain, how, stages=count)
+    edges = best_split(predictor, layers, count)
+    assert edges == (0, *made.boundaries, layers)
+    assert made.prediction
+    assert made.prediction.peak_bytes == tuple(predictor(n, *ends) for n, ends in enumerate(pairwise(edges)))
+
+
+def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
+    """By hand; where the stage is in the pipeline makes no difference."""
+    costs = AdditiveCosts(mem_isolated=(10, 20, 30, 40), mem_added=(1, 2, 3, 4))
+    assert costs.peak(1, 4) == 20 + 3 + 4
+    assert [costs.peak(n, n + 1) for n in range(4)] == [10, 20, 30, 40]
+    assert costs(0, 0, 3) == costs(7, 0, 3) == 10 + 2 + 3
+
+
+@pytest.mark.parametrize(("start", "stop"), [(2, 2), (3, 1), (-1, 2), (0, 5)])
+def test_what_is_no_stage_has_no_peak(start: int, stop: int) -> None:
+    """Empty, turned round, or outside the model."""
+    with pytest.raises(UsageError, match="no stage of 4 layers"):
+        AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4).peak(start, stop)
+
+
+def test_additive_costs_are_complete() -> None:
+    """Two numbers for every layer, and at least one layer."""
+    with pytest.raises(UsageError, match="not 2 alone and 1 added"):
+        AdditiveCosts(mem_isolated=(1, 2), mem_added=(1,))
+    with pytest.raises(UsageError, match="not 0 alone"):
+        AdditiveCosts(mem_isolated=(), mem_added=())
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_every_device_holds_a_layer(count: int) -> None:
+    """No device at all, or more devices than layers, is refused."""
+    with pytest.raises(UsageError, match=f"3 layers cannot be split over {count} devices"):
+        best_split(AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3), 3, count)

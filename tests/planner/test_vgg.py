@@ -1,0 +1,36 @@
+"""The real VGG-11 on four devices: all 3,654 splits."""
+
+from __future__ import annotations
+
+from math import comb
+
+import pytest
+
+from pipefit.cluster import Cluster
+from pipefit.planner import plan
+from pipefit.profile import ModelProfile
+from pipefit.profiler import profile
+from pipefit.simulator import simulate
+from pipefit.training import Recompute, Training
+from pipefit.zoo import build
+
+
+@pytest.fixture(scope="module")
+def costs() -> ModelProfile:
+    """At the paper's microbatches of 92 images; nothing is allocated."""
+    return profile(build("vgg11"), microbatch_size=92)
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_exact_finds_what_trying_all_splits_finds(costs: ModelProfile, schedule: str, recompute: Recompute) -> None:
+    """The same split, ties included, and the peaks that the simulator finds for it."""
+    training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule, recompute=recompute)
+    cluster = Cluster.emulated((4, 1 << 40))
+    found, best = (plan(costs, cluster, training, planner=name) for name in ("exact", "exhaustive"))
+    assert found.split == best.split
+    assert found.prediction == best.prediction
+    assert best.provenance is not None
+    assert best.provenance.evaluated == comb(29, 3) == 3654
+    assert found.prediction is not None
+    assert found.prediction.peak_bytes == simulate(found, steps=2).peak_bytes

@@ -1,0 +1,37 @@
+"""The examples run as they are, and the plain loop and pipefit's print the same losses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def losses(script: str, *launcher: str) -> list[float]:
+    """What a script prints as losses."""
+    command = [sys.executable, *launcher, str(EXAMPLES / script)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
+    return [float(found) for found in re.findall(r"loss ([0-9.]+)", printed)]
+
+
+def test_five_lines_make_a_plain_loop_a_pipeline() -> None:
+    """Fifty steps on three devices: the losses of the plain loop, but for the rounding of means over microbatches."""
+    plain, piped = losses("plain_loop.py"), losses("pipefit_loop.py")
+    assert len(plain) == len(piped) == 50
+    assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
+
+
+def test_five_lines_is_five_lines() -> None:
+    """What the pipefit loop has and the plain one has not: five numbered lines, and the step itself."""
+    plain = set((EXAMPLES / "plain_loop.py").read_text().splitlines())
+    piped = (EXAMPLES / "pipefit_loop.py").read_text().partition('"""\n\n')[2].splitlines()
+    new = [line for line in piped if line not in plain]
+    assert sum(bool(re.search(r"  # [1-5]$", line)) for line in new) == 5
+    assert [line.strip() for line in new if not re.search(r"  # [1-5]$", line)] == [
+        "loss = trainer.step(make_batch(32))"
+    ]
