@@ -8,6 +8,7 @@ from __future__ import annotations
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.plan import Plan
+from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
@@ -24,6 +25,7 @@ __all__ = [
     "PLANNERS",
     "Options",
     "Planner",
+    "bayesian",
     "best_split",
     "bisection",
     "exact",
@@ -40,6 +42,7 @@ PLANNERS: dict[str, Planner] = {
     "exact": exact,
     "exhaustive": exhaustive,
     "bisection": bisection,
+    "bayesian": bayesian,
     "uniform": uniform,
     "parameters": parameters,
     "time": time,

@@ -3,8 +3,8 @@
 One dimension per device, the number of layers on it; scikit-optimize with 75 evaluations, the acquisition function
 `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn kernel (smoothness 5/2).
 The optimiser knows nothing of the total, so what it proposes is scaled to the number of layers, at least one on each
-device; that is our reading, the paper does not say. Stage s is on device s. Seconds to a minute, whatever the number
-of layers, and far from the optimum on many devices: `exact` finds less in milliseconds. Needs `pipefit[bayes]`.
+device; that is our reading, the paper does not say. Stage s is on device s. About a minute, whatever the number of
+layers, and far from the optimum on many devices: `exact` finds less in milliseconds. Needs `pipefit[bayes]`.
 (mCAP, section 3.4.)
 """
 
@@ -95,9 +95,8 @@ def _search(question: Question, minimise: Minimise) -> dict[tuple[int, ...], flo
 
 def scaled(proposed: Sequence[int], layers: int) -> tuple[int, ...]:
     """Edges of stages of lengths in proportion to `proposed`, at least one layer each, `layers` in all."""
-    sums, spare = list(accumulate(map(int, proposed))), layers - len(proposed)
-    extra = [(spare * (total - number) * 2 + 1) // 2 for number, total in enumerate(sums, 1)]
-    whole = sums[-1] - len(proposed)
-    if whole == 0:  # all proposed one: evenly
-        return (0, *(number * layers // len(proposed) for number in range(1, len(proposed) + 1)))
-    return (0, *(number + share // whole for number, share in enumerate(extra, 1)))
+    count, sums = len(proposed), accumulate(map(int, proposed))
+    more = sum(map(int, proposed)) - count  # than one on each
+    if more == 0:
+        return (0, *(number * layers // count for number in range(1, count + 1)))
+    return (0, *(number + (layers - count) * (total - number) // more for number, total in enumerate(sums, 1)))

@@ -227,8 +227,10 @@ class Trainer:
 
 
 def _groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups that sum gradients of shared parameters; every worker makes all of them, in one order."""
+    """The process groups that add something up; every worker makes all of them, in one order."""
     members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
+    if plan.training.agrees:
+        members[tuple(range(len(plan.stages)))] = None
     return {stages: dist.new_group(list(stages)) for stages in members}
 
 

@@ -1,0 +1,42 @@
+"""Traced models in worker processes: tied parameters are summed and norms agreed on over a real network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from huggingface_models import TINY
+from pipefit.cluster import Cluster
+from pipefit.plan import Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.training import Training
+from pipefit.zoo.huggingface import hf
+
+
+def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
+    """The losses and peaks of three processes are those of one process that runs all devices in turn."""
+    factory = partial(hf, "gpt2", **TINY["gpt2"])
+    task = factory()
+    costs = profile(task, microbatch_size=2)
+    last = len(costs.layers)
+    stages = tuple(
+        Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate([(0, 2), (2, last - 1), (last - 1, last)])
+    )
+    training = Training(batch_size=6, microbatches=3, clip_norm=0.5, recompute="except_last")
+    plan = Plan(profile=costs, cluster=Cluster.emulated((3, 1 << 30)), training=training, stages=stages)
+    assert plan.holders == ((0, 2),)
+    losses, measured = train(factory, plan, steps=3, timeout_seconds=60)
+    before = torch.get_num_threads()
+    torch.set_num_threads(costs.assumptions.threads)
+    trainer = Trainer(replace(task, module=task.module), plan)
+    alone = []
+    for step in range(3):
+        torch.manual_seed(step)
+        alone.append(trainer.step(task.batch(6)))
+    torch.set_num_threads(before)
+    assert losses == pytest.approx(alone, rel=1e-6)
+    assert measured.peak_bytes == trainer.trace.peak_bytes == certify(task, plan, steps=3).peak_bytes
