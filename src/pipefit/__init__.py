@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pipefit.profile import ModelProfile
     from pipefit.profiler import profile
     from pipefit.program import Program
-    from pipefit.report.plan import explain
     from pipefit.runtime import Trainer, certify, train
     from pipefit.schedule import lower
     from pipefit.simulator import simulate
@@ -56,7 +55,6 @@ __all__ = [
     "__version__",
     "certify",
     "chain",
-    "explain",
     "load",
     "load_cluster",
     "lower",
@@ -78,7 +76,6 @@ _HOMES = {
     "profile": ("ModelProfile",),
     "profiler": ("profile",),
     "program": ("Program",),
-    "report.plan": ("explain",),
     "runtime": ("Trainer", "certify", "train"),
     "schedule": ("lower",),
     "simulator": ("simulate",),

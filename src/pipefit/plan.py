@@ -99,6 +99,11 @@ class Plan:
                 f"the prediction names {len(self.prediction.peak_bytes)} peaks, but cluster {self.cluster.name!r} has "
                 f"{len(self.cluster.devices)} devices"
             )
+        if self.training.precision != self.profile.assumptions.precision:
+            raise UsageError(
+                f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled in "
+                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}"
+            )
         self.profile.at(self.training.microbatch_size)
 
     @property
