@@ -1,0 +1,75 @@
+"""The canary for torch's private interfaces: what we use of them, where, and that this torch still has it.
+
+A new torch that moves one fails here first, by name. A new use elsewhere fails too: it belongs behind one of these.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+SOURCE = Path(__file__).parent.parent / "src" / "pipefit"
+
+# Fake tensors and their devices
+FAKES = {"runtime/target.py", "runtime/attention_choice.py", "runtime/missing_shapes.py", "runtime/twins.py"}
+# Tracing: torch.export's graphs are made of private classes
+TRACING = {
+    f"capture/{name}.py"
+    for name in ("aliases", "binding", "eager_masks", "exporting", "flat", "flow", "graph_layer", "refusals",
+                 "structure", "traced")
+}  # fmt: skip
+# The meter sees operations through a dispatch mode; agreement uses what GradScaler uses
+OTHERS = {"runtime/meter.py", "runtime/agreement.py"}
+
+
+def private_names(path: Path) -> set[str]:
+    """Dotted names of torch with a private part that a source file imports or reads."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name.startswith("torch.") and all(part.isidentifier() for part in name.split(".")):
+                found.add(name)
+    return {
+        name
+        for name in found
+        if ".ops." not in name and any(p.startswith("_") and p[:2] != "__" for p in name.split("."))
+    }
+
+
+def uses() -> dict[str, set[str]]:
+    """Private names, with the files that use them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for name in private_names(path):
+            found[name].add(str(path.relative_to(SOURCE)))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(uses()))
+def test_torch_still_has_it(name: str) -> None:
+    """The name resolves, by import or by attribute."""
+    parts = name.split(".")
+    found: object = torch
+    for place, part in enumerate(parts[1:], 2):
+        try:
+            found = importlib.import_module(".".join(parts[:place]))
+        except ImportError:
+            found = getattr(found, part)
+    assert found is not None
+
+
+def test_private_torch_stays_where_it_is() -> None:
+    """No other file touches a private interface of torch."""
+    files = {file for places in uses().values() for file in places}
+    workspace = {file for file in files if file.startswith("runtime/workspace/")}
+    assert files - workspace <= FAKES | TRACING | OTHERS
