@@ -32,7 +32,7 @@ from pipefit.trace import Trace
 from pipefit.units import format_bytes
 from pipefit.validation import adapter, printable, validated
 
-__all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "schema"]
+__all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
 
 Document = Cluster | ModelProfile | Plan | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, Program, Trace)
@@ -81,7 +81,15 @@ def save(document: Document, path: str | os.PathLike[str]) -> None:
     Raises:
         FileError: the file cannot be written, or a number in the document is not finite.
     """
-    text = dumps(document)
+    save_text(dumps(document), path)
+
+
+def save_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Writes any text to `path`, as a whole or not at all.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
     check_target(path)
     try:
         _replace(Path(os.path.realpath(path)), text.encode())

@@ -54,6 +54,8 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster dgx1-v100 --batch-size many", 2, ["--batch-size", "must be a valid integer; "]),
     ("plan profile.json --cluster dgx1-v100 --batch-size 1.5", 2, ["--batch-size", "must be a valid integer; "]),
     ("plan profile.json --cluster dgx1-v100 --stages -1", 2, ["--stages"]),
+    ("plan profile.json --cluster dgx1-v100 --recompute often", 2, ["--recompute", "except_last"]),
+    ("plan profile.json --cluster dgx1-v100 --clip-norm 0", 2, ["positive norm"]),
     ("profile zoo:mlp", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 1 --device tpu", 2, ["tpu", "fake"]),
@@ -115,6 +117,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
     ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
     ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
+    ("train plan.json zoo:mlp --metrics none/steps.jsonl", 6, ["create"]),
 ]
 
 

@@ -66,6 +66,14 @@ def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.Capt
     assert not (here / "mine.json").exists()
 
 
+def test_planning_takes_how_the_model_is_trained(here: Path) -> None:
+    """`plan --recompute` and `--clip-norm` reach the training of the plan."""
+    line = "plan profile.json --cluster emulated:2x1GiB --batch-size 4 --recompute except_last --clip-norm 0.5"
+    assert main([*line.split(), "-o", "mine.json"]) == 0
+    training = load("mine.json", Plan).training
+    assert (training.recompute, training.clip_norm, training.batch_size) == ("except_last", 0.5, 4)
+
+
 def test_simulating_saves_the_trace_of_the_simulator(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`simulate -o` saves what `simulate()` returns, and prints every device's peak."""
     assert main(["simulate", "plan.json", "--steps", "3", "-o", "mine.json"]) == 0

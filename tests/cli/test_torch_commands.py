@@ -56,6 +56,16 @@ def test_training_as_json_has_losses_and_trace(folder: Path, capsys: pytest.Capt
     assert found["trace"]["source"] == "measured"
 
 
+def test_training_writes_a_line_for_each_step(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train --metrics` leaves a line of JSON per step, with the losses of `--json`."""
+    lines = tmp_path / "steps.jsonl"
+    assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "3", "--metrics", str(lines), "--json"]) == 0
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["loss"] for row in rows] == json.loads(capsys.readouterr().out)["losses"]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
 def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,3 +277,15 @@ def test_batches_that_cannot_be(given: tuple[torch.Tensor, torch.Tensor], words:
     task, plan = make()
     with pytest.raises(UsageError, match=words):
         Trainer(task, plan).step(given)
+
+
+def test_tensorboard_gets_losses_and_memory(tmp_path: Path) -> None:
+    """With the extra installed, every number of a report becomes a scalar."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from pipefit.runtime.callbacks import TensorBoard
+
+    task, plan = make()
+    loss = Trainer(task, plan, callbacks=[TensorBoard(tmp_path)]).step(data(0))
+    written = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert written.Scalars("train/loss")[0].value == pytest.approx(loss)
+    assert {"memory/device0", "memory/device2", "train/samples_per_second"} <= set(written.Tags()["scalars"])

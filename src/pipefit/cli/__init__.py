@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from pipefit.cli import certify, compare, demo, doctor, plan, profile, show, simulate, train
+from pipefit.cli import certify, compare, demo, doctor, fit, plan, profile, show, simulate, train
 from pipefit.errors import PipefitError
 from pipefit.validation import printable
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are printed here, in one sentence
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _module in (demo, profile, plan, simulate, certify, train, compare, show, doctor):
+for _module in (demo, profile, plan, fit, simulate, certify, train, compare, show, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 
 

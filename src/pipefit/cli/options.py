@@ -9,6 +9,10 @@ import typer
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
+Recompute = Annotated[
+    Literal["never", "except_last", "always"],
+    typer.Option(help="Of which microbatches a stage keeps its inputs alone, and runs the forward again."),
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipefit.cli.options import Json, Output
+from pipefit.cli.options import Json, Output, Recompute
 
 
 def command(
@@ -21,7 +21,14 @@ def command(
     ] = None,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
     schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
-    planner: Annotated[str, typer.Option(help="exact, exhaustive, uniform, parameters or time.")] = "exact",
+    planner: Annotated[
+        str,
+        typer.Option(help="exact, exhaustive, bisection, bayesian, uniform, parameters, time or first_last."),
+    ] = "exact",
+    recompute: Recompute = "never",
+    clip_norm: Annotated[
+        float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
+    ] = None,
     stages: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
     ] = None,
@@ -48,6 +55,8 @@ def command(
             batch_size=batch_size,
             microbatches=microbatches,
             schedule=schedule,
+            recompute=recompute,
+            clip_norm=clip_norm,
             planner=planner,
             stages=stages,
         )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from math import isfinite
+from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +29,10 @@ def command(
     timeout: Annotated[
         float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Longest wait for another worker.")
     ] = 60.0,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -38,25 +47,54 @@ def command(
     from pipefit.plan import Plan
 
     check_output(output)
+    check_output(metrics)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
     factory()  # a mistake in MODEL is told here, before any worker starts
     from pipefit.runtime import train
 
-    with progress("training") as report:
+    with progress("training") as report, _metrics(metrics) as note:
+
+        def on_step(step: int, loss: float) -> None:
+            note(step, loss)
+            report(step + 1, steps, f"loss {loss:.4f}")
+
         losses, trace = train(
             factory,
             document,
             steps=steps,
             seed=seed,
             timeout_seconds=timeout,
-            on_step=lambda step, loss: report(step + 1, steps, f"loss {loss:.4f}"),
+            on_step=on_step,
         )
     if output is not None:
         save(trace, output)
     _print(losses, trace, as_json=as_json)
     if output is not None and not as_json:
         print(f"saved to {output}", file=sys.stderr)
+
+
+@contextmanager
+def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
+    """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
+
+    Seconds are those since the step before ended; the first step's include the start of the workers.
+    """
+    if path is None:
+        yield lambda step, loss: None
+        return
+    last = perf_counter()
+    with path.open("w", encoding="utf-8", buffering=1) as file:
+
+        def note(step: int, loss: float) -> None:
+            nonlocal last
+            now = perf_counter()
+            # a loss that is not finite has no number in JSON
+            told = loss if isfinite(loss) else str(loss)
+            file.write(json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n")
+            last = now
+
+        yield note
 
 
 def _print(losses: list[float], trace: Trace, *, as_json: bool) -> None:

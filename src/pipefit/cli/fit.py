@@ -1,0 +1,157 @@
+"""`pipefit fit`: the largest that fits, and what it would take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipefit.cli.options import Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipefit.fit.growth import Demand, Growth
+    from pipefit.report.fit import Fit
+
+_LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
+
+
+def command(
+    model: Model,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
+    ],
+    grow: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A setting of the model, such as layers; or batch, devices or memory."),
+    ],
+    settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="N", help="The smallest to try; --step unless given.")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--to", metavar="N", help="The largest to try.")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N", help="Try --from and every N further; 1 unless given, 1MiB for memory.")
+    ] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option("--microbatch-size", "-b", min=1, help="Samples in one microbatch; 1 unless given.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches in a step; four for each device unless given.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
+    recompute: Recompute = "never",
+    planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "exact",
+    target: Annotated[
+        Target | None,
+        typer.Option(help="Whose kernels to follow in what autograd saves; the cluster's unless given."),
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
+    certify: Annotated[
+        bool,
+        typer.Option("--certify/--no-certify", help="Dry runs of the answer and of the next one, which must fail."),
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save a plot of peak against size, as HTML.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the largest MODEL that fits.
+
+    Or, with --grow devices or memory, the smallest cluster. Plans with growing sizes, then bisects; exits with 3 if
+    not even the first fits. Saves the plan of the answer.
+    """
+    from pipefit.cli.output import check_output
+    from pipefit.cli.progress import progress
+    from pipefit.files import load_cluster, save, save_text
+
+    check_output(output)
+    check_output(plot)
+    if grow == "batch" and microbatch_size is not None:
+        raise UsageError("--microbatch-size is what --grow batch looks for: use --from for the smallest to try")
+    values, devices = _values(grow, start, end, step), load_cluster(cluster)
+    from pipefit.fit.certified import find
+    from pipefit.fit.growth import Demand
+
+    demand = Demand(
+        cluster=devices,
+        microbatch_size=microbatch_size or 1,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        planner=planner,
+        target=target or ("cuda" if devices.backend == "cuda" else "cpu"),
+        threads=threads,
+    )
+    with progress("searching") as report:
+        found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
+    if output is not None:
+        save(found.best.plan, output)
+    if plot is not None:
+        from pipefit.report.fit_plot import plot_fit
+
+        save_text(plot_fit(found), plot)
+    _print(found, as_json=as_json)
+    for path in (output, plot):
+        if path is not None and not as_json:
+            print(f"saved to {path}", file=sys.stderr)
+
+
+def _growth(
+    model: str, settings: list[str], precision: Precision | None, grow: str, demand: Demand, values: range
+) -> Growth:
+    """What `--grow` names."""
+    from pipefit.cli.model import parse_settings, resolve
+    from pipefit.fit import growth
+
+    match grow:
+        case "batch":
+            return growth.batch(resolve(model, settings, precision), demand, values)
+        case "devices":
+            return growth.devices(resolve(model, settings, precision), demand, values)
+        case "memory":
+            return growth.memory(resolve(model, settings, precision), demand, values)
+    if not grow.isidentifier():
+        raise UsageError(f"--grow {grow} is not the name of a setting: write one that --set takes, such as layers")
+    if grow in parse_settings(settings):
+        raise UsageError(f"--set {grow} and --grow {grow} exclude each other: use --from for the smallest to try")
+    return growth.setting(grow, lambda value: resolve(model, [*settings, f"{grow}={value}"], precision), demand, values)
+
+
+def _values(grow: str, start: str | None, end: str | None, step: str | None) -> range:
+    """The values to try: `--from`, and every `--step` further up to `--to`."""
+    every = _size(grow, "--step", step, (1 << 20) if grow == "memory" else 1)
+    first = _size(grow, "--from", start, every)
+    last = _size(grow, "--to", end, max(first, _MOST_MEMORY if grow == "memory" else _LARGEST))
+    if last < first:
+        raise UsageError(f"--from {first} to --to {last} leaves nothing to try: --to must be {first} or more")
+    return range(first, last + 1, every)
+
+
+def _size(grow: str, option: str, text: str | None, default: int) -> int:
+    from pipefit.units import parse_bytes
+
+    if text is None:
+        return default
+    if grow == "memory":
+        return parse_bytes(text)
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) < 1 << 50:
+        raise UsageError(f"{option} {text} is not a size: write a whole number, 1 or more")
+    return int(text)
+
+
+def _print(found: Fit, *, as_json: bool) -> None:
+    from pipefit.report.fit import describe_fit
+    from pipefit.report.tables import write
+
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        write(describe_fit(found))

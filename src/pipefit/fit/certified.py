@@ -1,0 +1,96 @@
+"""The search itself: plans until the edge is found, then dry runs on both sides of it.
+
+A plan costs a profile over fake tensors and an exact search; a dry run costs every action of two steps. So the search
+goes by plans, and only the two neighbours at the edge are run. Where a dry run disagreed with its plan, it would be
+believed and the search go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.fit.growth import Growth
+from pipefit.fit.search import Edge, edge
+from pipefit.report.fit import Attempt, Fit, miss, named_value
+from pipefit.runtime import certify as dry_run
+
+Progress = Callable[[int, int, str], None]
+
+
+def find(growth: Growth, *, certify: bool = True, progress: Progress | None = None) -> Fit:
+    """The largest, or smallest, value that fits, and the next one, which does not.
+
+    Size is taken to cost memory: beyond a value that does not fit, none is looked for.
+
+    Args:
+        growth: what grows, and through which values.
+        certify: also run both dry; their peaks are then exact for any model, not for the planner's alone.
+        progress: called with (attempts done, attempts known of, what is next).
+
+    Raises:
+        InfeasibleError: not even the smallest, or largest, value fits; says which device, and by how much.
+        UsageError: every value is refused; with the first refusal. Or no plan can be made as demanded.
+    """
+    search = _Search(growth, progress)
+    while True:
+        found = edge(search.holds, growth.values)
+        new = [value for value in found if value is not None and search.known[value].certified_bytes is None]
+        if not (certify and new):
+            return _answer(growth, search, found)
+        for value in new:
+            search.certify(value)
+
+
+@dataclass
+class _Search:
+    """What has been tried so far. The statement is "it fits" while growing, and "it does not fit" while shrinking."""
+
+    growth: Growth
+    progress: Progress | None
+    known: dict[int, Attempt] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def holds(self, value: int) -> bool | None:
+        """The statement at `value`; None where it is refused."""
+        if value not in self.known and value not in self.refused:
+            self._say("planning", value)
+            try:
+                costs = self.growth.costs(value)
+            except UsageError as refusal:
+                self.refused[value] = str(refusal)
+            else:
+                self.known[value] = Attempt(value=value, plan=self.growth.plan(costs, value))
+        attempt = self.known.get(value)
+        return None if attempt is None else attempt.fits == (self.growth.sense == "largest")
+
+    def certify(self, value: int) -> None:
+        """Replace the planned peaks by those of the dry run."""
+        self._say("dry run of", value)
+        attempt = self.known[value]
+        trace = dry_run(self.growth.task(value), attempt.plan)
+        self.known[value] = replace(attempt, certified_bytes=trace.peak_bytes)
+
+    def _say(self, what: str, value: int) -> None:
+        if self.progress is not None:
+            done = len(self.known)
+            self.progress(done, done + 1, f"{what} {self.growth.name}={named_value(self.growth.name, value)}")
+
+
+def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
+    if not search.known:
+        raise UsageError(next(iter(search.refused.values())))
+    best, beyond = (found.holds, found.fails) if growth.sense == "largest" else (found.fails, found.holds)
+    if best is None:
+        assert beyond is not None  # something was tried
+        what = f"{growth.name}={named_value(growth.name, beyond)}"
+        raise InfeasibleError(f"not even {what} fits: {miss(search.known[beyond])}")
+    return Fit(
+        grown=growth.name,
+        sense=growth.sense,
+        best=search.known[best],
+        beyond=None if beyond is None else search.known[beyond],
+        tried=tuple(search.known[value] for value in sorted(search.known)),
+        refused=search.refused,
+    )

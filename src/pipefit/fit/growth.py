@@ -1,0 +1,167 @@
+"""What can grow: a setting of the model, the microbatch, the number of devices, or the memory of each.
+
+In the first two cases the largest value that fits is wanted, in the others the smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster, Link
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.planner import plan
+from pipefit.profile import ModelProfile, Target
+from pipefit.profiler import profile
+from pipefit.report.fit import Sense
+from pipefit.training import Recompute
+
+_SLOWEST = 12e9  # bytes per second, one way: PCIe 3.0 x16, for a cluster that names no links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """How the model is to be trained, whatever grows.
+
+    `microbatches` None is four for each device of the cluster, as in `plan`.
+    """
+
+    cluster: Cluster
+    microbatch_size: int = 1
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    recompute: Recompute = "never"
+    planner: str = "exact"
+    target: Target = "cpu"
+    threads: int = 1
+
+    def profile(self, task: Task, microbatch_size: int | None = None) -> ModelProfile:
+        """What the layers of `task` cost, by the fake profiler."""
+        size = self.microbatch_size if microbatch_size is None else microbatch_size
+        return profile(task, microbatch_size=size, target=self.target, threads=self.threads)
+
+    def plan(self, costs: ModelProfile, cluster: Cluster | None = None) -> Plan:
+        """The plan, whether or not it fits."""
+        microbatches = self.microbatches or 4 * len(self.cluster.devices)
+        return plan(
+            costs,
+            cluster or self.cluster,
+            batch_size=microbatches * costs.measurements[0].microbatch_size,
+            microbatches=microbatches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            planner=self.planner,
+            allow_infeasible=True,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What grows, through which values, and what comes of each: the task, its costs, and a plan for them.
+
+    A `UsageError` from the task or from its costs refuses the value; one from the plan is a mistake in the demand.
+    """
+
+    name: str
+    sense: Sense
+    values: range
+    task: Callable[[int], Task]
+    costs: Callable[[int], ModelProfile]
+    plan: Callable[[ModelProfile, int], Plan]
+
+
+def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
+    """The largest value of a setting: `make(value)` describes the model."""
+    return Growth(
+        name=name,
+        sense="largest",
+        values=values,
+        task=make,
+        costs=lambda value: demand.profile(make(value)),
+        plan=lambda costs, _: demand.plan(costs),
+    )
+
+
+def batch(task: Task, demand: Demand, values: range) -> Growth:
+    """The largest microbatch, in samples; how many there are stays."""
+    return Growth(
+        name="batch",
+        sense="largest",
+        values=values,
+        task=lambda _: task,
+        costs=lambda value: demand.profile(task, value),
+        plan=lambda costs, _: demand.plan(costs),
+    )
+
+
+def devices(task: Task, demand: Demand, values: range) -> Growth:
+    """The fewest devices of the cluster's kind. More of them than the model has layers are not tried.
+
+    Raises:
+        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond the layers.
+    """
+    cluster = demand.cluster
+    if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
+        raise UsageError(
+            f"the devices of {cluster.name} differ, so that their number says little: "
+            "name a cluster of one kind of device"
+        )
+    costs = demand.profile(task)
+    numbers = range(values.start, min(values.stop, len(costs.layers) + 1), values.step)
+    if not numbers:
+        raise UsageError(
+            f"{costs.model} has {len(costs.layers)} layers, too few for {values.start} devices: "
+            f"begin with {len(costs.layers)} or fewer"
+        )
+    return Growth(
+        name="devices",
+        sense="smallest",
+        values=numbers,
+        task=lambda _: task,
+        costs=lambda _: costs,
+        plan=lambda costs, count: demand.plan(costs, with_devices(cluster, count)),
+    )
+
+
+def memory(task: Task, demand: Demand, values: range) -> Growth:
+    """The least memory, in bytes, that every device of the cluster must have."""
+    costs = demand.profile(task)
+    return Growth(
+        name="memory",
+        sense="smallest",
+        values=values,
+        task=lambda _: task,
+        costs=lambda _: costs,
+        plan=lambda costs, nbytes: demand.plan(costs, with_memory(demand.cluster, nbytes)),
+    )
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The first `count` devices; those beyond the cluster's own reach all others at the rate of its slowest link."""
+    have = len(cluster.devices)
+    if count == have:
+        return cluster
+    if cluster.backend == "emulated":
+        return Cluster.emulated((count, cluster.budgets[0]))
+    kept = tuple(cluster.devices[number % have] for number in range(count))
+    return replace(cluster, name=f"{count} devices of {cluster.name}", devices=kept, links=_links(cluster, count))
+
+
+def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
+    """The same cluster with `nbytes` on every device."""
+    if cluster.backend == "emulated":
+        return Cluster.emulated((len(cluster.devices), nbytes))
+    return replace(cluster, devices=tuple(replace(device, memory_bytes=nbytes) for device in cluster.devices))
+
+
+def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
+    """The links among the first `count` devices and the hosts; and one for all if there are more than there were."""
+    present = {f"device{n}" for n in range(count)} | {f"host{n}" for n in range(len(cluster.hosts))}
+    among = ((link, tuple(member for member in link.members if member in present)) for link in cluster.links)
+    kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
+    if count <= len(cluster.devices):
+        return kept
+    rate = min((link.bytes_per_second * link.lanes for link in cluster.links), default=_SLOWEST)
+    return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

@@ -1,0 +1,68 @@
+"""Where a statement about growing numbers stops being true: exponential growth, then bisection.
+
+The statement is true up to some number and false beyond it. Finding the two neighbours at the edge takes about
+2 log2(n) judgements if the edge is n places from the start, however far the end is. A number may also be refused: the
+statement means nothing there (a hidden size that does not divide among the heads). It is passed over for the next one
+up; a refusal is taken to be cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+PATIENCE = 64  # refusals in a row, after which nothing larger is asked for
+
+Judge = Callable[[int], bool | None]
+
+
+class Edge(NamedTuple):
+    """The largest number found true and the smallest found false; all between were refused. None: there is no such."""
+
+    holds: int | None
+    fails: int | None
+
+
+def edge(judge: Judge, numbers: range) -> Edge:
+    """The edge of a statement among rising `numbers`. `judge` says True, then False; None is a refusal."""
+    place = _accepted(judge, numbers, range(min(len(numbers), PATIENCE)))
+    if place is None:
+        return Edge(None, None)
+    if not judge(numbers[place]):
+        return Edge(None, numbers[place])
+    low, high = _gallop(judge, numbers, place)
+    while high is not None and (middle := _between(judge, numbers, low, high)) is not None:
+        low, high = (middle, high) if judge(numbers[middle]) else (low, middle)
+    return Edge(numbers[low], None if high is None else numbers[high])
+
+
+def _gallop(judge: Judge, numbers: range, first: int) -> tuple[int, int | None]:
+    """From a place that holds, in strides: the last that holds, and a later one that fails, if there is one.
+
+    Strides double; where everything ahead is refused they are halved, down to the very next numbers.
+    """
+    low, stride, last = first, 1, len(numbers) - 1
+    while low < last:
+        start = min(low + stride, last)
+        place = _accepted(judge, numbers, range(start, min(start + PATIENCE, last + 1)))
+        if place is None and stride == 1:
+            break
+        if place is None:
+            stride //= 2
+        elif judge(numbers[place]):
+            low, stride = place, 2 * stride
+        else:
+            return low, place
+    return low, None
+
+
+def _between(judge: Judge, numbers: range, low: int, high: int) -> int | None:
+    """A place strictly between that is not refused, as near above the middle as can be, or else below it."""
+    middle = (low + high) // 2
+    above = _accepted(judge, numbers, range(max(middle, low + 1), high))
+    return above if above is not None else _accepted(judge, numbers, range(middle - 1, low, -1))
+
+
+def _accepted(judge: Judge, numbers: range, places: range) -> int | None:
+    """The first of `places` whose number is not refused."""
+    return next((place for place in places if judge(numbers[place]) is not None), None)

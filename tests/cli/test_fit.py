@@ -1,0 +1,119 @@
+"""`pipefit fit`: what it prints and saves, its exit codes, and what people get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.files import load
+from pipefit.plan import Plan
+
+MODEL = "zoo:mlp --set widths=(64,32,16) --set inputs=20"
+ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"
+
+TABLE: list[tuple[str, int, list[str]]] = [
+    ("fit", 2, ["MODEL"]),
+    ("fit zoo:mlp --grow layers", 2, ["--cluster"]),
+    ("fit zoo:mlp -c emulated:2x1MiB", 2, ["--grow"]),
+    (f"{ASKED} --grow wings", 2, ["no setting 'wings'", "widths"]),
+    (f"{ASKED} --grow optimizer", 2, ["optimizer must be"]),
+    (f"{ASKED} --grow inputs", 2, ["--set inputs and --grow inputs exclude each other", "--from"]),
+    (f"{ASKED} --grow a-b", 2, ["--grow a-b", "name of a setting"]),
+    (f"{ASKED} --grow batch -b 4", 2, ["--microbatch-size", "--from"]),
+    (f"{ASKED} --grow batch --from 0", 2, ["--from 0", "1 or more"]),
+    (f"{ASKED} --grow batch --to many", 2, ["--to many", "whole number"]),
+    (f"{ASKED} --grow batch --from 9 --to 8", 2, ["--from 9 to --to 8", "nothing to try"]),
+    (f"{ASKED} --grow batch --step -1", 2, ["--step"]),
+    (f"{ASKED} --grow batch --step {'9' * 5000}", 2, ["--step"]),
+    (f"{ASKED} --grow memory --step 1furlong", 2, ["1furlong", "not a size"]),
+    (f"{ASKED} --grow batch --schedule zigzag", 2, ["zigzag"]),
+    (f"{ASKED} --grow batch --planner oracle", 2, ["oracle", "exact"]),
+    (f"{ASKED} --grow batch --recompute sometimes", 2, ["--recompute", "always"]),
+    (f"{ASKED} --grow devices --from 99", 2, ["7 layers, too few for 99 devices"]),
+    (f"{ASKED} --grow batch -o none/plan.json", 6, ["create"]),
+    (f"{ASKED} --grow batch --plot none/plot.html", 6, ["create"]),
+    (f"fit {MODEL} -c emulated:2x1KiB --grow classes --microbatches 2", 3, ["not even classes=1 fits: device"]),
+    (f"fit {MODEL} -c emulated:2x1KiB --grow devices --microbatches 2", 3, ["not even devices=7 fits: device"]),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "words"), TABLE, ids=[line[:90] for line, *_ in TABLE])
+def test_a_mistake_has_its_sentence_and_its_code(
+    line: str,
+    code: int,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One sentence on stderr with the words, nothing on stdout, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pipefit: ") and err.count("\n") == 1
+    assert not [word for word in words if word not in err], err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_answer_is_printed_saved_and_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan that `-o` saves is the answer's, passes `certify` with its setting and fails with the next."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*ASKED.split(), "--grow", "classes", "-o", "plan.json", "--plot", "plot.html"]) == 0
+    out, err = capsys.readouterr()
+    answer = int(out.split()[0].removeprefix("classes="))
+    assert f"classes={answer + 1} does not fit: device" in out
+    assert "saved to plan.json" in err and "saved to plot.html" in err
+    made = load("plan.json", Plan)
+    assert made.prediction is not None and max(made.prediction.peak_bytes) <= 96 << 10
+    model = [*MODEL.split(), "--set"]
+    assert main(["certify", "plan.json", *model, f"classes={answer}"]) == 0
+    assert main(["certify", "plan.json", *model, f"classes={answer + 1}"]) == 6
+    assert "Plotly.newPlot" in Path("plot.html").read_text(encoding="utf-8")
+
+
+def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both neighbours are certified, every value tried has its peaks, and stdout holds nothing else."""
+    assert main([*ASKED.split(), "--grow", "batch", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert (found["grow"], found["sense"], found["microbatches"]) == ("batch", "largest", 2)
+    assert found["value"] == found["microbatch_size"] == found["best"]["value"] == found["beyond"]["value"] - 1
+    assert found["best"]["certified"] and found["beyond"]["certified"]
+    assert found["best"]["fits"] and not found["beyond"]["fits"]
+    assert found["best"]["over_bytes"] <= 0 < found["beyond"]["over_bytes"]
+    values = [row["value"] for row in found["tried"]]
+    assert values == sorted(values)
+    assert all((row["value"] <= found["value"]) == row["fits"] for row in found["tried"])
+
+
+def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster of GPUs the plan assumes CUDA's kernels, on an emulated one those of the CPU, or those told."""
+    monkeypatch.chdir(tmp_path)
+    for cluster, more, expected in (
+        ("4x-titan-rtx", "", "cuda"),
+        ("4x-titan-rtx", "--target cpu", "cpu"),
+        ("emulated:2x1MiB", "", "cpu"),
+    ):
+        line = f"fit {MODEL} -c {cluster} --grow classes --to 2 --no-certify -o plan.json {more}"
+        assert main(line.split()) == 0
+        assert load("plan.json", Plan).profile.assumptions.target == expected
+
+
+@pytest.mark.parametrize("grow", ["devices", "memory --step 1KiB"])
+def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest value fits, and one step less does not."""
+    line = f"fit {MODEL} --cluster emulated:2x36KiB --microbatches 2 --no-certify --json --grow {grow}"
+    assert main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    step = 1024 if found["grow"] == "memory" else 1
+    assert found["sense"] == "smallest"
+    assert found["beyond"]["value"] == found["value"] - step
+    assert found["best"]["fits"] and not found["beyond"]["fits"]
+    assert not found["best"]["certified"]

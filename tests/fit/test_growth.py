@@ -1,0 +1,205 @@
+"""What the search finds, against plans of every value, the exhaustive planner, and dry runs of our own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.fit import certified
+from pipefit.fit.certified import find
+from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
+from pipefit.planner import plan
+from pipefit.profiler import profile
+from pipefit.report.fit import Fit
+from pipefit.runtime import certify
+from pipefit.trace import Trace
+from tiny import task_of
+
+KIB = 1 << 10
+PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2)
+
+
+def wide(width: int) -> Task:
+    """A perceptron of five layers with hidden layers this wide; an odd width is refused."""
+    if width % 2:
+        raise UsageError(f"width={width} is odd: try {width + 1}")
+    return task_of(lambda: [nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)])
+
+
+def deep(layers: int) -> Task:
+    """A chain of equal layers."""
+    return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8)
+
+
+def check_certified(fit: Fit, growth: Growth) -> None:
+    """The answer fits in a dry run, and the next one does not."""
+    assert fit.beyond is not None
+    for attempt, fits in ((fit.best, True), (fit.beyond, False)):
+        trace = certify(growth.task(attempt.value), attempt.plan)
+        assert attempt.certified_bytes == trace.peak_bytes
+        assert all(d.peak_bytes <= d.budget_bytes for d in trace.devices) == fits == attempt.fits
+
+
+def test_the_largest_setting_is_that_of_trying_all() -> None:
+    """Every even width up to the answer has a plan that fits, the next one has none; odd ones are passed over."""
+    growth = setting("width", wide, PAIR, range(1, 1000))
+    fit = find(growth)
+    check_certified(fit, growth)
+    peaks = {
+        width: max(
+            plan(
+                profile(wide(width), microbatch_size=2), PAIR.cluster, batch_size=4, allow_infeasible=True
+            ).prediction.peak_bytes
+        )
+        for width in range(2, fit.best.value + 7, 2)
+    }
+    assert fit.best.value == max(width for width, peak in peaks.items() if peak <= 40 * KIB)
+    assert fit.beyond is not None and fit.beyond.value == fit.best.value + 2
+    assert fit.refused[1] == "width=1 is odd: try 2"
+    module = wide(fit.best.value).build()
+    assert fit.best.parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_the_largest_microbatch() -> None:
+    """Samples grow, their number of microbatches stays, and the edge is certified."""
+    growth = batch(wide(16), PAIR, range(1, 1 << 20))
+    fit = find(growth)
+    check_certified(fit, growth)
+    assert fit.beyond is not None and fit.beyond.value == fit.best.value + 1
+    assert fit.best.plan.training.microbatches == 2
+    assert fit.best.plan.training.microbatch_size == fit.best.value
+
+
+def test_the_step_is_kept() -> None:
+    """With --step 3 from 3 nothing but multiples of 3 is tried."""
+    fit = find(setting("layers", deep, PAIR, range(3, 1000, 3)))
+    assert fit.beyond is not None and fit.beyond.value == fit.best.value + 3
+    assert {attempt.value % 3 for attempt in fit.tried} == {0}
+
+
+def test_the_fewest_devices() -> None:
+    """No split over fewer devices fits, says the exhaustive planner; the training is the same for any number."""
+    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2)
+    growth = devices(task, demand, range(1, 1000))
+    fit = find(growth)
+    check_certified(fit, growth)
+    costs = profile(task, microbatch_size=1)
+    for count in range(1, 10):
+        cluster = Cluster.emulated((count, 4 * KIB))
+        question = partial(plan, costs, cluster, batch_size=2, planner="exhaustive", allow_infeasible=True)
+        assert (max(question().prediction.peak_bytes) <= 4 * KIB) == (count >= fit.best.value)
+
+
+def test_the_least_memory() -> None:
+    """To the byte it is the peak of the fullest device under the best split."""
+    growth = memory(wide(16), PAIR, range(1, 1 << 40))
+    fit = find(growth)
+    check_certified(fit, growth)
+    best = plan(profile(wide(16), microbatch_size=2), PAIR.cluster, batch_size=4, allow_infeasible=True)
+    assert best.prediction is not None
+    assert fit.best.value == max(best.prediction.peak_bytes)
+
+
+def test_recomputing_fits_more() -> None:
+    """Under GPipe with many microbatches a model that recomputes can be wider."""
+    found = [
+        find(
+            setting(
+                "width",
+                wide,
+                Demand(cluster=PAIR.cluster, microbatch_size=4, microbatches=8, schedule="gpipe", recompute=recompute),
+                range(2, 400, 2),
+            ),
+            certify=False,
+        )
+        for recompute in ("never", "always")
+    ]
+    assert found[0].best.value < found[1].best.value
+    assert [fit.best.certified_bytes for fit in found] == [None, None]
+
+
+def test_nothing_fits() -> None:
+    """Where the first value is too large, or the last device too few, the refusal has device, stage and bytes."""
+    small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2)
+    with pytest.raises(InfeasibleError, match=r"^not even width=2 fits: device \d needs .* over its 128 B$"):
+        find(setting("width", wide, small, range(1, 100)))
+    with pytest.raises(InfeasibleError, match="not even devices=3 fits"):
+        find(devices(deep(3), small, range(1, 100)))
+
+
+def test_the_end_of_the_values_is_no_failure() -> None:
+    """Where the last value allowed still fits it is the answer, and nothing lies beyond; so with the first device."""
+    fit = find(setting("width", wide, PAIR, range(2, 9)), certify=False)
+    assert (fit.best.value, fit.beyond) == (8, None)
+    fit = find(devices(wide(2), PAIR, range(1, 100)), certify=False)
+    assert (fit.best.value, fit.beyond) == (1, None)
+
+
+def test_mistakes_are_told_and_not_searched_around() -> None:
+    """A schedule that is none, devices that differ and a model that refuses everything are usage errors."""
+    with pytest.raises(UsageError, match="schedule"):
+        find(setting("width", wide, Demand(cluster=PAIR.cluster, schedule="zigzag"), range(2, 100)))
+    mixed = Demand(cluster=Cluster.emulated((1, 4 * KIB), (1, 8 * KIB)))
+    with pytest.raises(UsageError, match=r"devices of .* differ"):
+        devices(deep(3), mixed, range(1, 100))
+    with pytest.raises(UsageError, match="3 layers, too few for 5 devices"):
+        devices(deep(3), PAIR, range(5, 100))
+    with pytest.raises(UsageError, match="width=1 is odd"):
+        find(setting("width", wide, PAIR, range(1, 100, 2)))
+
+
+def test_a_dry_run_is_believed_before_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were dry runs a quarter higher than plans, the answer would be smaller and still fit in its dry run."""
+
+    class Heavier(Trace):
+        @property
+        def peak_bytes(self) -> tuple[int, ...]:
+            return tuple(device.peak_bytes * 5 // 4 for device in self.devices)
+
+    def heavier(task: Task, planned: object) -> Trace:
+        trace = certify(task, planned)
+        return Heavier(source="dry run", steps=trace.steps, devices=trace.devices, step_seconds=trace.step_seconds)
+
+    growth = setting("width", wide, PAIR, range(2, 1000, 2))
+    honest = find(growth, certify=False)
+    monkeypatch.setattr(certified, "dry_run", heavier)
+    fit = find(growth)
+    assert fit.best.value < honest.best.value
+    assert fit.best.fits and fit.best.certified_bytes is not None
+    assert fit.beyond is not None and not fit.beyond.fits and fit.beyond.value == fit.best.value + 2
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    """A layer that is used twice is one layer's worth of parameters."""
+
+    def twice(width: int) -> Task:
+        def layers() -> list[nn.Module]:
+            shared = nn.Linear(8, 8)
+            return [shared, nn.Linear(8, width), nn.Linear(width, 8), shared]
+
+        return task_of(layers, outputs=8)
+
+    fit = find(setting("width", twice, PAIR, range(4, 5)), certify=False)
+    assert fit.best.parameters == 8 * 8 + 8 + 4 * 8 + 4 + 8 * 4 + 8
+
+
+@pytest.mark.parametrize("name", ["dgx1-v100", "4x-titan-rtx", "emulated"])
+@pytest.mark.parametrize("count", [1, 3, 11])
+def test_any_number_of_devices_is_a_cluster(name: str, count: int) -> None:
+    """All are of the kind that there is, any two can talk, and those that were there keep their links."""
+    whole = PAIR.cluster if name == "emulated" else Cluster.preset(name)
+    some = with_devices(whole, count)
+    assert [(device.kind, device.memory_bytes) for device in some.devices] == [
+        (whole.devices[0].kind, whole.devices[0].memory_bytes)
+    ] * count
+    names = [f"device{number}" for number in range(count)]
+    for a in names:
+        for b in names:
+            assert a == b or some.route(a, b).bytes_per_second > 0
+    if 1 < count <= len(whole.devices):
+        assert some.route("device0", "device1").bytes_per_second == whole.route("device0", "device1").bytes_per_second

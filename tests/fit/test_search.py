@@ -1,0 +1,61 @@
+"""The search alone, on statements that are known everywhere."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.fit.search import PATIENCE, edge
+
+RANGES = st.builds(
+    lambda start, count, step: range(start, start + count * step, step),
+    st.integers(1, 50),
+    st.integers(1, 400),
+    st.integers(1, 7),
+)
+
+
+@given(numbers=RANGES, limit=st.integers(0, 3000), refused=st.sets(st.integers(1, 3000)))
+def test_the_edge_is_that_of_looking_at_every_number(numbers: range, limit: int, refused: set[int]) -> None:
+    """The last number that holds and the first that fails, as a walk over all numbers that are not refused has them."""
+    gaps = refused if len(refused) < PATIENCE else set()
+    accepted = [number for number in numbers if number not in gaps]
+    found = edge(lambda number: None if number in gaps else number <= limit, numbers)
+    assert found.holds == max((number for number in accepted if number <= limit), default=None)
+    assert found.fails == min((number for number in accepted if number > limit), default=None)
+
+
+@given(numbers=RANGES, limit=st.integers(0, 3000), heads=st.integers(1, 16))
+def test_refusals_at_every_turn_change_nothing(numbers: range, limit: int, heads: int) -> None:
+    """Where only multiples are accepted, as hidden sizes among heads, the edge lies between two multiples."""
+    accepted = [number for number in numbers if number % heads == 0]
+    found = edge(lambda number: number <= limit if number % heads == 0 else None, numbers)
+    assert found.holds == max((number for number in accepted if number <= limit), default=None)
+    assert found.fails == min((number for number in accepted if number > limit), default=None)
+
+
+@given(limit=st.integers(1, 1 << 20))
+def test_few_are_judged(limit: int) -> None:
+    """However far the end is, about twice the logarithm of the answer, each number counted once."""
+    judged: set[int] = set()
+
+    def judge(number: int) -> bool:
+        judged.add(number)
+        return number <= limit
+
+    found = edge(judge, range(1, 1 << 60))
+    assert found == (limit, limit + 1)
+    assert len(judged) <= 2 * limit.bit_length() + 2
+    assert max(judged) <= 2 * limit + 2
+
+
+def test_a_model_that_refuses_everything_is_left_in_peace() -> None:
+    """After so many refusals in a row nothing more is asked, and there is no edge."""
+    asked: list[int] = []
+    assert edge(asked.append, range(1, 1 << 40)) == (None, None)  # what append returns is a refusal
+    assert len(asked) == PATIENCE
+
+
+def test_nothing_but_divisors() -> None:
+    """Where the accepted numbers end, as the divisors of a hidden size do, the last of them is the answer."""
+    assert edge(lambda number: True if 24 % number == 0 else None, range(1, 1 << 20)) == (24, None)

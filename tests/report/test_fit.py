@@ -1,0 +1,71 @@
+"""The answer of a search as text, JSON and plot, from documents alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+from pipefit.cluster import Cluster
+from pipefit.planner import plan
+from pipefit.report.fit import Attempt, Fit, describe_fit
+from pipefit.report.fit_plot import plot_fit
+from pipefit.report.tables import plain
+from pipelines import random_profile
+
+BUDGET = 1 << 20
+
+
+def attempt(value: int, budget: int) -> Attempt:
+    """A plan of as many layers over two devices that have `budget`."""
+    costs = replace(random_profile(value), model="mine <b>")
+    made = plan(costs, Cluster.emulated((2, budget)), batch_size=2, microbatches=2, allow_infeasible=True)
+    return Attempt(value=value, plan=made)
+
+
+def example() -> Fit:
+    """Four layers fit, six do not, and five are refused."""
+    need = max(attempt(4, BUDGET).peak_bytes)
+    tried = tuple(attempt(value, need if value != 6 else need // 2) for value in (2, 4, 6))
+    return Fit(grown="layers", sense="largest", best=tried[1], beyond=tried[2], tried=tried, refused={5: "five is odd"})
+
+
+def test_the_text_has_the_answer_the_limit_and_the_miss() -> None:
+    """The first line has the answer, a row each value, the last line by how much the next one misses."""
+    fit = example()
+    lines = plain(describe_fit(fit)).splitlines()
+    assert lines[0].startswith("layers=4 is the largest that fits: mine <b> of ")
+    assert [line.split()[0] for line in lines[4:7]] == ["2", "4", "6"]
+    assert lines[-2].endswith("which leaves it 0 B free.")
+    assert lines[-1].startswith("layers=6 does not fit: device")
+
+
+def test_the_text_says_where_the_model_ended_the_search() -> None:
+    """Without a value beyond, the model's own refusal is told; without that either, that nothing larger was asked."""
+    fit = replace(example(), beyond=None)
+    assert plain(describe_fit(fit)).endswith("layers=5 is refused: five is odd.")
+    assert plain(describe_fit(replace(fit, refused={}))).endswith("Nothing larger was asked for.")
+
+
+def test_the_peaks_of_a_dry_run_count() -> None:
+    """What a dry run found stands for what was planned, in the verdict and in JSON."""
+    planned = example().best
+    heavier = replace(planned, certified_bytes=tuple(peak + 7 for peak in planned.peak_bytes))
+    assert planned.fits and not heavier.fits
+    assert heavier.over_bytes == 7
+    assert heavier.as_json()["peak_bytes"] == list(heavier.certified_bytes or ())
+    assert heavier.as_json()["certified"] and not planned.as_json()["certified"]
+
+
+def test_the_plot_holds_the_data_and_nothing_runs_from_names() -> None:
+    """One file with its own script, every value with its peak and budget, a logarithmic axis, and no tag of a name."""
+    fit = example()
+    page = plot_fit(fit)
+    data = page[page.rindex("Plotly.newPlot(") :]
+    peak, budget = json.JSONDecoder().raw_decode(data[data.index("[") :])[0]
+    assert peak["x"] == budget["x"] == [2, 4, 6]
+    assert peak["y"] == [attempt.need_bytes for attempt in fit.tried]
+    assert budget["y"] == [attempt.budget_bytes for attempt in fit.tried]
+    assert '"type":"log"' in data
+    assert "mine <b>" not in data
+    assert not re.search(r"<script[^>]+src=", page)
