@@ -19,7 +19,7 @@ from pipefit.planner.question import Options, Planner
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.profile import ModelProfile
-from pipefit.training import Training
+from pipefit.training import Recompute, Training
 
 __all__ = [
     "PLANNERS",
@@ -58,13 +58,16 @@ def plan(
     batch_size: int | None = None,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    recompute: Recompute = "never",
+    clip_norm: float | None = None,
     planner: str = "exact",
     stages: int | None = None,
     allow_infeasible: bool = False,
 ) -> Plan:
     """Which layers go where, so that the model fits.
 
-    Say how it is trained with `training`, or in parts: `batch_size` samples in `microbatches` parts under `schedule`.
+    Say how it is trained with `training`, or in parts: `batch_size` samples in `microbatches` parts under `schedule`,
+    with `recompute` and `clip_norm` as `Training` has them.
     Without `microbatches` their size is the first profiled; without `batch_size` there are four for each device.
     `planner` is a name in `PLANNERS`; `stages` and `allow_infeasible` are explained in `Options`.
 
@@ -75,14 +78,23 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     if training is None:
-        training = _training(profile, cluster, batch_size, microbatches, schedule)
-    elif (batch_size, microbatches) != (None, None):
-        raise UsageError("say the batch size and the number of microbatches either in training or apart, not both")
+        training = _training(
+            profile, cluster, batch_size, microbatches, schedule=schedule, recompute=recompute, clip_norm=clip_norm
+        )
+    elif (batch_size, microbatches, recompute, clip_norm) != (None, None, "never", None):
+        raise UsageError("say how the model is trained either in training or in parts, not both")
     return PLANNERS[planner](profile, cluster, training, Options(stages=stages, allow_infeasible=allow_infeasible))
 
 
 def _training(
-    profile: ModelProfile, cluster: Cluster, batch_size: int | None, microbatches: int | None, schedule: str
+    profile: ModelProfile,
+    cluster: Cluster,
+    batch_size: int | None,
+    microbatches: int | None,
+    *,
+    schedule: str,
+    recompute: Recompute,
+    clip_norm: float | None,
 ) -> Training:
     size = profile.measurements[0].microbatch_size
     if microbatches is None:
@@ -90,4 +102,11 @@ def _training(
     if batch_size is None:
         batch_size = microbatches * size
     precision = profile.assumptions.precision
-    return Training(batch_size=batch_size, microbatches=microbatches, schedule=schedule, precision=precision)
+    return Training(
+        batch_size=batch_size,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision=precision,
+        recompute=recompute,
+        clip_norm=clip_norm,
+    )

@@ -1,0 +1,84 @@
+"""Which partitionings to run, so that every layer can be told from its neighbours.
+
+For every layer l some run must have (a) l alone on a device, and, but for the first layer, for some n < l, as small as
+the number of runs allows, (b) layers n to l - 1 on a device and (c) layers n to l on a device.
+
+With S = L - G, G >= 4 and L >= 2 G, the S + 1 = L - G + 1 runs k = 0 ... S do:
+
+    [0..k] [k+1] ... [k+a] [k+a+1 .. S+a+1] [S+a+2] ... [L-1]        a = max(1, G - 2 - k)
+
+that is, a growing first stage, `a` layers alone, a second long stage, and the rest alone; but run S - 2 is
+
+    [0..S-2] [S-1] [S, S+1] [S+2, S+3] [S+4] ... [L-1]
+
+Proof. All have G stages: 2 + a + (G - 2 - a), and 4 + (G - 4). (a) Layer 0 is alone in run 0, layer k + 1 in run k, as
+a >= 1; layers S + 2 ... L - 1 in run S, whose second long stage is one layer. (b), (c) Layers 1 ... S: n = 0, in runs
+l - 1 and l. Layer S + 1: n = S; [S] is in run S - 1, [S, S+1] in run S - 2. Layer S + 2: n = S + 1; [S+1] is in run S,
+[S+1, S+2] in run S - 1, where a = 1. Layers S + 1 + i for i = 2 ... G - 2: n = G - 1; in run k = G - 2 - i the second
+long stage is [G-1 .. S+1+i], in run k + 1 it is [G-1 .. S+i]. Both are before run S - 2, as k + 1 <= G - 3 < S - 2.
+
+So few runs do not suffice for every L and G: on three devices each layer but the ends is alone in one split only, which
+makes L - 2 runs, and none of them ends a longer stage with layer L - 2. Where L < 2 G or G = 3, there are fewer devices
+in use: max(4, L // 2) of them if L >= 8, and otherwise L runs of up to three, each with n = 0. (mCAP, section 3.2; the
+paper chose its runs partly by hand.)
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from pipefit.errors import UsageError
+
+Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
+
+
+def partitionings(layers: int, devices: int) -> list[Edges]:
+    """The runs, in order: `layers - devices + 1` of them where that is possible.
+
+    Raises:
+        UsageError: fewer than three devices, on which no layer within the model can be alone.
+    """
+    if devices < 3 and devices < layers:
+        raise UsageError(f"incremental profiling needs at least three devices, not {devices}: a layer, and its sides")
+    used = min(devices, layers // 2)
+    if used < 4:
+        return _on_three(layers)
+    return [_edges(_lengths(layers, used, run)) for run in range(layers - used + 1)]
+
+
+def around(start: int, stop: int, layers: int, devices: int) -> Edges:
+    """Layers `start` to `stop - 1` on one device, all others spread over the other devices as evenly as can be."""
+    before, behind, others = start, layers - stop, devices - 1
+    if before + behind <= others:
+        left, right = before, behind
+    else:
+        left = min(max(round(others * before / (before + behind)), before > 0), others - (behind > 0), before)
+        right = min(others - left, behind)
+    return _edges([*_even(before, left), stop - start, *_even(behind, right)])
+
+
+def _lengths(layers: int, devices: int, run: int) -> list[int]:
+    """Lengths of the stages in run number `run`."""
+    spare = layers - devices
+    if run == spare - 2:
+        return [run + 1, 1, 2, 2, *[1] * (devices - 4)]
+    alone = max(1, devices - 2 - run)
+    return [run + 1, *[1] * alone, spare - run + 1, *[1] * (devices - 2 - alone)]
+
+
+def _on_three(layers: int) -> list[Edges]:
+    """The first layers, the next alone, the rest."""
+    return [_edges([n for n in (run, 1, layers - run - 1) if n]) for run in range(1, layers)] + [(0, layers)]
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def _edges(lengths: list[int]) -> Edges:
+    return (0, *accumulate(lengths))
+
+
+def intervals(edges: Edges) -> list[tuple[int, int]]:
+    """First layer and stop of every stage."""
+    return list(pairwise(edges))

@@ -1,0 +1,146 @@
+"""Incremental profiling: on a model whose true costs are known, and by real runs of a small one."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from chains import alike
+from chains import profile as profile_of
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.cost.additive import AdditiveCosts
+from pipefit.errors import FileError, InfeasibleError, OutOfMemory
+from pipefit.plan import Plan
+from pipefit.profiler import profile
+from pipefit.profiler.incremental import profile_incrementally, train
+from pipefit.runtime import certify
+from pipefit.training import Training
+from tiny import plan_of, task_of
+
+TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)))
+GPIPE = Training(batch_size=4, microbatches=4, schedule="gpipe")
+TASK = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks are made up
+
+
+class MadeUp:
+    """Runs whose peaks are additive, on devices of `memory_bytes`; may break after some."""
+
+    def __init__(self, memory_bytes: int = 1 << 30, breaks_after: int = 1 << 30) -> None:
+        self.memory_bytes, self.left = memory_bytes, breaks_after
+        self.splits: list[tuple[int, ...]] = []
+
+    def __call__(self, plan: Plan) -> tuple[int, ...]:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        self.splits.append(plan.split)
+        peaks = tuple(TRUE.peak(stage.start, stage.stop) for stage in plan.stages)
+        if max(peaks) > self.memory_bytes:
+            raise OutOfMemory("too much")
+        return peaks
+
+    def profile(self, store: Path, devices: int = 4, **options: object) -> AdditiveCosts:
+        return profile_incrementally(
+            TASK, profile_of(alike(12)), Cluster.emulated((devices, self.memory_bytes)), GPIPE,
+            store=store, run=self, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "runs"), [(3, 12), (4, 9), (5, 8), (6, 7), (20, 7)])
+def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: int) -> None:
+    """Where the truth is additive it comes out, in L - G + 1 runs for four to six devices and 12 layers; more
+    devices are not used, and on three every layer is a run.
+    """
+    made_up = MadeUp()
+    assert made_up.profile(tmp_path / "runs.json", devices) == TRUE
+    assert len(made_up.splits) == runs
+
+
+@pytest.mark.parametrize("memory_bytes", [250, 215, 190])
+def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) -> None:
+    """On devices too small for the long stages the same numbers come out of other runs."""
+    made_up = MadeUp(memory_bytes)
+    assert made_up.profile(tmp_path / "runs.json", 6) == TRUE
+    assert len(made_up.splits) > 7
+    assert len(made_up.splits) == len(set(made_up.splits)), "a run is made once"
+
+
+@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer layer0 alone"), (115, "layers layer0 and layer1")])
+def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
+    """A layer too large for a device alone, or with its neighbour; and what would help."""
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*did not fit: too much"):
+        MadeUp(memory_bytes).profile(tmp_path / "runs.json", 12)
+
+
+@pytest.mark.parametrize("breaks_after", range(9))
+def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
+    """The second call makes only the runs that the first did not, and tells how many are done."""
+    store = tmp_path / "runs.json"
+    first, second = MadeUp(breaks_after=breaks_after), MadeUp()
+    with pytest.raises(KeyboardInterrupt):
+        first.profile(store)
+    told: list[tuple[int, int]] = []
+    assert second.profile(store, progress=lambda done, planned, edges: told.append((done, planned))) == TRUE
+    assert len(first.splits) == breaks_after and len(second.splits) == 9 - breaks_after
+    assert told == [(done, 9) for done in range(breaks_after, 9)]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.json"]
+
+
+def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
+    """A store of other devices, and a file that is none; both stay as they are."""
+    store = tmp_path / "runs.json"
+    MadeUp().profile(store)
+    before = store.read_text()
+    with pytest.raises(FileError, match="another model, training or cluster"):
+        MadeUp().profile(store, devices=5)
+    assert store.read_text() == before
+    store.write_text(json.dumps({"runs": 3}))
+    with pytest.raises(FileError, match="no record of profiling runs"):
+        MadeUp().profile(store)
+
+
+def small() -> Task:
+    """Eight layers of different widths."""
+    widths = [8, 64, 16, 128, 8, 32, 32, 64, 4]
+    return task_of(lambda: [nn.Linear(a, b) for a, b in pairwise(widths)])
+
+
+def test_real_runs_tell_what_the_dry_run_says(tmp_path: Path) -> None:
+    """Eight layers on four emulated devices, five runs; peaks alone are those of a dry run, to the byte, and prefixes
+    that were run come out as they were.
+    """
+    task = small()
+    chain, cluster = profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 26))
+    training = Training(batch_size=4, microbatches=2, schedule="gpipe")
+    state = torch.get_rng_state()
+    costs = profile_incrementally(task, chain, cluster, training, store=tmp_path / "runs.json")
+    assert torch.equal(state, torch.get_rng_state())
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert len(runs) == 5
+    for edges, peaks in runs:
+        for (start, stop), peak in zip(pairwise(edges), peaks, strict=True):
+            if start == 0:
+                assert costs.peak(start, stop) == peak
+    edges, peaks = runs[1]
+    plan = plan_of(task, [b - a for a, b in pairwise(edges)], schedule="gpipe")
+    assert certify(task, plan).peak_bytes == tuple(peaks) == train(task, plan)
+
+
+def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
+    """With caps just above what half of the layers take, runs fail, are replaced, and all layers are measured."""
+    task = small()
+    chain = profile(task, microbatch_size=2)
+    training = Training(batch_size=4, microbatches=2, schedule="gpipe")
+    ample, tight = (tmp_path / "ample.json", tmp_path / "tight.json")
+    roomy = profile_incrementally(task, chain, Cluster.emulated((4, 1 << 26)), training, store=ample)
+    cap = max(max(peaks) for _, peaks in json.loads(ample.read_text())["runs"]) - 1
+    costs = profile_incrementally(task, chain, Cluster.emulated((4, cap)), training, store=tight)
+    runs = json.loads(tight.read_text())["runs"]
+    assert any(peaks is None for _, peaks in runs) and all(max(peaks) <= cap for _, peaks in runs if peaks)
+    assert len(costs.mem_isolated) == len(roomy.mem_isolated) == 8

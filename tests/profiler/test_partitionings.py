@@ -1,0 +1,63 @@
+"""Which partitionings are run: what their docstring proves, for all small numbers of layers and devices."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from pipefit.errors import UsageError
+from pipefit.profiler.partitionings import around, intervals, partitionings
+
+
+def tells_apart(runs, layers: int) -> bool:
+    """Whether every layer is alone in some run, and some n has both [n..l-1] and [n..l]."""
+    seen = {stage for edges in runs for stage in intervals(edges)}
+    pairs = all(any({(n, layer), (n, layer + 1)} <= seen for n in range(layer)) for layer in range(1, layers))
+    return pairs and all((layer, layer + 1) in seen for layer in range(layers))
+
+
+@pytest.mark.parametrize("devices", range(3, 17))
+def test_every_layer_is_told_from_its_neighbours(devices: int) -> None:
+    """(a), (b) and (c) for every layer, on no more devices than there are; in L - G + 1 runs where that is proven."""
+    for layers in range(1, 50):
+        runs = partitionings(layers, devices)
+        assert tells_apart(runs, layers), layers
+        for edges in runs:
+            assert edges[0] == 0 and edges[-1] == layers and len(edges) - 1 <= devices
+            assert all(start < stop for start, stop in pairwise(edges))
+        if devices >= 4 and layers >= 2 * devices:
+            assert len(runs) == layers - devices + 1
+        else:
+            assert len(runs) <= max(layers, 1)
+
+
+def test_the_example_of_the_literature_takes_35_runs() -> None:
+    """42 layers on 8 devices."""
+    assert len(partitionings(42, 8)) == 35
+
+
+@pytest.mark.parametrize("layers", range(4, 9))
+def test_three_devices_cannot_do_it_in_so_few_runs(layers: int) -> None:
+    """Why there are more runs on three devices: no L - 2 splits tell every layer apart, by trying all sets of them."""
+    every = [(0, *cuts, layers) for count in (1, 2) for cuts in combinations(range(1, layers), count)]
+    alone = [(0, n, n + 1, layers) for n in range(1, layers - 1)]  # each is the only split with its layer alone
+    assert all(edges in every for edges in alone) and len(alone) == layers - 2
+    assert not tells_apart(alone, layers)
+
+
+def test_a_stage_is_surrounded_by_even_ones() -> None:
+    """Of every place and length in eight layers on three to five devices: it is there, and no device is left over."""
+    for devices in (3, 4, 5):
+        for start, stop in combinations(range(9), 2):
+            edges = around(start, stop, 8, devices)
+            assert (start, stop) in intervals(edges) and edges[0] == 0 and edges[-1] == 8
+            assert all(a < b for a, b in pairwise(edges))
+            assert len(edges) - 1 <= devices
+            assert len(edges) - 1 == min(devices, 9 - (stop - start))
+
+
+def test_two_devices_are_too_few() -> None:
+    """No layer within the model can be alone on two."""
+    with pytest.raises(UsageError, match="at least three devices, not 2"):
+        partitionings(5, 2)
