@@ -75,6 +75,7 @@ class Trainer:
             raise UsageError(f"gradients are added up over at least one batch, not {accumulate}")
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._batches = 0
+        self._peaks: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
@@ -192,19 +193,24 @@ class Trainer:
         return self._mean_loss([size / samples for size in cut.sizes])
 
     def _mean_loss(self, weights: list[float]) -> float:
-        """The losses of the microbatches in their proportions, as the last stage saw them."""
-        last = len(self.plan.stages) - 1
-        losses = next((reader.runner.losses for reader in self.readers if reader.runner.losses is not None), None)
-        if losses is not None:
-            mean = losses[: len(weights)] @ torch.tensor(weights, device=losses.device)
-        else:
-            mean = torch.zeros((), device=self.readers[0].runner.device)
-        if self.distributed and last > 0:
+        """The losses of the microbatches in their proportions, as the last stage saw them; on every worker.
+
+        With it, every worker learns the last step's peaks of all devices.
+        """
+        shared = torch.zeros(1 + len(self.plan.stages), dtype=torch.float64)
+        for reader in self.readers:
+            shared[1 + reader.stage] = reader.step_peak_bytes
+            if (losses := reader.runner.losses) is not None:
+                shared[0] = losses[: len(weights)] @ torch.tensor(weights, device=losses.device)
+        if self.distributed and len(self.plan.stages) > 1:
+            shared = shared.to(self.readers[0].runner.device)
             try:
-                dist.broadcast(mean, src=last)
+                dist.all_reduce(shared)
             except RuntimeError as error:
-                raise PeerLost(f"worker {last} did not tell the loss ({str(error).splitlines()[0][:200]})") from error
-        return mean.item()
+                raise PeerLost(f"a worker did not tell its part ({str(error).splitlines()[0][:200]})") from error
+        loss, *peaks = shared.tolist()
+        self._peaks = {stage.device: int(peak) for stage, peak in zip(self.plan.stages, peaks, strict=True)}
+        return float(loss)
 
     def _report(self, loss: float, seconds: float, samples: int) -> StepReport:
         """What callbacks are told."""
@@ -219,7 +225,7 @@ class Trainer:
             seconds=seconds,
             samples_per_second=samples / seconds,
             learning_rate=None if rate is None else float(rate),
-            peak_bytes={r.number: r.step_peak_bytes for r in self.readers},
+            peak_bytes=self._peaks,
             gradient_norm=None if agreement is None else agreement.norm,
             loss_scale=None if scale is None else scale.value,
             skipped=agreement is not None and agreement.overflow,
