@@ -17,8 +17,8 @@ from pipefit.errors import UsageError
 class StepReport:
     """One training step, as one worker saw it. The loss is the same on all of them.
 
-    `peak_bytes` maps every device to the most it held in the step, 0 where nothing counts. `gradient_norm` is None unless
-    it was needed.
+    `peak_bytes` maps every device to the most it held in the step, 0 where nothing counts. `gradient_norm` is None
+    unless it was needed.
     """
 
     step: int
