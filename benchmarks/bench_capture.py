@@ -51,7 +51,7 @@ def measure(name: str) -> dict[str, Any]:
     return {
         "model": TITLES[name],
         "layers": len(chain.layers),
-        "parameters": sum(p.numel() for layer in chain.layers for p in layer.module.parameters()),
+        "parameters": sum({id(p): p.numel() for layer in chain.layers for p in layer.module.parameters()}.values()),
         "kinds": len(found.measurements[0].kinds),
         "capture_seconds": captured,
         "capture_peak_bytes": peak,
