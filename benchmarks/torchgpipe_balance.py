@@ -12,7 +12,8 @@ import argparse
 
 import torch
 from torch import Tensor, nn
-from torchgpipe.balance import balance_by_time
+from torchgpipe.balance import balance_cost
+from torchgpipe.balance.profile import profile_times
 
 from pipefit.capture import Task, capture
 from pipefit.capture.chain import ChainLayer, single
@@ -36,13 +37,19 @@ class _Layer(nn.Module):
         return single(self.layer(tuple(value.clone() for value in given) if self.copies else given))
 
 
-def torchgpipe_split(task: Task, *, samples: int, devices: int, seconds: float = 1.0) -> list[int]:
-    """Number of layers for every device, by torchgpipe, from `samples` samples and about so many seconds of timing."""
+def torchgpipe_times(task: Task, *, samples: int, seconds: float = 1.0) -> list[int]:
+    """Microseconds of every layer, forward and backward, as torchgpipe measures them: the sums over its repeats, which
+    go on for about so many seconds.
+    """
     inputs, targets = task.batch(samples)
     chain = capture(task, inputs, targets)
     layers = nn.Sequential(*map(_Layer, chain.layers))
-    values = chain.flatten(inputs)
-    return balance_by_time(devices, layers, single(values), timeout=seconds, device=torch.device("cpu"))
+    return profile_times(layers, single(chain.flatten(inputs)), seconds, torch.device("cpu"))
+
+
+def torchgpipe_split(times: list[int], devices: int) -> list[int]:
+    """Number of layers for every device, by torchgpipe's own solver. `balance_by_time` is this after the measuring."""
+    return balance_cost(times, devices)
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2)
     given = parser.parse_args()
     task = build("amoebanet", layers=given.layers, filters=given.filters)
-    print("-".join(map(str, torchgpipe_split(task, samples=given.samples, devices=given.devices))))
+    print("-".join(map(str, torchgpipe_split(torchgpipe_times(task, samples=given.samples), given.devices))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Every partitioner of the comparisons, by name: ours, those of the papers, torchgpipe's own run for real, the usual.
+
+Not a benchmark itself. `splits` gives the edges of each for one setting; `plan_at` makes a plan of edges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import pstdev
+from typing import NamedTuple
+
+from torchgpipe_balance import torchgpipe_split, torchgpipe_times
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.cost.additive import AdditiveCosts
+from pipefit.plan import Plan, Stage
+from pipefit.planner import best_split, plan
+from pipefit.planner.sums import lightest_parts
+from pipefit.profile import ModelProfile
+from pipefit.profiler.incremental import profile_incrementally
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+
+Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
+
+OURS, TORCHGPIPE = "exact", "torchgpipe"
+PLANNERS = (OURS, "uniform", "parameters", "time", "first_last", "bisection")  # by their names in pipefit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is to be split."""
+
+    task: Task
+    profile: ModelProfile
+    cluster: Cluster
+    training: Training
+
+    @property
+    def devices(self) -> int:
+        """Number of stages wanted."""
+        return len(self.cluster.devices)
+
+
+class Outcome(NamedTuple):
+    """What the simulator says of a split, to the byte."""
+
+    peak_bytes: tuple[int, ...]
+    step_seconds: float
+
+    @property
+    def highest_bytes(self) -> int:
+        """The fullest device."""
+        return max(self.peak_bytes)
+
+    @property
+    def deviation_bytes(self) -> float:
+        """Standard deviation over the devices."""
+        return pstdev(self.peak_bytes)
+
+
+def plan_at(setting: Setting, edges: Edges) -> Plan:
+    """A plan of the stages between `edges`, stage s on device s, whether or not it fits."""
+    stages = enumerate(itertools.pairwise(edges))
+    return Plan(
+        profile=setting.profile,
+        cluster=setting.cluster,
+        training=setting.training,
+        stages=tuple(Stage(start=start, stop=stop, devices=(number,)) for number, (start, stop) in stages),
+    )
+
+
+def outcome(setting: Setting, edges: Edges) -> Outcome:
+    """Peaks and the second step's time of a split, simulated."""
+    simulation = Simulation(plan_at(setting, edges), steps=2)
+    return Outcome(simulation.peak_bytes, simulation.step_seconds[-1])
+
+
+def planned(setting: Setting, planner: str) -> Edges:
+    """The split of one of pipefit's planners, whether or not it fits."""
+    made = plan(setting.profile, setting.cluster, setting.training, planner=planner, allow_infeasible=True)
+    return (0, *made.boundaries, len(setting.profile.layers))
+
+
+def simulated_additive_costs(setting: Setting) -> AdditiveCosts:
+    """mCAP's two numbers for every layer, from its incremental runs, each simulated: peaks are those of real runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return profile_incrementally(
+            setting.task,
+            setting.profile,
+            setting.cluster,
+            setting.training,
+            store=Path(folder) / "runs.json",
+            run=lambda made: Simulation(made, steps=2).peak_bytes[: len(made.stages)],
+        )
+
+
+def additive_split(setting: Setting, costs: AdditiveCosts) -> Edges:
+    """mCAP's own choice: the best of all splits by its additive predictor."""
+    return best_split(costs, len(setting.profile.layers), setting.devices)
+
+
+class TorchgpipeSplits(NamedTuple):
+    """torchgpipe's balance by time, and what an exact solver makes of the very times that it measured."""
+
+    own: Edges
+    solved_exactly: Edges
+
+
+def torchgpipe_splits(task: Task, *, samples: int, devices: int, seconds: float = 1.0) -> TorchgpipeSplits:
+    """torchgpipe run for real on this machine's CPU, on `samples` samples, for about so many seconds at least."""
+    times = torchgpipe_times(task, samples=samples, seconds=seconds)
+    _, exact = lightest_parts(times, devices)
+    return TorchgpipeSplits((0, *itertools.accumulate(torchgpipe_split(times, devices))), tuple(exact))
