@@ -12,18 +12,16 @@ from pathlib import Path
 from statistics import pstdev
 from typing import NamedTuple
 
-from torchgpipe_balance import torchgpipe_split, torchgpipe_times
-
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.cost.additive import AdditiveCosts
 from pipefit.plan import Plan, Stage
 from pipefit.planner import best_split, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.profile import ModelProfile
+from pipefit.profile import AdditiveCosts, ModelProfile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.simulator import Simulation
 from pipefit.training import Training
+from torchgpipe_balance import torchgpipe_split, torchgpipe_times
 
 Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
 

@@ -12,7 +12,8 @@ whichever layers end up on one device. `pipefit.cost.memory` does the compositio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -262,9 +263,51 @@ class Assumptions:
             raise UsageError(f"a worker has at least one thread, not {self.threads}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdditiveCosts:
+    """Peaks from training runs, two numbers of bytes for every layer: alone on a device, and added to those before it.
+
+        peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
+
+    A `Predictor`, blind to the stage's place in the schedule: the numbers are what they were where they were measured,
+    so it suits GPipe, where all stages hold the same number of microbatches. It holds best under recomputation, where a
+    peak follows the one hungriest layer and all weights. Differences of peaks may be negative: a layer may lower the
+    peak of those before it. (mCAP, listing 1.1.)
+
+    Raises:
+        UsageError: the two do not have the same number of layers, or none.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    mem_isolated: tuple[int, ...]
+    mem_added: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
+            raise UsageError(
+                "additive costs are two numbers for every layer, not "
+                f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
+            )
+
+    @cached_property
+    def _sums(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.mem_added))
+
+    def peak(self, start: int, stop: int) -> int:
+        """Bytes of layers `start` to `stop - 1` on one device, in one subtraction."""
+        if not 0 <= start < stop <= len(self.mem_isolated):
+            raise UsageError(f"layers {start} to {stop - 1} are no stage of {len(self.mem_isolated)} layers")
+        return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
+
+    def __call__(self, stage: int, start: int, stop: int) -> int:
+        """The same, whatever the stage's place."""
+        return self.peak(start, stop)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model's layers and what they cost."""
+    """A model's layers and what they cost. `additive` is there where training runs measured it."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -273,6 +316,7 @@ class ModelProfile:
     layers: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     assumptions: Assumptions
+    additive: AdditiveCosts | None = None
 
     def __post_init__(self) -> None:
         if not self.measurements:
@@ -282,6 +326,11 @@ class ModelProfile:
         if any(len(m.layers) != len(self.layers) for m in self.measurements):
             raise UsageError(
                 f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number"
+            )
+        if self.additive is not None and len(self.additive.mem_isolated) != len(self.layers):
+            raise UsageError(
+                f"the profile of {self.model!r} names {len(self.layers)} layers, but the training runs tell of "
+                f"{len(self.additive.mem_isolated)}"
             )
 
     def at(self, microbatch_size: int) -> Measurement:

@@ -86,3 +86,27 @@ def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.Captur
         assert out == ""
         assert err.startswith("pipefit: ")
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("runs", ["incremental", "trimmed"])
+def test_training_runs_make_the_additive_planner_possible(runs: str, tmp_path: Path) -> None:
+    """`profile --runs` adds two numbers a layer, keeps its runs, uses them again, and `plan` plans by them."""
+    store, made = tmp_path / "runs.json", tmp_path / "profile.json"
+    line = ["profile", *MODEL, "--microbatch-size", "4", "--runs", runs, "--cluster", "emulated:3x1MiB"]
+    line += ["--store", str(store), "-o", str(made)]
+    assert main(line) == 0
+    before = store.read_text()
+    found = load(made, ModelProfile)
+    assert found.additive is not None and len(found.additive.mem_isolated) == 7
+    assert main(line) == 0
+    assert store.read_text() == before and load(made, ModelProfile) == found
+    ask = ["plan", str(made), "--cluster", "emulated:3x1MiB", "--batch-size", "16", "--schedule", "gpipe"]
+    assert main([*ask, "--planner", "additive", "-o", str(tmp_path / "plan.json")]) == 0
+    assert load(tmp_path / "plan.json", Plan).profile.additive == found.additive
+
+
+def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each alone is a usage error, before any work."""
+    for alone in (["--runs", "trimmed"], ["--cluster", "emulated:3x1MiB"]):
+        assert main(["profile", *MODEL, "--microbatch-size", "4", *alone]) == 2
+        assert "--runs and --cluster go together" in capsys.readouterr().err

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from chains import devices, hostile, plain, profile, training
-from pipefit.cost.additive import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import best_split, exact, true_peaks
 from pipefit.planner.question import Options
+from pipefit.profile import AdditiveCosts
 
 
 def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:

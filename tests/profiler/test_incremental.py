@@ -14,9 +14,9 @@ from chains import alike
 from chains import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.cost.additive import AdditiveCosts
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory
 from pipefit.plan import Plan
+from pipefit.profile import AdditiveCosts
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally, train
 from pipefit.runtime import certify
@@ -92,17 +92,27 @@ def test_a_break_loses_nothing(tmp_path: Path, breaks_after: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs.json"]
 
 
+def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
+    """A second call that makes no run tells what the first was told."""
+    for memory_bytes in (1, 105):
+        made_up = MadeUp(memory_bytes)
+        for _ in range(2):
+            with pytest.raises(InfeasibleError, match="did not fit: too much"):
+                made_up.profile(tmp_path / f"{memory_bytes}.json", 12)
+
+
 def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
     """A store of other devices, and a file that is none; both stay as they are."""
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     before = store.read_text()
-    with pytest.raises(FileError, match="another model, training or cluster"):
+    with pytest.raises(FileError, match="another kind, model, training or cluster"):
         MadeUp().profile(store, devices=5)
     assert store.read_text() == before
-    store.write_text(json.dumps({"runs": 3}))
-    with pytest.raises(FileError, match="no record of profiling runs"):
-        MadeUp().profile(store)
+    for text in ('{"runs": 3}', before.replace('"peaks": [', '"peaks": [1, '), before.replace('"stages"', '"edges"')):
+        store.write_text(text)
+        with pytest.raises(FileError, match="no record of profiling runs"):
+            MadeUp().profile(store)
 
 
 def small() -> Task:
@@ -123,13 +133,12 @@ def test_real_runs_tell_what_the_dry_run_says(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert len(runs) == 5
-    for edges, peaks in runs:
-        for (start, stop), peak in zip(pairwise(edges), peaks, strict=True):
+    for run in runs:
+        for (start, stop), peak in zip(run["stages"], run["peaks"], strict=True):
             if start == 0:
                 assert costs.peak(start, stop) == peak
-    edges, peaks = runs[1]
-    plan = plan_of(task, [b - a for a, b in pairwise(edges)], schedule="gpipe")
-    assert certify(task, plan).peak_bytes == tuple(peaks) == train(task, plan)
+    plan = plan_of(task, [stop - start for start, stop in runs[1]["stages"]], schedule="gpipe")
+    assert certify(task, plan).peak_bytes == tuple(runs[1]["peaks"]) == train(task, plan)
 
 
 def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
@@ -139,8 +148,10 @@ def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
     training = Training(batch_size=4, microbatches=2, schedule="gpipe")
     ample, tight = (tmp_path / "ample.json", tmp_path / "tight.json")
     roomy = profile_incrementally(task, chain, Cluster.emulated((4, 1 << 26)), training, store=ample)
-    cap = max(max(peaks) for _, peaks in json.loads(ample.read_text())["runs"]) - 1
+    cap = max(max(run["peaks"]) for run in json.loads(ample.read_text())["runs"]) - 1
     costs = profile_incrementally(task, chain, Cluster.emulated((4, cap)), training, store=tight)
     runs = json.loads(tight.read_text())["runs"]
-    assert any(peaks is None for _, peaks in runs) and all(max(peaks) <= cap for _, peaks in runs if peaks)
+    failed = [run for run in runs if None in run["peaks"]]
+    assert failed and all(set(run["peaks"]) == {None} and "ran out of memory" in run["failure"] for run in failed)
+    assert all(max(run["peaks"]) <= cap and not run["failure"] for run in runs if run not in failed)
     assert len(costs.mem_isolated) == len(roomy.mem_isolated) == 8

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.profiler.partitionings import around, intervals, partitionings
+from pipefit.profiler.partitionings import around, intervals, partitionings, trimmed
 
 
 def tells_apart(runs, layers: int) -> bool:
@@ -28,8 +28,10 @@ def test_every_layer_is_told_from_its_neighbours(devices: int) -> None:
             assert all(start < stop for start, stop in pairwise(edges))
         if devices >= 4 and layers >= 2 * devices:
             assert len(runs) == layers - devices + 1
+        elif devices >= 4:
+            assert len(runs) <= min(layers, devices + 1), "no more than on twice as many layers as devices"
         else:
-            assert len(runs) <= max(layers, 1)
+            assert len(runs) == layers
 
 
 def test_the_example_of_the_literature_takes_35_runs() -> None:
@@ -44,6 +46,31 @@ def test_three_devices_cannot_do_it_in_so_few_runs(layers: int) -> None:
     alone = [(0, n, n + 1, layers) for n in range(1, layers - 1)]  # each is the only split with its layer alone
     assert all(edges in every for edges in alone) and len(alone) == layers - 2
     assert not tells_apart(alone, layers)
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_trimmed_runs_have_every_layer_and_every_pair_once(devices: int) -> None:
+    """On no more devices than there are, none overlapping; in as few runs as can be, or four instead of three."""
+    for layers in range(1, 60):
+        runs = trimmed(layers, devices)
+        wanted = [(n, n + 1) for n in range(layers)] + [(n, n + 2) for n in range(layers - 1)]
+        assert sorted(stage for stages in runs for stage in stages) == sorted(wanted)
+        for stages in runs:
+            assert len(stages) <= devices
+            assert all(stop <= start for (_, stop), (start, _) in pairwise(stages))
+        fewest = max(-(-len(wanted) // devices), min(layers, 3))
+        assert len(runs) == fewest or (len(runs), fewest) == (4, 3)
+
+
+def test_the_example_of_the_literature_takes_11_trimmed_runs() -> None:
+    """42 layers on 8 devices: CAPSlog takes 15."""
+    assert len(trimmed(42, 8)) == 11
+
+
+def test_trimmed_runs_need_a_device() -> None:
+    """None is refused."""
+    with pytest.raises(UsageError, match="needs a device"):
+        trimmed(5, 0)
 
 
 def test_a_stage_is_surrounded_by_even_ones() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, Precision, Settings, Target
+from pipefit.cli.options import Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipefit.capture import Task
+    from pipefit.cluster import Cluster
+    from pipefit.profile import ModelProfile
+
+Runs = Literal["incremental", "trimmed"]
 
 
 def command(
@@ -22,18 +32,35 @@ def command(
         Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
+    runs: Annotated[
+        Runs | None,
+        typer.Option(help="Also train for real, for the additive planner: the whole model, or a few layers at a time."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="The devices of the runs.")
+    ] = None,
+    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Of a step of the runs.")] = 4,
+    recompute: Recompute = "never",
+    store: Annotated[
+        Path, typer.Option(metavar="FILE", help="Keeps what runs found: after a break, the same command goes on.")
+    ] = Path("runs.json"),
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Profile MODEL: what every layer costs.
 
-    Bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU.
+    Bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs also what training steps
+    on the devices of --cluster needed, under gpipe, layer by layer.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
+    from pipefit.files import load_cluster
 
     check_output(output)
+    if (runs is None) != (cluster is None):
+        raise UsageError("--runs and --cluster go together: the runs train on the cluster's devices")
+    devices = None if cluster is None else load_cluster(cluster)
     task = resolve(model, settings, precision)
     from pipefit.profiler import profile
 
@@ -46,4 +73,47 @@ def command(
             threads=threads,
             progress=report,
         )
+    if runs is not None and devices is not None:
+        found = _with_runs(found, task, runs, devices, microbatches=microbatches, recompute=recompute, store=store)
     deliver(found, output=output, as_json=as_json)
+
+
+def _with_runs(
+    found: ModelProfile,
+    task: Task,
+    runs: Runs,
+    cluster: Cluster,
+    *,
+    microbatches: int,
+    recompute: Recompute,
+    store: Path,
+) -> ModelProfile:
+    """The profile with what training runs tell."""
+    from pipefit.cli.progress import progress
+    from pipefit.profiler.incremental import profile_incrementally
+    from pipefit.profiler.trimmed import profile_trimmed
+    from pipefit.training import Training
+
+    training = Training(
+        batch_size=microbatches * found.measurements[0].microbatch_size,
+        microbatches=microbatches,
+        schedule="gpipe",
+        precision=found.assumptions.precision,
+        recompute=recompute,
+    )
+    train = profile_incrementally if runs == "incremental" else profile_trimmed
+    with progress("training") as report:
+        costs = train(
+            task,
+            found,
+            cluster,
+            training,
+            store=store,
+            progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),
+        )
+    return replace(found, additive=costs)
+
+
+def _layers(stage: tuple[int, int]) -> str:
+    start, stop = stage
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

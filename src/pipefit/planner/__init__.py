@@ -8,6 +8,7 @@ from __future__ import annotations
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.plan import Plan
+from pipefit.planner.additive import additive
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
 from pipefit.planner.exact import exact
@@ -25,6 +26,7 @@ __all__ = [
     "PLANNERS",
     "Options",
     "Planner",
+    "additive",
     "bayesian",
     "best_split",
     "bisection",
@@ -47,6 +49,7 @@ PLANNERS: dict[str, Planner] = {
     "parameters": parameters,
     "time": time,
     "first_last": first_last,
+    "additive": additive,
 }
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import cache
+from typing import Protocol
 
-from pipefit.cost.additive import Predictor
 from pipefit.cost.bands import Ints, stage_peak
 from pipefit.cost.ranges import Ranges
 from pipefit.errors import UsageError
@@ -24,6 +24,13 @@ from pipefit.schedule import situations
 from pipefit.training import Training
 
 _Way = tuple[tuple[int, ...], tuple[int, ...]]  # minus the peaks, in rising order; starts from the last stage
+
+
+class Predictor(Protocol):
+    """Says how many bytes a stage will need."""
+
+    def __call__(self, stage: int, start: int, stop: int) -> int:
+        """Peak bytes of layers `start` to `stop - 1` as stage number `stage`."""
 
 
 def best_split(predictor: Predictor, layers: int, devices: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.profile import LayerCost, Measurement, ModelProfile
 from pipefit.profiler.fake import Progress
+from pipefit.profiler.threads import threads_of
 from pipefit.runtime.boundary import Cell, backward, enter, leave
 from pipefit.runtime.twins import sample
 
@@ -36,13 +37,8 @@ def add_seconds(
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with _restored(task.module):
-            measured = tuple(_Clock(task, m, device, progress).measure() for m in profile.measurements)
-    finally:
-        torch.set_num_threads(before)
+    with threads_of(threads), _restored(task.module):
+        measured = tuple(_Clock(task, m, device, progress).measure() for m in profile.measurements)
     assumptions = replace(profile.assumptions, device=str(device))
     return replace(profile, measurements=measured, assumptions=assumptions)
 

@@ -1,7 +1,7 @@
-"""Which partitionings to run, so that every layer can be told from its neighbours.
+"""Which stages to run together, so that every layer can be told from its neighbours.
 
-For every layer l some run must have (a) l alone on a device, and, but for the first layer, for some n < l, as small as
-the number of runs allows, (b) layers n to l - 1 on a device and (c) layers n to l on a device.
+**Whole models.** For every layer l some run must have (a) l alone on a device, and, but for the first layer, for some
+n < l, as small as the number of runs allows, (b) layers n to l - 1 on a device and (c) layers n to l on a device.
 
 With S = L - G, G >= 4 and L >= 2 G, the S + 1 = L - G + 1 runs k = 0 ... S do:
 
@@ -18,9 +18,15 @@ l - 1 and l. Layer S + 1: n = S; [S] is in run S - 1, [S, S+1] in run S - 2. Lay
 long stage is [G-1 .. S+1+i], in run k + 1 it is [G-1 .. S+i]. Both are before run S - 2, as k + 1 <= G - 3 < S - 2.
 
 So few runs do not suffice for every L and G: on three devices each layer but the ends is alone in one split only, which
-makes L - 2 runs, and none of them ends a longer stage with layer L - 2. Where L < 2 G or G = 3, there are fewer devices
-in use: max(4, L // 2) of them if L >= 8, and otherwise L runs of up to three, each with n = 0. (mCAP, section 3.2; the
-paper chose its runs partly by hand.)
+makes L - 2 runs, and none of them ends a longer stage with layer L - 2. There, L runs do, each with n = 0: the first
+layers, the next one alone, the rest. Where L < 2 G, only max(4, L // 2) devices are used; and a network of less than
+eight layers is padded with empty ones, which are left out of the runs again. (mCAP, section 3.2; the paper chose its
+runs, and padded, partly by hand.)
+
+**Trimmed models.** With n = l - 1 for every layer, all that is needed is each of L layers alone and each of L - 1
+pairs; the rest is cut away. G of these 2 L - 1 stages fit into a run, if they share no layer: ceil((2 L - 1) / G) runs,
+but at least three, as a layer and the two pairs that it is in are in three runs. First come first served finds so few,
+or, where that is three, four at most. (CAPSlog, PDP 2024, which takes 15 runs for L = 42 on G = 8; these are 11.)
 """
 
 from __future__ import annotations
@@ -30,6 +36,10 @@ from itertools import accumulate, pairwise
 from pipefit.errors import UsageError
 
 Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
+Interval = tuple[int, int]  # layers start to stop - 1, on one device
+Stages = tuple[Interval, ...]  # run together, in the model's order, each on a device of its own
+
+_FEWEST = 4  # devices for which L - G + 1 runs are proven to do
 
 
 def partitionings(layers: int, devices: int) -> list[Edges]:
@@ -40,10 +50,33 @@ def partitionings(layers: int, devices: int) -> list[Edges]:
     """
     if devices < 3 and devices < layers:
         raise UsageError(f"incremental profiling needs at least three devices, not {devices}: a layer, and its sides")
-    used = min(devices, layers // 2)
-    if used < 4:
+    if devices < _FEWEST or layers <= _FEWEST:
         return _on_three(layers)
-    return [_edges(_lengths(layers, used, run)) for run in range(layers - used + 1)]
+    used = min(devices, max(_FEWEST, layers // 2))
+    padded = max(layers, 2 * used)
+    runs = [_edges(_lengths(padded, used, run)) for run in range(padded - used + 1)]
+    return list(dict.fromkeys((*(edge for edge in edges if edge < layers), layers) for edges in runs))
+
+
+def trimmed(layers: int, devices: int) -> list[Stages]:
+    """The runs of at most `devices` stages, of one or two layers each, that have every layer and every pair once.
+
+    Raises:
+        UsageError: no device.
+    """
+    if devices < 1:
+        raise UsageError("profiling needs a device")
+    pairs = [(start, start + 2) for first in (0, 1) for start in range(first, layers - 1, 2)]
+    waiting = [*pairs, *((layer, layer + 1) for layer in range(layers))]
+    runs: list[Stages] = []
+    while waiting:
+        run: list[Interval] = []
+        for interval in waiting:
+            if len(run) < devices and not any(_overlap(interval, other) for other in run):
+                run.append(interval)
+        waiting = [interval for interval in waiting if interval not in run]
+        runs.append(tuple(sorted(run)))
+    return runs
 
 
 def around(start: int, stop: int, layers: int, devices: int) -> Edges:
@@ -79,6 +112,10 @@ def _edges(lengths: list[int]) -> Edges:
     return (0, *accumulate(lengths))
 
 
-def intervals(edges: Edges) -> list[tuple[int, int]]:
+def _overlap(one: Interval, other: Interval) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def intervals(edges: Edges) -> Stages:
     """First layer and stop of every stage."""
-    return list(pairwise(edges))
+    return tuple(pairwise(edges))

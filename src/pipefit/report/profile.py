@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pipefit.profile import LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.profile import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.report.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
 
@@ -20,7 +20,20 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     blocks: list[Block] = [head]
     for measurement in profile.measurements:
         blocks += [_layers(profile, measurement), _saved(profile, measurement)]
+    if profile.additive is not None:
+        blocks.append(_additive(profile, profile.additive))
     return blocks
+
+
+def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
+    """Peaks from training runs."""
+    named = enumerate(zip(profile.layers, costs.mem_isolated, costs.mem_added, strict=True))
+    rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
+    return Table(("layer", "name", "alone", "added"), tuple(rows), title="peaks of training runs")
+
+
+def _signed(nbytes: int) -> str:
+    return f"-{format_bytes(-nbytes)}" if nbytes < 0 else format_bytes(nbytes)
 
 
 def _layers(profile: ModelProfile, measurement: Measurement) -> Table:

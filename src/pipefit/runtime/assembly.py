@@ -1,4 +1,4 @@
-"""Putting a device together: from a plan and a chain to the reader of one stage's program."""
+"""Putting a device together: from a plan and a chain to the reader of one stage's program, on a device with a meter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
+from pipefit.cluster import Cluster
 from pipefit.cost.memory import StageMemory
-from pipefit.errors import FileError
+from pipefit.errors import FileError, UsageError
 from pipefit.plan import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
+from pipefit.runtime.cuda import CudaMeter
+from pipefit.runtime.meter import Meter
 from pipefit.runtime.reader import DeviceReader, MemoryMeter
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
@@ -120,3 +123,29 @@ def assemble(
     return DeviceReader(
         plan, program, stage, runner, transport=transport, meter=meter, clock=clock, on_action=on_action
     )
+
+
+def local_device(cluster: Cluster, number: int) -> torch.device:
+    """Where this machine runs one of the cluster's devices: on its GPU of that number, or on the CPU.
+
+    Raises:
+        UsageError: it has no such GPU.
+    """
+    if cluster.backend != "cuda":
+        return torch.device("cpu")
+    if number >= torch.cuda.device_count():
+        raise UsageError(
+            f"{cluster.name} needs GPU {number} of this machine, which shows {torch.cuda.device_count()}: choose a "
+            "cluster of fewer devices, or emulated ones"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def meter_of(cluster: Cluster, number: int, device: torch.device) -> MemoryMeter | None:
+    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if cluster.backend == "cpu":
+        return None
+    return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, threads=torch.get_num_threads())

@@ -29,12 +29,10 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
 from pipefit.plan import Plan
 from pipefit.program import Program
-from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.assembly import assemble, check_model, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
-from pipefit.runtime.cuda import CudaMeter
-from pipefit.runtime.meter import Meter
-from pipefit.runtime.reader import MemoryMeter, run_in_turn
+from pipefit.runtime.reader import run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
 from pipefit.runtime.twins import in_mode, pair, sample
 from pipefit.runtime.variants import Variants
@@ -94,7 +92,8 @@ class Trainer:
         self.readers = [
             assemble(
                 task, chain, plan, program, stage, shared=shared,
-                device=(device := _device(plan, stage)), transport=transport, meter=_meter(plan, stage, device),
+                device=(device := _device(plan, stage)), transport=transport,
+                meter=meter_of(plan.cluster, plan.stages[stage].device, device),
                 clock=self._clock, seed=seed, on_action=on_action,
             )
             for stage in mine
@@ -278,20 +277,5 @@ def _part() -> None:
 
 
 def _device(plan: Plan, stage: int) -> torch.device:
-    if plan.cluster.backend != "cuda":
-        return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", stage))
-    if number >= torch.cuda.device_count():
-        raise UsageError(f"stage {stage} needs GPU {number}, but this machine shows {torch.cuda.device_count()}")
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def _meter(plan: Plan, stage: int, device: torch.device) -> MemoryMeter | None:
-    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
-    if device.type == "cuda":
-        return CudaMeter(device)
-    if plan.cluster.backend == "cpu":
-        return None
-    number = plan.stages[stage].device
-    return Meter(number, cap_bytes=plan.cluster.devices[number].memory_bytes, threads=torch.get_num_threads())
+    """Where this process runs a stage: a worker on its own device, a single process on the stage's."""
+    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", stage)))

@@ -1,0 +1,45 @@
+"""The additive planner: mCAP's. The best split by the two numbers that training runs found for every layer.
+
+Needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`). All splits are compared, by dynamic
+programming, under mCAP-BF's rule: the fullest device as empty as can be, then the next. Its peaks are estimates, blind
+to the place in the schedule; the plan that comes out is judged by the true ones. Stage s is on device s, devices count
+as alike. A few hundredths of a second for 42 layers. (mCAP, listing 1.1 and section 3.4.)
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from math import comb
+
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.plan import Plan
+from pipefit.planner.answer import Found, answer
+from pipefit.planner.prediction import best_split
+from pipefit.planner.question import Options, Question
+from pipefit.profile import ModelProfile
+from pipefit.training import Training
+
+
+def additive(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+    """The split whose fullest device is least full, then the next, and so on, were peaks sums of the layers' numbers.
+
+    Raises:
+        UsageError: the question is wrong, or no training runs were made.
+        InfeasibleError: a device is too small for its stage, by the true peaks; another split may fit.
+    """
+    began = time.perf_counter()
+    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    costs = profile.additive
+    if costs is None:
+        raise UsageError(
+            f"the additive planner takes what training runs measured, and there were none of {profile.model}: profile "
+            "it with --runs incremental or --runs trimmed, or use the exact planner, which needs none"
+        )
+    edges = best_split(costs, question.layers, question.stages)
+    highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
+    seconds = time.perf_counter() - began
+    looked_at = question.stages * comb(question.layers - question.stages + 2, 2)
+    objective = "estimated peak of the fullest device, in bytes"
+    return answer(question, Found("additive", question.in_order(edges), objective, highest, looked_at, seconds))

@@ -1,0 +1,19 @@
+"""CPU threads: what is run to be measured uses as many as a worker will."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    """Inside, torch's kernels use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,109 @@
+"""The trimmed profiler: what every layer takes alone and adds to the one before it, without running the whole model.
+
+A run puts one layer, or two that adjoin, on each device and cuts the rest of the model away: each device trains its
+stage alone, with zeros of the true shapes in place of what its neighbours would send. About 2 L / G runs for L layers
+on G devices, instead of L - G + 1, each on a small part of the model; one device is enough. A layer's `mem_added` is
+the peak of it with the one before, minus the peak of the one before. Results are saved after every run, as the
+incremental profiler saves them. (CAPSlog, PDP 2024.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from pipefit.capture.task import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.plan import Plan, Stage
+from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.profiler.partitionings import Interval, Stages, trimmed
+from pipefit.profiler.runs import Outcome, RunProgress, Runs
+from pipefit.profiler.threads import threads_of
+from pipefit.runtime.alone import LoneStages
+from pipefit.runtime.assembly import local_device, meter_of
+from pipefit.training import Training
+
+Run = Callable[[Plan, int], int]
+
+
+def profile_trimmed(
+    task: Task,
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    *,
+    store: str | os.PathLike[str],
+    progress: RunProgress | None = None,
+    run: Run | None = None,
+) -> AdditiveCosts:
+    """Bytes of every layer alone and added, from runs of one or two layers a device.
+
+    Args:
+        profile: of `task`, by any profiler; tells the shapes at the cuts.
+        store: a JSON file of runs; results in it are used, and new ones are added after every run.
+        progress: called before every run.
+        run: trains a plan's stage of this number alone and returns its peak; by default two steps in this process.
+
+    Raises:
+        InfeasibleError: a layer does not fit alone, or not together with the one before it.
+        UsageError: the schedule is not GPipe, under which alone the place of a stage makes no difference.
+        FileError: the store holds other runs, or cannot be read or written.
+    """
+    if training.schedule != "gpipe":
+        raise UsageError(
+            f"trimmed runs have no pipeline around a stage, and under {training.schedule} its memory depends on its "
+            "place there: profile under gpipe"
+        )
+    layers = len(profile.layers)
+    planned = trimmed(layers, len(cluster.devices))
+    runs = Runs(store, "trimmed", profile, cluster, training, progress)
+    runs.expected = len(planned)
+    for stages in planned:
+        runs.attempt(stages, partial(_outcome, task, profile, cluster, training, stages, run))
+    isolated = tuple(runs.needed((layer, layer + 1)) for layer in range(layers))
+    added = (runs.needed((layer - 1, layer + 1)) - isolated[layer - 1] for layer in range(1, layers))
+    return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added))
+
+
+def _outcome(
+    task: Task, profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages, run: Run | None
+) -> Outcome:
+    """Every stage alone, on the device of its number. One that does not fit hinders no other."""
+    run = run or partial(_train, LoneStages(task, training.microbatch_size))
+    peaks: list[int | None] = []
+    failure = ""
+    for number, interval in enumerate(stages):
+        try:
+            peaks.append(run(*_cut(profile, cluster, training, number, interval)))
+        except OutOfMemory as error:
+            peaks.append(None)
+            failure = str(error)
+    return Outcome(peaks=tuple(peaks), failure=failure)
+
+
+def _cut(
+    profile: ModelProfile, cluster: Cluster, training: Training, number: int, interval: Interval
+) -> tuple[Plan, int]:
+    """A plan with the stage of these layers on device `number`, and the stage's number. What is before and behind it is
+    on devices that are not there.
+    """
+    start, stop = interval
+    layers, here = len(profile.layers), len(cluster.devices)
+    parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
+    stages = [Stage(start=a, stop=b, devices=(device,)) for a, b, device in parts if a < b]
+    wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
+    plan = Plan(profile=profile, cluster=wider, training=training, stages=tuple(stages))
+    return plan, int(start > 0)
+
+
+def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
+    number = plan.stages[stage].device
+    with threads_of(plan.profile.assumptions.threads):
+        device = local_device(plan.cluster, number)
+        meter = meter_of(plan.cluster, number, device)
+        if meter is None:
+            raise UsageError(f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs")
+        return lone.train(plan, stage, device=device, meter=meter)

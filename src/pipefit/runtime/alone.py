@@ -1,0 +1,98 @@
+"""One stage of a plan without its neighbours: what it receives is zeros, what it sends goes nowhere.
+
+It runs its own program with tensors of the true shapes, so its memory is, to the byte, what it would be in the whole
+pipeline, and nothing else of the model needs a device. Numbers mean nothing here. For profiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipefit.capture import Chain, capture
+from pipefit.capture.shared import Shared
+from pipefit.capture.task import Task
+from pipefit.plan import Plan
+from pipefit.program import Action, Kind
+from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.batches import cut_batch
+from pipefit.runtime.reader import MemoryMeter
+from pipefit.runtime.twins import in_mode, pair, sample
+from pipefit.schedule import lower
+
+_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+
+
+class Silence:
+    """A transport without another end."""
+
+    def start(self, action: Action, tensors: list[Tensor], peer: int) -> None:
+        if action.kind in _RECEIVES:
+            for tensor in tensors:
+                tensor.zero_()
+
+    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> None:
+        """Nobody else contributes."""
+
+    def ready(self, handle: None) -> bool:
+        return True
+
+    def join(self, action: Action, handle: None) -> None:
+        """It was complete from the start."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+
+class LoneStages:
+    """A model built once, of which stages are trained alone; each layer may be in one of them.
+
+    Raises:
+        UsageError: the module cannot be captured.
+    """
+
+    def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0) -> None:
+        self.task, self.seed = task, seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            training = replace(task, module=in_mode(task.build(), True))
+        self.chain: Chain = capture(training, *sample(task, microbatch_size))
+        self.shared: Sequence[Shared] = self.chain.shared
+
+    def train(self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int = 2) -> int:
+        """The peak, in bytes, of a stage of `plan` in so many steps on `device`. Its layers are on the host again then.
+
+        Raises:
+            OutOfMemory: the stage passed the meter's cap.
+            FileError: the plan was made for another model.
+        """
+        check_model(plan, self.chain)
+        reader = assemble(
+            self.task,
+            self.chain,
+            plan,
+            lower(plan),
+            stage,
+            shared=self.shared,
+            device=device,
+            transport=Silence(),
+            meter=meter,
+            clock=lambda: 0.0,
+            seed=self.seed,
+        )
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(self.seed)
+                for _ in range(steps):
+                    inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
+                    flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)
+                    cut = cut_batch(plan.training, *flat)
+                    for _ in reader.step(cut.inputs, cut.targets):
+                        pass
+        finally:
+            for layer in reader.runner.layers:
+                layer.module.to("cpu")
+        return max(sample.total_bytes for sample in reader.samples)

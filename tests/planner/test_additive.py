@@ -1,0 +1,78 @@
+"""The additive planner: the best split by the profile's two numbers a layer, judged by true peaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from chains import devices, plain, profile, training
+from pipefit.errors import InfeasibleError, UsageError
+from pipefit.files import dumps, load, save
+from pipefit.plan import Plan
+from pipefit.planner import plan
+from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.simulator import simulate
+
+
+def with_runs(rng: Random, layers: int) -> ModelProfile:
+    costs = AdditiveCosts(
+        mem_isolated=tuple(rng.randrange(9, 99) for _ in range(layers)),
+        mem_added=tuple(rng.randrange(-3, 60) for _ in range(layers)),
+    )
+    return replace(profile(plain(rng, layers)), additive=costs)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_split_has_a_lower_estimate(seed: int) -> None:
+    """Against all splits, by peaks in descending order; the plan tells the estimate, and predicts true peaks."""
+    rng = Random(seed)
+    layers = rng.randrange(2, 10)
+    count = rng.randrange(1, layers + 1)
+    found = with_runs(rng, layers)
+    made = plan(found, devices(*[1 << 40] * count), training("gpipe", 3), planner="additive")
+    costs = found.additive
+    assert costs is not None and made.provenance is not None and made.prediction is not None
+
+    def estimates(edges: tuple[int, ...]) -> list[int]:
+        return sorted((costs.peak(*ends) for ends in pairwise(edges)), reverse=True)
+
+    splits = [(0, *cuts, layers) for cuts in combinations(range(1, layers), count - 1)]
+    best = estimates((0, *made.boundaries, layers))
+    assert best == min(map(estimates, splits))
+    assert made.provenance.value == best[0]
+    assert made.prediction.peak_bytes == simulate(made, steps=2).peak_bytes
+
+
+def test_without_training_runs_it_is_refused() -> None:
+    """And told how to make them."""
+    with pytest.raises(UsageError, match="none of synthetic: profile it with --runs incremental"):
+        plan(profile(plain(Random(0), 4)), devices(1 << 40), training("gpipe", 3), planner="additive")
+
+
+def test_true_peaks_decide_whether_it_fits() -> None:
+    """Estimates far below the truth make no plan fit."""
+    found = replace(profile(plain(Random(0), 4)), additive=AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4))
+    with pytest.raises(InfeasibleError, match=r"stage 1 .*over its 10 B"):
+        plan(found, devices(10, 10), training("gpipe", 3), planner="additive")
+
+
+def test_the_numbers_are_kept_in_files(tmp_path) -> None:
+    """A profile with training runs, and a plan of it, load as they were; so do those without."""
+    found = with_runs(Random(1), 5)
+    made = plan(found, devices(1 << 40, 1 << 40), training("gpipe", 3), planner="additive")
+    for number, (document, kind) in enumerate(
+        ((found, ModelProfile), (replace(found, additive=None), ModelProfile), (made, Plan))
+    ):
+        path = tmp_path / f"{number}.json"
+        save(document, path)
+        assert load(path, kind) == document
+        assert dumps(document) == path.read_text()
+
+
+def test_runs_of_another_number_of_layers_are_refused() -> None:
+    """A profile says it where they do not belong to it."""
+    with pytest.raises(UsageError, match="names 4 layers, but the training runs tell of 3"):
+        replace(profile(plain(Random(0), 4)), additive=AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3))

@@ -1,0 +1,143 @@
+"""Trimmed profiling: on made-up peaks, and by real runs of a small model against the dry run of whole pipelines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from chains import alike
+from chains import profile as profile_of
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
+from pipefit.plan import Plan, Stage
+from pipefit.profile import AdditiveCosts
+from pipefit.profiler import profile
+from pipefit.profiler.incremental import profile_incrementally
+from pipefit.profiler.trimmed import profile_trimmed
+from pipefit.runtime import certify
+from pipefit.training import Training
+from tiny import task_of
+
+TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)))
+GPIPE = Training(batch_size=4, microbatches=2, schedule="gpipe")
+
+
+class MadeUp:
+    """Stages whose peaks are additive, on devices of `memory_bytes`; may break after some."""
+
+    def __init__(self, memory_bytes: int = 1 << 30, breaks_after: int = 1 << 30) -> None:
+        self.memory_bytes, self.left = memory_bytes, breaks_after
+        self.stages: list[Stage] = []
+
+    def __call__(self, plan: Plan, stage: int) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        self.stages.append(plan.stages[stage])
+        peak = TRUE.peak(plan.stages[stage].start, plan.stages[stage].stop)
+        if peak > self.memory_bytes:
+            raise OutOfMemory("too much")
+        return peak
+
+    def profile(self, store: Path, devices: int = 4, **options: object) -> AdditiveCosts:
+        task = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks are made up
+        return profile_trimmed(
+            task, profile_of(alike(12)), Cluster.emulated((devices, self.memory_bytes)),
+            Training(batch_size=4, microbatches=4, schedule="gpipe"), store=store, run=self, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "runs"), [(1, 23), (2, 12), (4, 6), (8, 4)])
+def test_additive_costs_are_found_exactly(tmp_path: Path, devices: int, runs: int) -> None:
+    """Twelve layers alone and eleven pairs, each run once, on the devices that there are; one is enough."""
+    made_up, told = MadeUp(), []
+    assert made_up.profile(tmp_path / "runs.json", devices, progress=lambda *what: told.append(what)) == TRUE
+    assert len(made_up.stages) == 23
+    assert [(done, planned) for done, planned, _ in told] == [(n, runs) for n in range(runs)]
+    assert {stage.device for stage in made_up.stages} == set(range(devices))
+
+
+@pytest.mark.parametrize("breaks_after", [0, 3, 4, 10, 22])
+def test_a_break_loses_nothing_but_the_run_it_was_in(tmp_path: Path, breaks_after: int) -> None:
+    """The second call begins with that run."""
+    store = tmp_path / "runs.json"
+    first, second = MadeUp(breaks_after=breaks_after), MadeUp()
+    with pytest.raises(KeyboardInterrupt):
+        first.profile(store)
+    assert second.profile(store) == TRUE
+    assert len(second.stages) == 23 - breaks_after // 4 * 4
+
+
+@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer layer6 alone"), (125, "layers layer3 and layer4")])
+def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
+    """A layer too large for a device alone, or with its neighbour; all others have been measured by then."""
+    made_up = MadeUp(memory_bytes)
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*did not fit: too much"):
+        made_up.profile(tmp_path / "runs.json")
+    assert len(made_up.stages) == 23
+
+
+def test_a_record_of_whole_runs_is_refused(tmp_path: Path) -> None:
+    """The two kinds of runs do not mix in one file."""
+    made_up = MadeUp()
+    made_up.profile(tmp_path / "runs.json")
+    with pytest.raises(FileError, match="another kind"):
+        profile_incrementally(
+            task_of(lambda: [nn.Linear(8, 8)]), profile_of(alike(12)), Cluster.emulated((4, 1 << 30)),
+            Training(batch_size=4, microbatches=4, schedule="gpipe"), store=tmp_path / "runs.json",
+            run=lambda plan: (1,) * len(plan.stages),
+        )  # fmt: skip
+
+
+def test_the_place_in_1f1b_is_not_known(tmp_path: Path) -> None:
+    """A schedule under which it matters is refused, before any run."""
+    task = small()
+    with pytest.raises(UsageError, match="under 1f1b its memory depends"):
+        profile_trimmed(
+            task, profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 30)),
+            Training(batch_size=4, microbatches=2, schedule="1f1b"), store=tmp_path / "runs.json",
+        )  # fmt: skip
+
+
+def small() -> Task:
+    """Six layers of different widths."""
+    widths = [8, 64, 16, 128, 8, 32, 4]
+    return task_of(lambda: [nn.Linear(a, b) for a, b in pairwise(widths)], optimizer=torch.optim.Adam)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: str) -> None:
+    """Every layer alone and every pair, to the byte, as in the dry run of a whole pipeline with that stage; and alone,
+    as the incremental profiler finds it.
+    """
+    task, training = small(), replace(GPIPE, recompute=recompute)
+    chain, cluster = profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 26))
+    state = torch.get_rng_state()
+    costs = profile_trimmed(task, chain, cluster, training, store=tmp_path / "trimmed.json")
+    assert torch.equal(state, torch.get_rng_state())
+    for run in json.loads((tmp_path / "trimmed.json").read_text())["runs"]:
+        for (start, stop), peak in zip(run["stages"], run["peaks"], strict=True):
+            ends = [(a, b) for a, b in ((0, start), (start, stop), (stop, 6)) if a < b]
+            stages = tuple(Stage(start=a, stop=b, devices=(number,)) for number, (a, b) in enumerate(ends))
+            plan = Plan(profile=chain, cluster=cluster, training=training, stages=stages)
+            assert certify(task, plan).peak_bytes[ends.index((start, stop))] == peak
+            assert costs.peak(start, stop) == peak
+    whole = profile_incrementally(task, chain, cluster, training, store=tmp_path / "incremental.json")
+    assert whole.mem_isolated == costs.mem_isolated
+
+
+def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
+    """A cap below what a pair needs: it is named, and the device that was too small."""
+    task = small()
+    chain = profile(task, microbatch_size=2)
+    costs = profile_trimmed(task, chain, Cluster.emulated((2, 1 << 26)), GPIPE, store=tmp_path / "ample.json")
+    fullest = max(costs.peak(start, start + 2) for start in range(5))
+    with pytest.raises(InfeasibleError, match=r"together fit on a device.*device 0 ran out of memory"):
+        profile_trimmed(task, chain, Cluster.emulated((1, fullest - 1)), GPIPE, store=tmp_path / "tight.json")

@@ -1,0 +1,77 @@
+"""A stage without its neighbours needs what it needs among them, and does nothing to the outside."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from captured_models import CAPTURED
+from own_models import OWN_MODELS
+from pipefit.capture import Task
+from pipefit.errors import OutOfMemory
+from pipefit.plan import Plan
+from pipefit.runtime import Trainer
+from pipefit.runtime.alone import LoneStages
+from pipefit.runtime.assembly import local_device, meter_of
+from random_cases import plan_for, random_case
+from tiny import plan_of, task_of
+
+
+def in_company(task: Task, plan: Plan) -> list[int]:
+    """The stages' peaks when all devices train."""
+    trainer = Trainer(task, plan)
+    for _ in range(2):
+        trainer.step(task.batch(plan.training.batch_size))
+    return [trainer.trace.peak_bytes[stage.device] for stage in plan.stages]
+
+
+def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) -> int:
+    lone = lone or LoneStages(task, plan.training.microbatch_size)
+    number = plan.stages[stage].device
+    device = local_device(plan.cluster, number)
+    meter = meter_of(plan.cluster, number, device)
+    assert meter is not None
+    return lone.train(plan, stage, device=device, meter=meter)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
+    """Models of the zoo and of our own, any schedule: to the byte, all stages of one model after the other."""
+    rng = Random(seed)
+    name = rng.choice(sorted(OWN_MODELS))
+    case = random_case(rng) if seed % 2 else plan_for(OWN_MODELS[name](), rng, name=name)
+    lone = LoneStages(case.task, case.plan.training.microbatch_size)
+    peaks = [alone(case.task, case.plan, stage, lone) for stage in range(len(case.plan.stages))]
+    assert peaks == in_company(case.task, case.plan)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(CAPTURED) if name not in ("resnet50", "densenet121")])
+def test_a_traced_model_is_no_exception(name: str) -> None:
+    """Skip connections, masks, shared parameters, integers that travel along."""
+    rng = Random(name)
+    case = plan_for(CAPTURED[name](), rng, name=name)
+    peaks = [alone(case.task, case.plan, stage) for stage in range(len(case.plan.stages))]
+    assert peaks == in_company(case.task, case.plan)
+
+
+def test_random_generators_and_the_model_stay_as_they_were() -> None:
+    """The caller's draws go on where they were; gradients of an existing module are gone."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+    task = task_of(lambda: [module])
+    plan = plan_of(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer), (1, 2))
+    state = torch.get_rng_state()
+    alone(Task(module, batch=task.batch, loss=task.loss, optimizer=task.optimizer), plan, 1)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_cap_is_kept() -> None:
+    """A device of one byte less than the stage needs runs out of memory, by that byte."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)])
+    needed = alone(task, plan_of(task, (1, 1, 1)), 1)
+    assert alone(task, plan_of(task, (1, 1, 1), memory_bytes=needed), 1) == needed
+    with pytest.raises(OutOfMemory, match="1 B over"):
+        alone(task, plan_of(task, (1, 1, 1), memory_bytes=needed - 1), 1)
