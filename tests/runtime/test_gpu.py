@@ -18,6 +18,7 @@ import torch
 from pipefit.capture import Task
 from pipefit.plan import Plan
 from pipefit.runtime import Trainer, certify
+from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.cuda import CudaMeter, memory_figures
 from pipefit.trace import Category
 from pipefit.zoo import build
@@ -76,6 +77,18 @@ def test_certified_peaks_are_the_allocators(name: str, device: torch.device) -> 
         torch.cuda.synchronize(device)
         measured = torch.cuda.max_memory_allocated(device) - base
         assert predicted.devices[0].step_peak_bytes(step) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stage_alone_needs_what_was_certified(stage: int, device: torch.device) -> None:
+    """One stage of three, trained by itself on the GPU, peaks within one per cent of its peak in the dry run."""
+    task = build("gpt", **MODELS["gpt"])
+    plan = plan_of(task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, schedule="gpipe", memory_bytes=1 << 34)
+    predicted = certify(task, plan, target="cuda").peak_bytes[stage]
+    base = warmed(task, on_gpu(task), device)
+    lone = LoneStages(task, SIZE)
+    measured = lone.train(plan, stage, device=device, meter=CudaMeter(device)) - base
+    assert predicted == pytest.approx(measured, rel=0.01)
 
 
 def test_the_meter_reads_the_allocator(device: torch.device) -> None:
