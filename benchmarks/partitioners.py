@@ -1,15 +1,17 @@
 """Every partitioner of the comparisons, by name: ours, those of the papers, torchgpipe's own run for real, the usual.
 
-Not a benchmark itself. `splits` gives the edges of each for one setting; `plan_at` makes a plan of edges.
+Not a benchmark itself. `splitters` gives the edges of each for a setting; `plan_at` makes a plan of edges.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import pstdev
+from statistics import median, pstdev
 from typing import NamedTuple
 
 from pipefit.capture import Task
@@ -27,6 +29,8 @@ Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
 
 OURS, TORCHGPIPE = "exact", "torchgpipe"
 PLANNERS = (OURS, "uniform", "parameters", "time", "first_last", "bisection")  # by their names in pipefit
+ADDITIVE, SOLVED = "additive", "exact on torchgpipe's times"
+BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")  # that do not predict peaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,9 @@ class Setting:
     def devices(self) -> int:
         """Number of stages wanted."""
         return len(self.cluster.devices)
+
+
+Splitter = Callable[[Setting], Edges]
 
 
 class Outcome(NamedTuple):
@@ -70,6 +77,11 @@ def plan_at(setting: Setting, edges: Edges) -> Plan:
         training=setting.training,
         stages=tuple(Stage(start=start, stop=stop, devices=(number,)) for number, (start, stop) in stages),
     )
+
+
+def lengths(edges: Edges) -> tuple[int, ...]:
+    """Layers of every stage."""
+    return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
 
 def outcome(setting: Setting, edges: Edges) -> Outcome:
@@ -111,6 +123,27 @@ class TorchgpipeSplits(NamedTuple):
 
 def torchgpipe_splits(task: Task, *, samples: int, devices: int, seconds: float = 1.0) -> TorchgpipeSplits:
     """torchgpipe run for real on this machine's CPU, on `samples` samples, for about so many seconds at least."""
-    times = torchgpipe_times(task, samples=samples, seconds=seconds)
+    return splits_of_times(torchgpipe_times(task, samples=samples, seconds=seconds), devices)
+
+
+def splits_of_times(times: list[int], devices: int) -> TorchgpipeSplits:
+    """Both splits of the times of all layers."""
     _, exact = lightest_parts(times, devices)
     return TorchgpipeSplits((0, *itertools.accumulate(torchgpipe_split(times, devices))), tuple(exact))
+
+
+def median_splits(measured: Iterable[list[int]], devices: int) -> TorchgpipeSplits:
+    """Both splits of the medians of each layer's times in several measurings."""
+    return splits_of_times([round(median(times)) for times in zip(*measured, strict=True)], devices)
+
+
+def splitters(torchgpipe: Callable[[Setting], TorchgpipeSplits]) -> dict[str, Splitter]:
+    """Every partitioner by name, ours first, but for the Bayesian, which takes a minute a split. `torchgpipe` measures
+    the layers of a setting, or has done so.
+    """
+    return {
+        **{name: partial(planned, planner=name) for name in PLANNERS},
+        ADDITIVE: lambda setting: additive_split(setting, simulated_additive_costs(setting)),
+        TORCHGPIPE: lambda setting: torchgpipe(setting).own,
+        SOLVED: lambda setting: torchgpipe(setting).solved_exactly,
+    }
