@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from pipefit.cluster import Cluster
@@ -121,7 +122,8 @@ def hostile(rng: Random, count: int, *, size: int = 20) -> Measurement:
 
 
 def _values(rng: Random, size: int) -> tuple[Value, ...]:
-    return tuple(value(rng.randrange(size), grad=rng.random() < 0.7) for _ in range(rng.randrange(1, 4)))
+    sizes = [rng.randrange(size), size // 2]  # the latter often, so that values can pass by
+    return tuple(value(rng.choice(sizes), grad=rng.random() < 0.7) for _ in range(rng.randrange(1, 4)))
 
 
 def _hostile_layer(rng: Random, inputs: tuple[Value, ...], outputs: tuple[Value, ...], size: int) -> LayerCost:
@@ -131,7 +133,7 @@ def _hostile_layer(rng: Random, inputs: tuple[Value, ...], outputs: tuple[Value,
     elsewhere = [Origin(kind="parameter"), Origin(kind="constant")]
     parameter_bytes = rng.choice((0, rng.randrange(size)))
     entering = sum(v.nbytes for v in inputs if v.requires_grad) + parameter_bytes
-    return layer(
+    made = layer(
         inputs,
         outputs,
         storages=storages,
@@ -146,6 +148,18 @@ def _hostile_layer(rng: Random, inputs: tuple[Value, ...], outputs: tuple[Value,
         update=(rng.randrange(size), rng.randrange(size)),
         seconds=rng.random(),
     )
+    gradients = tuple(_hostile_gradient(rng, v, outputs) for v in inputs)
+    return replace(made, input_gradients=gradients)
+
+
+def _hostile_gradient(rng: Random, given: Value, outputs: tuple[Value, ...]) -> GradientOrigin:
+    """Of an input: the layer's own, that of an output as large, or none, as the layer does not use the input."""
+    alike = [k for k, v in enumerate(outputs) if v.requires_grad and v.nbytes == given.nbytes]
+    if not given.requires_grad or rng.random() < 0.2:
+        return GradientOrigin(kind="none")
+    if alike and rng.random() < 0.5:
+        return GradientOrigin(kind="output", index=rng.choice(alike))
+    return GradientOrigin(kind="own")
 
 
 def _spans(rng: Random, inputs: int, entering: int, size: int) -> tuple[Span, ...]:

@@ -140,13 +140,18 @@ class StageMemory:
         """What a backward leaves to be sent to the stage before, each gradient in one piece; nothing on the first."""
         if not self.start:
             return 0
-        whole = {id(s): s.nbytes for s, contiguous, _ in self._gradient_values[0] if contiguous}
-        return sum(whole.values()) + self._pieces_bytes
+        whole = {id(s): s.nbytes for s, contiguous, _ in self._present(0) if contiguous}
+        return sum(whole.values()) + self._made_bytes
 
     @cached_property
-    def _pieces_bytes(self) -> int:
-        """Gradients of the inputs that are copied to be in one piece."""
-        return sum(dense for _, contiguous, dense in self._gradient_values[0] if not contiguous) if self.start else 0
+    def _made_bytes(self) -> int:
+        """Gradients of the inputs that are made to be sent: copies in one piece, and zeros for inputs that no layer of
+        the stage used.
+        """
+        if not self.start:
+            return 0
+        unused = (v for v, found in zip(self.inputs, self._gradient_values[0], strict=True) if found is None)
+        return gradient_bytes(tuple(unused)) + sum(dense for _, contiguous, dense in self._present(0) if not contiguous)
 
     def collective_bytes(self, action: Action) -> int:
         """What every member of a collective contributes: a shared parameter's gradient."""
@@ -215,7 +220,7 @@ class StageMemory:
         left = self._held(first) + born
         if first:
             return ActionMemory(peak - entry, left + self._gradients(first) - entry)
-        peak = max(peak, left + self._gradients(0) + self._pieces_bytes)
+        peak = max(peak, left + self._gradients(0) + self._made_bytes)
         return ActionMemory(peak - entry, left + self.input_gradient_bytes - entry)
 
     def _travelling(self, number: int) -> int:
@@ -277,10 +282,10 @@ class StageMemory:
         return self._held(number) + sum(storage.nbytes for storage in waiting)
 
     @cached_property
-    def _gradient_values(self) -> list[tuple[_GradientValue, ...]]:
-        """The gradients that exist at every boundary: before layer 0, 1, ... of the stage, and behind the last.
+    def _gradient_values(self) -> list[list[_GradientValue | None]]:
+        """The gradients of the values at every boundary: before layer 0, 1, ... of the stage, and behind the last.
 
-        Followed from the end: a layer may pass a gradient on, or hand out slices of one.
+        Followed from the end: a layer may pass a gradient on, or hand out slices of one, or have none for a value.
         """
         values: list[_GradientValue | None] = [
             (_Storage(v.nbytes), True, v.nbytes) if v.requires_grad else None
@@ -294,23 +299,39 @@ class StageMemory:
                 for origin, value in zip(cost.input_gradients, cost.inputs, strict=True)
             ]
             boundaries.append(values)
-        return [tuple(value for value in boundary if value is not None) for boundary in reversed(boundaries)]
+        return boundaries[::-1]
+
+    def _present(self, number: int) -> list[_GradientValue]:
+        """The gradients that exist at the boundary before position `number`."""
+        return [value for value in self._gradient_values[number] if value is not None]
 
     @property
     def last_gradients(self) -> int:
         """Bytes of the gradients that the loss hands to the model's last layer."""
         return self._gradients(len(self.layers) - 1)
 
-    def sliced_gradients(self) -> list[tuple[int, int]]:
-        """Boundaries at which a gradient is no storage of its own, with the layer behind which it was still whole."""
-        born = {id(s): number for number, values in enumerate(self._gradient_values) for s, _, _ in values}
+    def unlike_gradients(self) -> list[tuple[int, int]]:
+        """Boundaries at which a value has no gradient of its own, but a slice of one, or none because a later layer
+        drops it; with the layer up to which a stage that ends before it is handed a whole one.
+        """
+        born = {id(s): n for n in range(len(self._gradient_values)) for s, _, _ in self._present(n)}
         found = dict[tuple[int, int], None]()
-        for number, values in enumerate(self._gradient_values):
-            holders = Counter(id(s) for s, _, _ in values)
-            for storage, contiguous, nbytes in values:
+        for number in range(len(self._gradient_values)):
+            holders = Counter(id(s) for s, _, _ in self._present(number))
+            for storage, contiguous, nbytes in self._present(number):
                 if not contiguous or storage.nbytes != nbytes or holders[id(storage)] > 1:
                     found[number, born[id(storage)]] = None
+        for number, cost in enumerate(self.layers):
+            for index, value in enumerate(cost.inputs):
+                if value.requires_grad and self._gradient_values[number][index] is None:
+                    found[number, self._dropped(number, index)] = None
         return list(found)
+
+    def _dropped(self, number: int, index: int) -> int:
+        """The layer, or the loss, in which a value that gets no gradient ends, from that before layer `number` on."""
+        while number < len(self.layers) - 1 and (o := self.layers[number].input_gradients[index]).kind == "output":
+            number, index = number + 1, o.index
+        return number
 
     def gradients_before(self, layer: int) -> int:
         """Bytes of the gradients of the values before a layer of the stage, or behind its last."""
@@ -320,7 +341,7 @@ class StageMemory:
         """Bytes of the gradients of the values at the boundary before position `number`."""
         if number == 0 and not self.start:
             return 0
-        return sum({id(s): s.nbytes for s, _, _ in self._gradient_values[number]}.values())
+        return sum({id(s): s.nbytes for s, _, _ in self._present(number)}.values())
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:

@@ -58,7 +58,7 @@ class Ranges:
         self.inner_gradients = _array(
             [whole.gradients_before(n) for n in range(self.count)] + [whole.last_gradients, 0]
         )
-        self.sliced = whole.sliced_gradients()
+        self.unlike = whole.unlike_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(life.nbytes for life in targets)
@@ -156,7 +156,8 @@ class _BandMaker:
         )
 
     def _put_right(self, band: Band) -> Band:
-        """The band, with ranges put right that hold a shared parameter twice or cut a gradient's slice from its whole.
+        """The band, with ranges put right that hold a shared parameter twice, cut a gradient's slice from its whole, or
+        end before a value without a gradient is dropped.
 
         One by one: they are few.
         """
@@ -165,7 +166,7 @@ class _BandMaker:
         for shared in self.ranges.measurement.shared:
             for user, later in pairwise(shared.users):
                 repeats |= (starts <= user) & (starts + rows > later)
-        for boundary, born in self.ranges.sliced:
+        for boundary, born in self.ranges.unlike:
             stops = starts + rows
             repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
         for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):

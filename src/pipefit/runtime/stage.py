@@ -77,6 +77,7 @@ class StageRunner:
         self._seed_gradient = torch.full((), 1.0 / microbatches, device=device) if last else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._cells: dict[int, Cell] = {}
+        self._copies: dict[int, list[Tensor]] = {}  # of the buffers, for the backward of a forward that ran again
 
     @property
     def constants(self) -> list[Tensor]:
@@ -124,13 +125,15 @@ class StageRunner:
             cell.incoming = [gradients.pop(0) if value.requires_grad else None for value in self.outputs]
         backward(cell)
         outgoing = cell.outgoing or (None,) * len(self.inputs)
-        return [
+        found = [
             torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
             if gradient is None
             else gradient.contiguous()
             for gradient, value in zip(outgoing, self.inputs if inputs is None else inputs, strict=True)
             if value.requires_grad
         ]
+        self._copies.pop(microbatch, None)
+        return found
 
     def step(self) -> None:
         """One optimizer step, unless the stages agreed to skip it; the gradients are freed."""
@@ -196,8 +199,9 @@ class StageRunner:
         layers: Sequence[ChainLayer] | None = None,
     ) -> None:
         """The forward again, this time with a graph: the same random draws, and statistics are left alone."""
-        with _copied_buffers(self.layers if layers is None else layers):
+        with _copied_buffers(self.layers if layers is None else layers) as copies:
             self.forward(microbatch, inputs, targets, layers)
+        self._copies[microbatch] = copies  # which of them the graph keeps, and until when, nobody need know
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -217,6 +221,7 @@ class StageRunner:
             cell.root = cell.incoming = None
             cell.outgoing = ()
         self._cells.clear()
+        self._copies.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -248,16 +253,15 @@ def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> l
 
 
 @contextmanager
-def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[None]:
-    """Inside, layers work on copies of their buffers; which the graph may keep. Afterwards the buffers are back."""
+def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
+    """Inside, layers work on copies of their buffers, which the graph may keep. Afterwards the buffers are back."""
     places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
     originals = [part._buffers[name] for part, name in places]
     copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}
     try:
         for (part, name), buffer in zip(places, originals, strict=True):
             part._buffers[name] = None if buffer is None else copies[id(buffer)]
-        del copies
-        yield
+        yield list(copies.values())
     finally:
         for (part, name), buffer in zip(places, originals, strict=True):
             part._buffers[name] = buffer
