@@ -30,7 +30,8 @@ Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
 OURS, TORCHGPIPE = "exact", "torchgpipe"
 PLANNERS = (OURS, "uniform", "parameters", "time", "first_last", "bisection")  # by their names in pipefit
 ADDITIVE, SOLVED = "additive", "exact on torchgpipe's times"
-BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")  # that do not predict peaks
+BAYESIAN = "bayesian"
+PREDICTING = (OURS, "bisection", BAYESIAN, ADDITIVE)  # peaks; all others are baselines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

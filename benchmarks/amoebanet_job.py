@@ -1,0 +1,54 @@
+"""AmoebaNet-D of any number of filters, to be trained under GPipe on equal devices. Not a benchmark itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partitioners import Setting
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.fit.growth import Demand
+from pipefit.profile import ModelProfile, Target
+from pipefit.training import Recompute, Training
+from pipefit.zoo import build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, on what. `values` are the numbers of filters among which the largest is looked for.
+
+    The pools are averages, as in torchgpipe's benchmark, which mCAP measured.
+    """
+
+    cluster: Cluster
+    layers: int
+    image_size: int
+    microbatches: int
+    microbatch_size: int
+    values: range
+    target: Target = "cpu"
+
+    def task(self, filters: int) -> Task:
+        """The model of so many filters."""
+        return build("amoebanet", layers=self.layers, filters=filters, image_size=self.image_size, pooling="average")
+
+    def demand(self, recompute: Recompute) -> Demand:
+        """How it is trained, for our own search."""
+        return Demand(
+            cluster=self.cluster,
+            microbatch_size=self.microbatch_size,
+            microbatches=self.microbatches,
+            schedule="gpipe",
+            recompute=recompute,
+            target=self.target,
+        )
+
+    def profile(self, filters: int) -> ModelProfile:
+        """What its layers cost, however often they are recomputed."""
+        return self.demand("never").profile(self.task(filters))
+
+    def setting(self, costs: ModelProfile, filters: int, recompute: Recompute) -> Setting:
+        """What partitioners are given."""
+        batch = self.microbatches * self.microbatch_size
+        training = Training(batch_size=batch, microbatches=self.microbatches, schedule="gpipe", recompute=recompute)
+        return Setting(task=self.task(filters), profile=costs, cluster=self.cluster, training=training)

@@ -1,0 +1,140 @@
+"""The benchmark of AmoebaNet at the paper's scale, smaller: what it compares, and how its rows hang together.
+
+Mostly on perceptrons, which are profiled and dry-run in no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import get_args
+
+import pytest
+from torchgpipe.balance import balance_cost
+
+from amoebanet_job import Job
+from bench_amoebanet import Comparison, alone, compare, papers_job, summarised, summary_table
+from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
+from pipefit.capture import Task
+from pipefit.files import load_cluster
+from pipefit.fit.growth import with_memory
+from pipefit.runtime import certify
+from pipefit.training import Recompute
+from pipefit.zoo import build
+
+ROOM = 1 << 20
+RECOMPUTES = get_args(Recompute)
+BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")
+FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of what is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perceptrons(Job):
+    """The same job with perceptrons of uneven widths, of which `filters` is the unit."""
+
+    def task(self, filters: int) -> Task:
+        return build("mlp", widths=(filters, 8 * filters, filters, 2 * filters, 4 * filters), inputs=64)
+
+
+JOB = Perceptrons(
+    cluster=with_memory(load_cluster("4x-titan-rtx"), ROOM),
+    layers=11,
+    image_size=0,
+    microbatches=3,
+    microbatch_size=64,
+    values=range(24, 400, 8),
+    target="cuda",
+)
+costs = cache(JOB.profile)
+
+
+@cache
+def found(recompute: Recompute) -> Comparison:
+    """One comparison, for all tests."""
+    return compare(JOB, 40, recompute, splitters(lambda _: FRONT_HEAVY), costs, once=("time",))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
+    """No partitioner has a lower peak at one F, nor a larger F, than ours; all are there, ours first."""
+    balance, largest, _ = found(recompute)
+    names = sorted([OURS, ADDITIVE, "bisection", *BASELINES])
+    assert sorted(row.partitioner for row in balance) == sorted(row.partitioner for row in largest) == names
+    assert balance[0].partitioner == largest[0].partitioner == OURS
+    assert all(max(balance[0].peak_bytes) <= max(row.peak_bytes) for row in balance)
+    assert all(largest[0].filters >= row.filters and row.ours_to_this >= 1 for row in largest)
+    assert any(row.ours_to_this > 1 for row in largest)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_the_edges_are_certified(recompute: Recompute) -> None:
+    """Every largest F fits in its dry run and the next one does not; the plans had said so, to the byte."""
+    for row in found(recompute).largest:
+        assert row.dry_run_bytes <= ROOM < row.next_dry_run_bytes
+        assert (row.certified, row.off_plan_bytes) == (True, 0)
+
+
+def test_parameters_are_those_of_the_module() -> None:
+    """Parameters are counted on the model itself, and the ratio is of them."""
+    rows = {row.partitioner: row for row in found("never").largest}
+    counted = {
+        name: sum(p.numel() for p in JOB.task(rows[name].filters).build().parameters()) for name in (OURS, TORCHGPIPE)
+    }
+    assert {name: rows[name].parameters for name in counted} == counted
+    assert rows[TORCHGPIPE].ours_to_this == counted[OURS] / counted[TORCHGPIPE]
+
+
+def test_recomputing_makes_room() -> None:
+    """The more is recomputed, the larger the F that ours fits, or as large."""
+    largest = [found(recompute).largest[0].filters for recompute in RECOMPUTES]
+    assert largest == sorted(largest)
+    assert largest[0] < largest[-1]
+
+
+def test_what_is_asked_once_is_used_at_every_size() -> None:
+    """torchgpipe's split of one F is that of the largest F, too; so is that of a partitioner that is asked once."""
+    balance = {row.partitioner: row for row in found("always").balance}
+    largest = {row.partitioner: row for row in found("always").largest}
+    assert balance[TORCHGPIPE].split == largest[TORCHGPIPE].split == (8, 1, 1, 1)
+    assert balance["time"].split == largest["time"].split
+
+
+def test_a_single_measuring_is_split_by_torchgpipe() -> None:
+    """The split is that of torchgpipe's solver, and the largest F is that of its plans."""
+    times = [30, 10, 40, 10, 50, 90, 20, 60, 50, 30, 50]
+    single = alone(JOB, times, costs)
+    assert list(single["split"]) == balance_cost(times, 4)
+    largest = single["largest"]["never"]["filters"]
+    edges = tuple(sum(single["split"][:stage]) for stage in range(5))
+    fits = [
+        max(outcome(JOB.setting(costs(filters), filters, "never"), edges).peak_bytes) <= ROOM
+        for filters in (largest, largest + 8)
+    ]
+    assert fits == [True, False]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_ratios_are_to_torchgpipe_and_to_the_best_baseline(recompute: Recompute) -> None:
+    """The best baseline is no further behind ours than torchgpipe is, and is not before it."""
+    of = summarised(found(recompute))
+    assert 1 <= of["parameters_to_best_baseline"] <= of["parameters_to_torchgpipe"]
+    assert of["peak_to_torchgpipe"] <= of["peak_to_best_baseline"] <= 1
+    rows = {row.partitioner: row for row in found(recompute).balance}
+    ours, lowest = rows[OURS], rows[of["best_baseline_by_peak"]]
+    assert of["peak_to_best_baseline"] == pytest.approx(max(ours.peak_bytes) / max(lowest.peak_bytes))
+    assert of["throughput_to_torchgpipe"] == pytest.approx(
+        ours.samples_per_second / rows[TORCHGPIPE].samples_per_second
+    )
+    table = summary_table({recompute: of})
+    assert [len(row) for row in table.rows] == [len(table.columns)]
+
+
+def test_the_job_itself_in_miniature() -> None:
+    """AmoebaNet's average pools, GPipe and recomputation: a dry run is what its plan says, to a thousandth."""
+    job = replace(papers_job(), layers=3, image_size=64, microbatch_size=2)
+    given = job.setting(job.profile(32), 32, "except_last")
+    edges = splitters(lambda _: FRONT_HEAVY)[OURS](given)
+    assert len(given.profile.layers) == 9
+    assert not any("MaxPool2d((3" in str(module) for module in given.task.build().modules())
+    peaks = certify(given.task, plan_at(given, edges)).peak_bytes
+    assert peaks == pytest.approx(outcome(given, edges).peak_bytes, rel=1e-3)
