@@ -11,10 +11,10 @@ microbatches for each device.
 Half an hour; a few minutes without `bayesian` and `best_split`. Peaks are the simulator's, over two steps. "over
 optimum" is the fullest device's against that of `exact`; "all as low" says whether all devices have the peaks of
 `exact`, which makes the next fullest device as empty as can be, too, and so on. Seconds are by the wall clock, the best
-of as many runs as fit in two seconds, at most ten: "search" is the search alone, "plan" the whole call, which checks
-the question and simulates the answer's step time. With more threads than one, those of the Gaussian process wait for
-each other, ten times as long where cores are busy. What is looked at are candidate stages in `exact` and `bisection`,
-whole splits in the others. Bayesian optimisation has one seed.
+of as many runs as fit in two seconds, at most a hundred: "search" is the search alone, "plan" the whole call, which
+checks the question and simulates the answer's step time. With more threads than one, those of the Gaussian process wait
+for each other, ten times as long where cores are busy. What is looked at are candidate stages in `exact` and
+`bisection`, whole splits in the others. Bayesian optimisation has one seed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from pipefit.zoo import build
 SIZES = ((30, 4), (42, 4), (64, 8), (96, 16), (1000, 64))
 CHAINS = (*((kind, seed) for kind in ("random", "skewed") for seed in range(3)), ("alike", 0), ("heavy", 0))
 SEARCHES = ("exact", "exhaustive", "bisection", "bayesian", "best_split")  # all but the last are planners
-REPEATS, ENOUGH = 10, 2.0  # runs of one search at most, and seconds in which no other is begun
+REPEATS, ENOUGH = 100, 2.0  # runs of one search at most, and seconds in which no other is begun
 
 
 class Real(NamedTuple):

@@ -20,7 +20,7 @@ OPTIONS = Options(allow_infeasible=True)
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few evaluations in place of 75, which take a minute."""
+    """A few evaluations in place of 75, which take a quarter of a minute."""
     pytest.importorskip("skopt")
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 12)
 

@@ -3,9 +3,10 @@
 One dimension per device, the number of layers on it; scikit-optimize with 75 evaluations, the acquisition function
 `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn kernel (smoothness 5/2).
 The optimiser knows nothing of the total, so what it proposes is scaled to the number of layers, at least one on each
-device; that is our reading, the paper does not say. Stage s is on device s. About a minute, whatever the number of
-layers, and far from the optimum on many devices: `exact` finds less in milliseconds. Needs `pipefit[bayes]`.
-(mCAP, section 3.4.)
+device; that is our reading, the paper does not say. Stage s is on device s. Ten to twenty seconds on a few devices and
+up to a minute on 64, many times that where other work keeps the cores busy (its threads wait for each other:
+OMP_NUM_THREADS=1 helps); and far from the optimum on many devices: `exact` finds less in milliseconds. Needs
+`pipefit[bayes]`. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
