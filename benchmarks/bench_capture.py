@@ -34,9 +34,10 @@ TITLES = {"llama": "Llama, 7 B", "gpt2": "GPT-2 XL, 1.5 B"}
 
 def measure(name: str) -> dict[str, Any]:
     """Seconds and peak bytes of one model, in this process."""
+    from pipefit.capture.sample import sample
+    from pipefit.fake.chain import fake_chain
+    from pipefit.fake.target import FakeTarget
     from pipefit.profiler import profile
-    from pipefit.runtime.target import FakeTarget
-    from pipefit.runtime.twins import fake_chain, sample
     from pipefit.zoo.huggingface import hf
 
     task = hf(name, **MODELS[name])

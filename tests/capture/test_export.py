@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from captured_models import CAPTURED, Masked
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.model import chain
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.runtime.target import FakeTarget
-from pipefit.runtime.twins import fake_chain, sample
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
 
 
 def captured(task: Task, size: int = 2) -> Chain:

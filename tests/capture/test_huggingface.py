@@ -12,8 +12,8 @@ import torch
 
 from huggingface_models import TINY
 from pipefit.capture import Task, capture
+from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.runtime.twins import sample
 from pipefit.zoo.huggingface import hf
 
 BLOCKS = {

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from pipefit.capture import Task
+from pipefit.meter.cuda import CudaMeter, memory_figures
 from pipefit.plan import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.alone import LoneStages
-from pipefit.runtime.cuda import CudaMeter, memory_figures
 from pipefit.trace import Category
 from pipefit.zoo import build
 from tiny import batch_of, plan_of

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain
+from pipefit.capture.sample import sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
 from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.likeness import likeness
-from pipefit.runtime.target import FakeTarget
-from pipefit.runtime.twins import fake_chain, sample
 from pipefit.training import Precision
 
 Progress = Callable[[int, int, str], None]

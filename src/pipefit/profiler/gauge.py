@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from pipefit.meter.cpu import Meter, Tracked
 from pipefit.profile import Span, Work
-from pipefit.runtime.meter import Meter, Tracked
 
 # They allocate, or ask a fake tensor where it is, and touch no memory.
 _MOVE_NOTHING = frozenset(

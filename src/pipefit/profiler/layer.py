@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.meter.cpu import Tracked
 from pipefit.profile import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.profiler.gauge import Gauge, dtype_name
 from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
-from pipefit.runtime.meter import Tracked
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]

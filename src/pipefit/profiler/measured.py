@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import capture
+from pipefit.capture.sample import sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -24,7 +25,6 @@ from pipefit.profile import LayerCost, Measurement, ModelProfile
 from pipefit.profiler.fake import Progress
 from pipefit.profiler.threads import threads_of
 from pipefit.runtime.boundary import Cell, backward, enter, leave
-from pipefit.runtime.twins import sample
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20

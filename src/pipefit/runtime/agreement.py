@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipefit.runtime.target import is_fake
+from pipefit.fake.target import is_fake
 
 _EPSILON = 1e-6  # as clip_grad_norm_ has it
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from pipefit.capture import Chain, capture
+from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
+from pipefit.meter import MemoryMeter
 from pipefit.plan import Plan
 from pipefit.program import Action, Kind
 from pipefit.runtime.assembly import assemble, check_model
 from pipefit.runtime.batches import cut_batch
-from pipefit.runtime.reader import MemoryMeter
-from pipefit.runtime.twins import in_mode, pair, sample
 from pipefit.schedule import lower
 
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)

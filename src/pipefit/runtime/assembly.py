@@ -14,12 +14,13 @@ from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.cost.memory import StageMemory
 from pipefit.errors import FileError, UsageError
+from pipefit.meter import MemoryMeter
+from pipefit.meter.cpu import Meter
+from pipefit.meter.cuda import CudaMeter
 from pipefit.plan import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
-from pipefit.runtime.cuda import CudaMeter
-from pipefit.runtime.meter import Meter
-from pipefit.runtime.reader import DeviceReader, MemoryMeter
+from pipefit.runtime.reader import DeviceReader
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
 

@@ -12,16 +12,17 @@ from itertools import count
 
 import torch
 
+from pipefit.capture.sample import sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
+from pipefit.meter.cpu import Meter
 from pipefit.plan import Plan
 from pipefit.profile import Target
 from pipefit.runtime.assembly import assemble, check_model
-from pipefit.runtime.meter import Meter
 from pipefit.runtime.reader import DeviceReader, run_in_turn
-from pipefit.runtime.target import FakeTarget
 from pipefit.runtime.transport import Mailroom
-from pipefit.runtime.twins import fake_chain, sample
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 

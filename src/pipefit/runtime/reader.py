@@ -8,13 +8,13 @@ another, so that one process can run all devices in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.meter import MemoryMeter
 from pipefit.plan import Plan
 from pipefit.profile import Value
 from pipefit.program import COMPUTE, Action, Kind, Program
@@ -34,15 +34,6 @@ _LEFT = {
     Kind.BACKWARD: Category.GRADIENTS,
     Kind.STEP: Category.OPTIMIZER,
 }
-
-
-class MemoryMeter(AbstractContextManager[Any], Protocol):
-    """What counts a device's memory: `Meter` for tensors on the CPU, real or fake; `CudaMeter` reads the allocator."""
-
-    def begin(self, action: str) -> None: ...
-    def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...
-    def tag(self, tensors: Sequence[Tensor | None], category: Category) -> None: ...
-    def forget_graphs(self) -> None: ...
 
 
 class DeviceReader:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.capture import capture
+from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
@@ -34,7 +35,6 @@ from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.reader import run_in_turn
 from pipefit.runtime.transport import Mailroom, Network, Transport
-from pipefit.runtime.twins import in_mode, pair, sample
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.sample import sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
 from pipefit.plan import Plan
 from pipefit.profile import Measurement, Value
-from pipefit.runtime.target import FakeTarget
-from pipefit.runtime.twins import fake_chain, sample
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
 Layers = tuple[ChainLayer, ...]

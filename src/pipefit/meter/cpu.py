@@ -3,7 +3,7 @@
 A `Meter` is a dispatch mode. It sees every tensor operation of the device's worker, real or fake, and follows the life
 of each storage that one of them makes by a weak reference. Views and in-place operations make none: a tensor that
 belongs to somebody else is not counted because it was looked at. What a CPU kernel allocates and frees within one
-operation is invisible from outside; it is added from `pipefit.runtime.workspace`. When the sum passes the cap, the
+operation is invisible from outside; it is added from `pipefit.meter.workspace`. When the sum passes the cap, the
 meter raises `torch.OutOfMemoryError`, as CUDA does: that is what makes an emulated device.
 
 Costs about ten microseconds an operation. Real GPUs are not metered this way; they have their allocator's own figures.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.runtime.workspace import kernel_peak_bytes
+from pipefit.meter.workspace import kernel_peak_bytes
 from pipefit.trace import CATEGORIES, Category, MemorySample
 from pipefit.units import format_bytes
 

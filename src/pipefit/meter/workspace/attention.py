@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.ledger import Call, accumulator_nbytes, nbytes
+from pipefit.meter.workspace.ledger import Call, accumulator_nbytes, nbytes
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.ledger import (
+from pipefit.meter.workspace.ledger import (
     Call,
     accumulator_nbytes,
     contiguous_copy_nbytes,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.ledger import Call, nbytes
+from pipefit.meter.workspace.ledger import Call, nbytes
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ two-dimensional there, is an estimate.
 
 from __future__ import annotations
 
-from pipefit.runtime.workspace.ledger import ceil_div, round_up
-from pipefit.runtime.workspace.onednn_kernels import Buffers, padded_bias, unfolded, unit_stride_copy
-from pipefit.runtime.workspace.onednn_problem import FLOAT, Problem
-from pipefit.runtime.workspace.onednn_scratch import (
+from pipefit.meter.workspace.ledger import ceil_div, round_up
+from pipefit.meter.workspace.onednn_kernels import Buffers, padded_bias, unfolded, unit_stride_copy
+from pipefit.meter.workspace.onednn_problem import FLOAT, Problem
+from pipefit.meter.workspace.onednn_scratch import (
     BARRIER,
     Threading,
     Work,

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace import native_convolution as native
-from pipefit.runtime.workspace.ledger import Call, nbytes, peak, suggests_channels_last
-from pipefit.runtime.workspace.onednn_gradients import weight_gradient
-from pipefit.runtime.workspace.onednn_kernels import Buffers, forward, input_gradient, takes_strided_gradient
-from pipefit.runtime.workspace.onednn_problem import Problem
-from pipefit.runtime.workspace.onednn_scratch import booked
+from pipefit.meter.workspace import native_convolution as native
+from pipefit.meter.workspace.ledger import Call, nbytes, peak, suggests_channels_last
+from pipefit.meter.workspace.onednn_gradients import weight_gradient
+from pipefit.meter.workspace.onednn_kernels import Buffers, forward, input_gradient, takes_strided_gradient
+from pipefit.meter.workspace.onednn_problem import Problem
+from pipefit.meter.workspace.onednn_scratch import booked
 
 aten = torch.ops.aten
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace import (
+from pipefit.meter.workspace import (
     attention,
     convolution,
     elementwise,
@@ -37,8 +37,8 @@ from pipefit.runtime.workspace import (
     reductions,
     spatial,
 )
-from pipefit.runtime.workspace.ledger import Call
-from pipefit.runtime.workspace.machine import Cpu, this_cpu
+from pipefit.meter.workspace.ledger import Call
+from pipefit.meter.workspace.machine import Cpu, this_cpu
 
 __all__ = ["Cpu", "kernel_peak_bytes", "this_cpu"]
 

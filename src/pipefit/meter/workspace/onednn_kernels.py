@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.runtime.workspace.ledger import ceil_div, round_up
-from pipefit.runtime.workspace.onednn_problem import FLOAT, Problem
-from pipefit.runtime.workspace.onednn_scratch import (
+from pipefit.meter.workspace.ledger import ceil_div, round_up
+from pipefit.meter.workspace.onednn_problem import FLOAT, Problem
+from pipefit.meter.workspace.onednn_scratch import (
     ALIGNMENT,
     PAGE,
     booked,

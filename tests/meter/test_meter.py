@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipefit.runtime.meter import Meter
-from pipefit.runtime.target import FakeTarget
+from pipefit.fake.target import FakeTarget
+from pipefit.meter.cpu import Meter
 from pipefit.trace import Category
 
 

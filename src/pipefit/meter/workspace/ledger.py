@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from pipefit.runtime.workspace.machine import Cpu
+from pipefit.meter.workspace.machine import Cpu
 
 GRAIN_NUMEL = 32768  # elements below which ATen's element-wise loops and reductions stay on one thread
 

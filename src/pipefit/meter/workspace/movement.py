@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.ledger import Call, contiguous_copy_nbytes, nbytes
+from pipefit.meter.workspace.ledger import Call, contiguous_copy_nbytes, nbytes
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.elementwise import cast_nbytes
-from pipefit.runtime.workspace.ledger import GRAIN_NUMEL, Call, nbytes, peak
+from pipefit.meter.workspace.elementwise import cast_nbytes
+from pipefit.meter.workspace.ledger import GRAIN_NUMEL, Call, nbytes, peak
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.runtime.workspace.ledger import ceil_div, round_up
+from pipefit.meter.workspace.ledger import ceil_div, round_up
 
 ALIGNMENT = 128
 PAGE = 4096

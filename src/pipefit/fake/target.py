@@ -29,7 +29,7 @@ Not imitated:
 An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
 
 Torch's private interfaces to fake devices are touched here, in `attention_choice` and in `missing_shapes`, nowhere
-else; `tests/runtime/test_target.py` lists them one by one.
+else; `tests/fake/test_target.py` lists them one by one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from pipefit.errors import UsageError
-from pipefit.runtime.attention_choice import cuda_attention
-from pipefit.runtime.missing_shapes import register_missing_shapes
+from pipefit.fake.attention_choice import cuda_attention
+from pipefit.fake.missing_shapes import register_missing_shapes
 
 Target = Literal["cpu", "cuda"]
 

@@ -19,7 +19,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from pipefit.errors import UsageError
-from pipefit.runtime.target import FAKE_CUDA, FakeTarget, Target
+from pipefit.fake.target import FAKE_CUDA, FakeTarget, Target
 from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
@@ -223,7 +223,7 @@ def test_cuda_target_leaves_real_training_alone() -> None:
 def test_cpu_target_fills_no_device_slot() -> None:
     """Only the cuda target registers a backend; a second one changes nothing; backward may have run before."""
     code = (
-        "import torch; from pipefit.runtime.target import FakeTarget\n"
+        "import torch; from pipefit.fake.target import FakeTarget\n"
         "name = torch._C._get_privateuse1_backend_name\n"
         "torch.ones(2, requires_grad=True).sum().backward()\n"
         "FakeTarget('cpu'); first = name()\n"
@@ -239,7 +239,7 @@ def test_a_taken_slot_is_explained() -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
     code = (
         "import torch; torch.utils.rename_privateuse1_backend('npu')\n"
-        "from pipefit.runtime.target import FakeTarget\n"
+        "from pipefit.fake.target import FakeTarget\n"
         "try: FakeTarget('cuda')\n"
         "except ValueError as error: print(error)"
     )

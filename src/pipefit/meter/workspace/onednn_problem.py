@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.runtime.workspace.ledger import round_up
+from pipefit.meter.workspace.ledger import round_up
 
 FLOAT = 4
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipefit.runtime.workspace import kernel_peak_bytes
+from pipefit.meter.workspace import kernel_peak_bytes
 
 aten = torch.ops.aten
 FEW = settings(max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

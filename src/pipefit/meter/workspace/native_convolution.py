@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipefit.runtime.workspace.ledger import Call, nbytes, peak
+from pipefit.meter.workspace.ledger import Call, nbytes, peak
 
 
 def _columns(x: torch.Tensor, weight: torch.Tensor, out_size: Any, images: int) -> int:

@@ -1,0 +1,47 @@
+"""What tracing, profiling and training start from: a batch as the task makes it, and its module in training mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+
+Sample = tuple[Any, Any]
+
+
+def in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """`module` in training mode, or in evaluation. Parts that its owner keeps in evaluation while it trains stay so."""
+    return module if training and module.training else module.train(training)
+
+
+def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
+    """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone.
+
+    Raises:
+        UsageError: the task's batch function returns something else than a pair.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        batch = task.batch(size)
+    inputs, targets = pair(batch, f"the batch function of {task.name} must return")
+    return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
+
+
+def pair(batch: Any, who: str) -> Sample:
+    """`batch` as (inputs, targets).
+
+    Raises:
+        UsageError: it is something else; begins with `who`.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(f"{who} a pair (inputs, targets), not {_describe(batch)}")
+    return batch[0], batch[1]
+
+
+def _describe(batch: Any) -> str:
+    return f"{len(batch)} of them" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
