@@ -8,7 +8,7 @@ from partitioners import Setting
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.fit.growth import Demand
-from pipefit.profile import ModelProfile, Target
+from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Recompute, Training
 from pipefit.zoo import build
 

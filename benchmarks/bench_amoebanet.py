@@ -62,8 +62,8 @@ from partitioners import (
 from pipefit.files import load_cluster
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Growth, setting
-from pipefit.plan import Plan, Prediction
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan, Prediction
+from pipefit.profiles import ModelProfile
 from pipefit.report.fit import Attempt, Fit
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify

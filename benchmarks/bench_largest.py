@@ -48,7 +48,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
 from pipefit.fit.search import edge
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import Trainer, certify
 from pipefit.training import Recompute

@@ -32,10 +32,10 @@ from partitioners import Edges, Setting, outcome
 from pipefit.cluster import Cluster
 from pipefit.planner import true_peaks
 from pipefit.planner.prediction import Predictor
-from pipefit.profile import AdditiveCosts
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
+from pipefit.profiles import AdditiveCosts
 from pipefit.training import Recompute, Training
 from pipefit.zoo import build
 

@@ -46,7 +46,7 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
     from dataclasses import replace
 
     from pipefit.cluster import Cluster
-    from pipefit.plan import Plan, Stage
+    from pipefit.plans import Plan, Stage
     from pipefit.profiler import profile
     from pipefit.training import Training
 

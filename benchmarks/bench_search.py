@@ -38,11 +38,11 @@ import torch
 
 from made_up_chains import made_up
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
 from pipefit.planner import best_split, plan, true_peaks
 from pipefit.planner.exhaustive import LIMIT
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.zoo import build

@@ -16,7 +16,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.simulator import Costs, Simulation, simulate

@@ -52,11 +52,11 @@ from oracle import measured_peaks
 from partitioners import Edges, Setting, TorchgpipeSplits, lengths, outcome, plan_at, splitters, torchgpipe_splits
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
 from pipefit.planner import best_split, true_peaks
-from pipefit.profile import AdditiveCosts, Target
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
+from pipefit.profiles import AdditiveCosts, Target
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify
 from pipefit.schedule import lower

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from random import Random
 
-from pipefit.profile import (
+from pipefit.profiles import (
     Assumptions,
     GradientOrigin,
     LayerCost,

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
 from pipefit.planner import best_split, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.plans import Plan, Stage
 from pipefit.profiler.incremental import profile_incrementally
+from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from torchgpipe_balance import torchgpipe_split, torchgpipe_times

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from pipefit.cluster import Cluster
-from pipefit.profile import (
+from pipefit.profiles import (
     Assumptions,
     GradientOrigin,
     LayerCost,

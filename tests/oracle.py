@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipefit.capture import Task
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.reader import DeviceReader
 

@@ -8,8 +8,8 @@ from random import Random
 
 from chains import hostile, profile
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
-from pipefit.plan import Plan, Stage
-from pipefit.profile import (
+from pipefit.plans import Plan, Stage
+from pipefit.profiles import (
     GradientOrigin,
     LayerCost,
     Measurement,

@@ -14,9 +14,9 @@ from typing import Any
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
 from pipefit.training import Training

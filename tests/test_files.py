@@ -17,8 +17,8 @@ from pipefit import files
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
-from pipefit.plan import Plan, Prediction, Provenance
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan, Prediction, Provenance
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace

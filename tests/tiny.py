@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.training import Training

@@ -13,9 +13,7 @@ Importing this imports neither torch nor anything else: a name is fetched when i
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
     from pipefit.cluster import Cluster
     from pipefit.errors import FileError, InfeasibleError, OutOfMemory, PipefitError, UsageError, WorkerFailed
     from pipefit.files import load, load_cluster, save
-    from pipefit.plan import Plan
     from pipefit.planner import plan
-    from pipefit.profile import ModelProfile
+    from pipefit.plans import Plan
     from pipefit.profiler import profile
+    from pipefit.profiles import ModelProfile
     from pipefit.program import Program
     from pipefit.runtime import Trainer, certify, train
     from pipefit.schedule import lower
@@ -71,9 +69,9 @@ _HOMES = {
     "cluster": ("Cluster",),
     "errors": ("FileError", "InfeasibleError", "OutOfMemory", "PipefitError", "UsageError", "WorkerFailed"),
     "files": ("load", "load_cluster", "save"),
-    "plan": ("Plan",),
+    "plans": ("Plan",),
     "planner": ("plan",),
-    "profile": ("ModelProfile",),
+    "profiles": ("ModelProfile",),
     "profiler": ("profile",),
     "program": ("Program",),
     "runtime": ("Trainer", "certify", "train"),
@@ -95,17 +93,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Face(ModuleType):
-    """Keeps `pipefit.profile` and `pipefit.plan` functions: importing the modules of these names would replace them.
-
-    The modules stay where `from pipefit.plan import Plan` finds them.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face

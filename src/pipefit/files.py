@@ -23,10 +23,10 @@ from typing import Any, TypeVar, overload
 
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
-from pipefit.profile import ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_action
 from pipefit.trace import Trace
 from pipefit.units import format_bytes

@@ -10,7 +10,7 @@ import torch
 
 from huggingface_models import TINY
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.training import Training

@@ -14,9 +14,9 @@ import pipefit
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.files import dumps, load, save
-from pipefit.plan import Plan
 from pipefit.planner import PLANNERS
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.simulator import simulate
 from pipefit.trace import Trace

@@ -9,7 +9,7 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.files import load
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 
 MODEL = "zoo:mlp --set widths=(64,32,16) --set inputs=20"
 ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"

@@ -9,8 +9,8 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.files import load, save
-from pipefit.plan import Plan
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.trace import Trace
 
 MODEL = ["zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20"]

@@ -8,7 +8,7 @@ import pytest
 
 from chains import hostile, layer, measurement, value
 from pipefit.cost.memory import StageMemory
-from pipefit.profile import Measurement, Origin, Span
+from pipefit.profiles import Measurement, Origin, Span
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 

@@ -16,8 +16,8 @@ from ledger import walk
 from pipefit.cost.bands import stage_peak
 from pipefit.cost.memory import StageMemory
 from pipefit.cost.ranges import Ranges
-from pipefit.plan import Plan, Stage
-from pipefit.profile import Measurement, Origin, Span
+from pipefit.plans import Plan, Stage
+from pipefit.profiles import Measurement, Origin, Span
 from pipefit.schedule import situations
 
 few = hypothesis_settings(max_examples=150, deadline=None)

@@ -11,9 +11,9 @@ import pytest
 from chains import devices, plain, profile, training
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.files import dumps, load, save
-from pipefit.plan import Plan
 from pipefit.planner import plan
-from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.simulator import simulate
 
 

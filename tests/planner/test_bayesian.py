@@ -10,9 +10,9 @@ import pytest
 
 from chains import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
 from pipefit.planner import Options, bayesian, exact, plan
 from pipefit.planner.bayesian import scaled
+from pipefit.plans import Plan
 
 AMPLE = 1 << 40
 OPTIONS = Options(allow_infeasible=True)

@@ -9,11 +9,11 @@ import pytest
 
 from chains import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
 from pipefit.cost.ranges import Ranges
-from pipefit.plan import Plan
 from pipefit.planner import Options, bisection, exact, plan
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question
-from pipefit.profile import Measurement
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement
 
 AMPLE = 1 << 40
 

@@ -11,9 +11,9 @@ import pytest
 from chains import alike, devices, hostile, plain, profile, skewed, training, vgg_like
 from ledger import walk
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
 from pipefit.planner import Options, exact, exhaustive
-from pipefit.profile import Measurement
+from pipefit.plans import Plan, Stage
+from pipefit.profiles import Measurement
 from pipefit.simulator import simulate
 
 AMPLE = 1 << 40

@@ -10,9 +10,9 @@ import pytest
 
 from chains import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError
-from pipefit.plan import Plan
 from pipefit.planner import Options, exact, plan, uniform
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 
 AMPLE = 1 << 40
 

@@ -14,7 +14,7 @@ from chains import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.profile import AdditiveCosts, Measurement, ModelProfile
+from pipefit.profiles import AdditiveCosts, Measurement, ModelProfile
 from pipefit.training import Training
 
 AMPLE = 1 << 40

@@ -11,7 +11,7 @@ from chains import devices, hostile, plain, profile, training
 from pipefit.errors import UsageError
 from pipefit.planner import best_split, exact, true_peaks
 from pipefit.planner.question import Options
-from pipefit.profile import AdditiveCosts
+from pipefit.profiles import AdditiveCosts
 
 
 def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:

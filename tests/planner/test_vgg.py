@@ -8,8 +8,8 @@ import pytest
 
 from pipefit.cluster import Cluster
 from pipefit.planner import plan
-from pipefit.profile import ModelProfile
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
 from pipefit.simulator import simulate
 from pipefit.training import Recompute, Training
 from pipefit.zoo import build

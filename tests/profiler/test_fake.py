@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.cost.memory import StageMemory
 from pipefit.errors import UsageError
-from pipefit.profile import LayerCost, ModelProfile, Origin
 from pipefit.profiler import profile
+from pipefit.profiles import LayerCost, ModelProfile, Origin
 from pipefit.zoo import build
 from tiny import task_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipefit.profile import Span, Work
 from pipefit.profiler.gauge import Gauge, dtype_name
+from pipefit.profiles import Span, Work
 
 KIB = 256  # floats in a KiB
 

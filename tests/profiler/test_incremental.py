@@ -15,10 +15,10 @@ from chains import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory
-from pipefit.plan import Plan
-from pipefit.profile import AdditiveCosts
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally, train
+from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
 from pipefit.training import Training
 from tiny import plan_of, task_of

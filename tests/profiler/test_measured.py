@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from own_models import OWN_MODELS
 from pipefit.capture import Task
 from pipefit.errors import UsageError
-from pipefit.profile import LayerCost, ModelProfile
 from pipefit.profiler import profile
+from pipefit.profiles import LayerCost, ModelProfile
 from pipefit.zoo import build
 
 

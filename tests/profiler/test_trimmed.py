@@ -16,11 +16,11 @@ from chains import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
-from pipefit.plan import Plan, Stage
-from pipefit.profile import AdditiveCosts
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
+from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
 from pipefit.training import Training
 from tiny import task_of

@@ -8,8 +8,8 @@ from math import comb
 import pytest
 
 from chains import alike, devices, profile, training, vgg_like
-from pipefit.plan import Plan
 from pipefit.planner import plan
+from pipefit.plans import Plan
 from pipefit.report.plan import explain, stage_table
 from pipefit.simulator import simulate
 from pipefit.units import format_bytes

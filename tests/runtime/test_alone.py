@@ -12,7 +12,7 @@ from captured_models import CAPTURED
 from own_models import OWN_MODELS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.assembly import local_device, meter_of

@@ -17,7 +17,7 @@ import torch
 
 from pipefit.capture import Task
 from pipefit.meter.cuda import CudaMeter, memory_figures
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.alone import LoneStages
 from pipefit.trace import Category

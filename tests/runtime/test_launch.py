@@ -22,7 +22,7 @@ import accidents
 import pipefit
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 30  # for a loaded machine; a worker needs about four

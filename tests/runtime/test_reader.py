@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, OutOfMemory, UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.program import parse_program
 from pipefit.runtime import Trainer, certify, trainer

@@ -14,8 +14,8 @@ from own_models import OWN_MODELS
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plan import Plan, Stage
 from pipefit.planner import plan as make_plan
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.stage import StageRunner

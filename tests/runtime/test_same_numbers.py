@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from own_models import OWN_MODELS
 from pipefit.capture import Task
 from pipefit.capture.chain import as_values, single
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.draws import seed_layer

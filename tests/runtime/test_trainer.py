@@ -16,7 +16,7 @@ from torch import nn
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plan import Plan, Stage
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import JsonLines, StepReport

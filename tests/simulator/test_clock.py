@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Action, Kind, Program, message_partner, parse_program
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ledger import walk
 from pipefit.cost.memory import StageMemory
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Action, Kind, Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.simulator import Costs, Simulation, simulate

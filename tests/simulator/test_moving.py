@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
-from pipefit.profile import ModelProfile, Origin, SavedTensor
+from pipefit.profiles import ModelProfile, Origin, SavedTensor
 from pipefit.program import parse_program
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.lent import Loan, lent_at, lent_during

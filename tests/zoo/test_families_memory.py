@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan, Stage
+from pipefit.plans import Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.simulator import simulate

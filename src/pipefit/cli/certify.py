@@ -30,7 +30,7 @@ def command(
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
     from pipefit.files import load
-    from pipefit.plan import Plan
+    from pipefit.plans import Plan
 
     check_output(output)
     document = load(plan, Plan)

@@ -13,7 +13,7 @@ from pipefit.cli.options import Json
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.plan import Plan
+    from pipefit.plans import Plan
     from pipefit.report.tables import Block
     from pipefit.trace import Trace
 
@@ -125,7 +125,7 @@ def _result(
 
 
 def _print(blocks: list[Block | Plan]) -> None:
-    from pipefit.plan import Plan
+    from pipefit.plans import Plan
     from pipefit.report.plan import explain
     from pipefit.report.tables import write
 

@@ -42,7 +42,7 @@ def command(
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
     from pipefit.files import load, load_cluster
-    from pipefit.profile import ModelProfile
+    from pipefit.profiles import ModelProfile
 
     check_output(output)
     model, devices = load(profile, ModelProfile), load_cluster(cluster)

@@ -14,7 +14,7 @@ from pipefit.errors import UsageError
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.cluster import Cluster
-    from pipefit.profile import ModelProfile
+    from pipefit.profiles import ModelProfile
 
 Runs = Literal["incremental", "trimmed"]
 

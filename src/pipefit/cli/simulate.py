@@ -13,7 +13,7 @@ def command(plan: PlanFile, steps: PredictedSteps = 2, output: Output = None, as
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
     from pipefit.files import load
-    from pipefit.plan import Plan
+    from pipefit.plans import Plan
     from pipefit.simulator import simulate
 
     check_output(output)

@@ -44,7 +44,7 @@ def command(
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
     from pipefit.files import load, save
-    from pipefit.plan import Plan
+    from pipefit.plans import Plan
 
     check_output(output)
     check_output(metrics)

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipefit.profile import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
+from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
 from pipefit.program import Action, Kind
 
 

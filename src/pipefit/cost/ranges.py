@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pipefit.cost.bands import Band, Ints
 from pipefit.cost.memory import StageMemory, gradient_bytes
 from pipefit.cost.storages import NEVER, Life, Lives, lives, released_bytes
-from pipefit.profile import Measurement, Span
+from pipefit.profiles import Measurement, Span
 
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
 _NOTHING = -(1 << 60)  # the peak of a backward without a span

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipefit.profile import LayerCost, Measurement
+from pipefit.profiles import LayerCost, Measurement
 
 NEVER = 1 << 40
 

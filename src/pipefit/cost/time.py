@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipefit.cluster import DeviceKind
-from pipefit.profile import LayerCost, Measurement, Work
+from pipefit.profiles import LayerCost, Measurement, Work
 
 FLOPS_REACHED = 0.6  # part of peak FLOP/s that large matrix products reach
 BANDWIDTH_REACHED = 0.8  # part of peak bandwidth that elementwise kernels reach

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pipefit.capture import Task
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
 from pipefit.planner import plan
-from pipefit.profile import ModelProfile, Target
+from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile, Target
 from pipefit.report.fit import Sense
 from pipefit.training import Recompute
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
 from pipefit.planner.additive import additive
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
@@ -19,7 +18,8 @@ from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Options, Planner
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Recompute, Training
 
 __all__ = [

@@ -14,11 +14,11 @@ from math import comb
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.prediction import best_split
 from pipefit.planner.question import Options, Question
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 

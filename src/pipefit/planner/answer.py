@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
-from pipefit.plan import Plan, Prediction, Provenance, Stage
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import fits, stage_peaks
 from pipefit.planner.question import Question, Split
+from pipefit.plans import Plan, Prediction, Provenance, Stage
 from pipefit.simulator import Simulation
 
 

@@ -18,13 +18,13 @@ import numpy as np
 from pipefit.cluster import Cluster
 from pipefit.cost.bands import stage_peak
 from pipefit.cost.ranges import Ranges
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.peaks import range_peak, stage_peaks
 from pipefit.planner.question import Options, Question
 from pipefit.planner.uniform import equal_lengths
 from pipefit.planner.windows import Bounds, Floats
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 _FINEST = 1e-12  # parts of a budget that make no difference

@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.lexmin import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Options, Question
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 

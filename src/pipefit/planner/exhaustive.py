@@ -15,10 +15,10 @@ from math import comb, factorial, prod
 from pipefit.cluster import Cluster
 from pipefit.cost.memory import StageMemory
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.question import Options, Question, Split
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.program import Kind
 from pipefit.schedule import Situation
 from pipefit.training import Training

@@ -11,10 +11,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.question import Options, Question
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.question import Options, Question
 from pipefit.planner.sums import lightest_parts
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 

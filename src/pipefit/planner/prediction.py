@@ -19,7 +19,7 @@ from typing import Protocol
 from pipefit.cost.bands import Ints, stage_peak
 from pipefit.cost.ranges import Ranges
 from pipefit.errors import UsageError
-from pipefit.profile import ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.schedule import situations
 from pipefit.training import Training
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
-from pipefit.profile import Measurement, ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.schedule import Situation, situations
 from pipefit.training import Training
 

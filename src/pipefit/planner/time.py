@@ -12,11 +12,11 @@ import time as clock
 
 from pipefit.cluster import Cluster
 from pipefit.cost.time import seconds
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.question import Options, Question
 from pipefit.planner.sums import lightest_parts
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 _TICK = 1e-12  # seconds are rounded to this, so that sums of them are exact

@@ -7,10 +7,10 @@ Good where all layers are alike and memory is plenty. It knows nothing of what l
 from __future__ import annotations
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
 from pipefit.planner.answer import Found, answer
 from pipefit.planner.question import Options, Question
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 
 

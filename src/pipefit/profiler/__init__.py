@@ -6,9 +6,9 @@ import torch
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.profile import ModelProfile, Target
 from pipefit.profiler.fake import Progress, profile_fake
 from pipefit.profiler.measured import add_seconds
+from pipefit.profiles import ModelProfile, Target
 
 __all__ = ["Progress", "profile"]
 

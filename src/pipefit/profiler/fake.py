@@ -21,10 +21,10 @@ from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
-from pipefit.profile import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.likeness import likeness
+from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
 from pipefit.training import Precision
 
 Progress = Callable[[int, int, str], None]

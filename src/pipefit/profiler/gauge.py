@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from pipefit.meter.cpu import Meter, Tracked
-from pipefit.profile import Span, Work
+from pipefit.profiles import Span, Work
 
 # They allocate, or ask a fake tensor where it is, and touch no memory.
 _MOVE_NOTHING = frozenset(

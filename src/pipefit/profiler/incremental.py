@@ -18,11 +18,11 @@ import torch
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
-from pipefit.plan import Plan, Stage
-from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.plans import Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, around, intervals, partitionings
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
+from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.training import Training
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.meter.cpu import Tracked
-from pipefit.profile import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.profiler.gauge import Gauge, dtype_name
+from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
 from pipefit.trace import Category
 

@@ -21,9 +21,9 @@ from pipefit.capture.sample import sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.profile import LayerCost, Measurement, ModelProfile
 from pipefit.profiler.fake import Progress
 from pipefit.profiler.threads import threads_of
+from pipefit.profiles import LayerCost, Measurement, ModelProfile
 from pipefit.runtime.boundary import Cell, backward, enter, leave
 
 _WARM_UPS = 2

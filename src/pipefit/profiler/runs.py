@@ -11,8 +11,8 @@ from typing import Any
 
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError
-from pipefit.profile import ModelProfile
 from pipefit.profiler.partitionings import Interval, Stages
+from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 from pipefit.units import format_bytes
 

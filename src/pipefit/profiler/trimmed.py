@@ -17,11 +17,11 @@ from functools import partial
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.plan import Plan, Stage
-from pipefit.profile import AdditiveCosts, ModelProfile
+from pipefit.plans import Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
+from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.assembly import local_device, meter_of
 from pipefit.training import Training

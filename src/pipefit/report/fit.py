@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.report.tables import Block, Table
 from pipefit.units import format_bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import comb
 
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
-from pipefit.plan import Plan, Provenance, Stage
+from pipefit.plans import Plan, Provenance, Stage
 from pipefit.report.tables import Table, plain
 from pipefit.units import format_bytes, format_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pipefit.profile import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.profiles import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.report.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipefit.cluster import Cluster
-from pipefit.plan import Plan
-from pipefit.profile import ModelProfile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.report.cluster import describe_cluster
 from pipefit.report.plan import explain

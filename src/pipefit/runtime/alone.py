@@ -17,7 +17,7 @@ from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Action, Kind
 from pipefit.runtime.assembly import assemble, check_model
 from pipefit.runtime.batches import cut_batch

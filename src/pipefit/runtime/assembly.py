@@ -17,7 +17,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import Meter
 from pipefit.meter.cuda import CudaMeter
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.reader import DeviceReader

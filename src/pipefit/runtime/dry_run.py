@@ -18,8 +18,8 @@ from pipefit.capture.task import Task
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
-from pipefit.plan import Plan
-from pipefit.profile import Target
+from pipefit.plans import Plan
+from pipefit.profiles import Target
 from pipefit.runtime.assembly import assemble, check_model
 from pipefit.runtime.reader import DeviceReader, run_in_turn
 from pipefit.runtime.transport import Mailroom

@@ -27,7 +27,7 @@ from typing import Any
 
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Order, Pulse, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
-from pipefit.plan import Plan
-from pipefit.profile import Value
+from pipefit.plans import Plan
+from pipefit.profiles import Value
 from pipefit.program import COMPUTE, Action, Kind, Program
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport

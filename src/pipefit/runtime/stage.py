@@ -17,7 +17,7 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.structure import Values
 from pipefit.capture.task import ParameterOptions, Task
 from pipefit.errors import UsageError
-from pipefit.profile import Value
+from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import Cell, backward, enter, leave
 from pipefit.runtime.draws import seed_layer

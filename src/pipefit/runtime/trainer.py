@@ -28,7 +28,7 @@ from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.assembly import assemble, check_model, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch

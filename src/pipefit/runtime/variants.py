@@ -19,8 +19,8 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
-from pipefit.plan import Plan
-from pipefit.profile import Measurement, Value
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement, Value
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
 Layers = tuple[ChainLayer, ...]

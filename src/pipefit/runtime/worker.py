@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import FORWARDS, Action, Kind, Program, Subject
 from pipefit.schedule.gpipe import gpipe
 from pipefit.schedule.one_f_one_b import one_f_one_b

@@ -7,8 +7,8 @@ from functools import cache, cached_property, partial
 from pipefit.cluster import DeviceKind
 from pipefit.cost.memory import StageMemory
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
-from pipefit.plan import Plan
-from pipefit.profile import Measurement
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement
 from pipefit.simulator.effects import Effect, effect
 from pipefit.simulator.storages import Storage, saved_storages
 from pipefit.training import Training

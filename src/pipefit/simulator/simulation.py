@@ -12,7 +12,7 @@ from itertools import pairwise
 from operator import itemgetter
 
 from pipefit.errors import UsageError
-from pipefit.plan import Plan
+from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.simulator.clock import Clock

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.cost.memory import StageMemory
-from pipefit.profile import LayerCost, Origin
+from pipefit.profiles import LayerCost, Origin
 
 
 class Storage:

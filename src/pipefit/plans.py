@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.profile import Measurement, ModelProfile
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.training import Training
 
 
