@@ -46,7 +46,7 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
     from dataclasses import replace
 
     from pipefit.cluster import Cluster
-    from pipefit.plans import Plan, Stage
+    from pipefit.plans import Grid, Plan, Stage
     from pipefit.profiler import profile
     from pipefit.training import Training
 
@@ -57,7 +57,7 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
         profile=found,
         cluster=replace(Cluster.emulated((2, 8 << 30)), backend=backend),
         training=Training(batch_size=BATCH, microbatches=MICROBATCHES, schedule=schedule),
-        stages=(Stage(start=0, stop=half, devices=(0,)), Stage(start=half, stop=layers, devices=(1,))),
+        stages=(Stage(start=0, stop=half, grid=Grid.of(0)), Stage(start=half, stop=layers, grid=Grid.of(1))),
     )
 
 

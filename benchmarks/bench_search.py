@@ -40,7 +40,7 @@ from made_up_chains import made_up
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, plan, true_peaks
 from pipefit.planner.exhaustive import LIMIT
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
@@ -253,7 +253,7 @@ def by_predictor(case: Case) -> Answer:
 
 def descending_peaks(case: Case, edges: Sequence[int]) -> tuple[int, ...]:
     """The peaks of all devices, the fullest first, simulated: no search's own word."""
-    stages = tuple(Stage(start=a, stop=b, devices=(device,)) for device, (a, b) in enumerate(pairwise(edges)))
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges)))
     split = Plan(profile=case.profile, cluster=case.cluster, training=case.training, stages=stages)
     return tuple(sorted(Simulation(split, steps=2).peak_bytes, reverse=True))
 

@@ -18,7 +18,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.simulator import Simulation
@@ -76,7 +76,7 @@ def plan_at(setting: Setting, edges: Edges) -> Plan:
         profile=setting.profile,
         cluster=setting.cluster,
         training=setting.training,
-        stages=tuple(Stage(start=start, stop=stop, devices=(number,)) for number, (start, stop) in stages),
+        stages=tuple(Stage(start=start, stop=stop, grid=Grid.of(number)) for number, (start, stop) in stages),
     )
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pipefit.capture import Task
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
-from pipefit.runtime.reader import DeviceReader
+from pipefit.runtime.runner import DeviceRunner
 
 
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
@@ -41,7 +41,7 @@ def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> 
     return peaks
 
 
-def _resident(reader: DeviceReader) -> int:
+def _resident(reader: DeviceRunner) -> int:
     """Bytes of what exists before the first step, counted from the tensors themselves."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
@@ -77,13 +77,13 @@ def _uncollected() -> Iterator[None]:
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
     """Every action of a reader becomes a range in the profile, named after its device."""
-    original = DeviceReader._timed
+    original = DeviceRunner._timed
 
-    def marked(self: DeviceReader, *args: object) -> None:
+    def marked(self: DeviceRunner, *args: object) -> None:
         with record_function(f"device:{self.number}"):
             original(self, *args)  # type: ignore[arg-type]
 
-    with mock.patch.object(DeviceReader, "_timed", marked):
+    with mock.patch.object(DeviceRunner, "_timed", marked):
         yield
 
 

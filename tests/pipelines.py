@@ -8,7 +8,7 @@ from random import Random
 
 from chains import hostile, profile
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import (
     GradientOrigin,
     LayerCost,
@@ -150,7 +150,7 @@ def make_cluster(
 ) -> Cluster:
     """Equal devices on one host. Without `links`, a switch joins them all, by default in no time."""
     members = (*(f"device{number}" for number in range(devices)), *(f"host{number}" for number in range(hosts)))
-    switch = Link(members=members, bytes_per_second=bytes_per_second, latency_seconds=latency_seconds)
+    switch = Link.between(*members, bytes_per_second=bytes_per_second, latency_seconds=latency_seconds)
     return Cluster(
         name="synthetic",
         backend="emulated",
@@ -176,7 +176,7 @@ def make_plan(
         cluster=cluster or make_cluster(len(split)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=tuple(
-            Stage(start=start, stop=stop, devices=(number,))
+            Stage(start=start, stop=stop, grid=Grid.of(number))
             for number, (start, stop) in enumerate(itertools.pairwise(starts))
         ),
     )

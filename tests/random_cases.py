@@ -14,7 +14,7 @@ from typing import Any
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
@@ -91,7 +91,7 @@ def random_plan(found: ModelProfile, rng: Random, *, microbatches: int | None = 
         cluster=Cluster.emulated((4, ROOM)),
         training=Training(batch_size=size * number, microbatches=number, schedule=rng.choice(SCHEDULES)),
         stages=tuple(
-            Stage(start=start, stop=stop, devices=(device,))
+            Stage(start=start, stop=stop, grid=Grid.of(device))
             for (start, stop), device in zip(itertools.pairwise(cuts), devices, strict=True)
         ),
     )

@@ -6,18 +6,21 @@ import pytest
 
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link, parse_emulated
 from pipefit.errors import UsageError
+from pipefit.places import Member
 from pipefit.units import MIB
 from pipelines import KIND, make_cluster
 
 
 def link(*members: str, speed: float = 1e9, latency: float = 0.0, lanes: int = 1, wire: str | None = None) -> Link:
     """A link of a gigabyte per second, unless said otherwise."""
-    return Link(members=members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
+    return Link.between(*members, bytes_per_second=speed, latency_seconds=latency, lanes=lanes, wire=wire)
 
 
 def test_a_direct_link_carries_its_lanes_together() -> None:
     """A route over a link is as fast as its lanes together, after its latency."""
-    route = make_cluster(2, link("device0", "device1", speed=25e9, latency=1e-6, lanes=2)).route("device0", "device1")
+    route = make_cluster(2, link("device0", "device1", speed=25e9, latency=1e-6, lanes=2)).route(
+        Member.device(0), Member.device(1)
+    )
     assert route.bytes_per_second == 50e9
     assert route.seconds(50_000_000_000) == pytest.approx(1.000001)
 
@@ -25,7 +28,7 @@ def test_a_direct_link_carries_its_lanes_together() -> None:
 def test_the_fastest_of_several_links_is_taken() -> None:
     """Between two members joined twice, the wider link carries the bytes."""
     cluster = make_cluster(2, link("device0", "device1", speed=10e9), link("device0", "device1", speed=4e9, lanes=3))
-    assert cluster.route("device0", "device1").bytes_per_second == 12e9
+    assert cluster.route(Member.device(0), Member.device(1)).bytes_per_second == 12e9
 
 
 def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
@@ -38,7 +41,7 @@ def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
     )
     hosts = (Host(memory_bytes=1), Host(memory_bytes=1))
     cluster = Cluster(name="two", backend="emulated", devices=devices, hosts=hosts, links=links)
-    route = cluster.route("device0", "device1")
+    route = cluster.route(Member.device(0), Member.device(1))
     assert route.bytes_per_second == 2e9
     assert route.latency_seconds == pytest.approx(8e-6)
     assert route.wires == ("a:up", "net:up", "b:down")
@@ -47,29 +50,37 @@ def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
 def test_a_link_is_full_duplex() -> None:
     """The two directions between two members share no wire, through a switch or without."""
     for cluster in (make_cluster(2, link("device0", "device1")), make_cluster(2)):
-        there, back = cluster.route("device0", "device1"), cluster.route("device1", "device0")
+        there, back = (
+            cluster.route(Member.device(0), Member.device(1)),
+            cluster.route(Member.device(1), Member.device(0)),
+        )
         assert not set(there.wires) & set(back.wires)
 
 
 def test_a_shared_wire_is_the_same_for_both_links() -> None:
     """Two devices behind one uplink occupy the same wire on the way to the host."""
     cluster = make_cluster(2, link("device0", "host0", wire="uplink"), link("device1", "host0", wire="uplink"))
-    assert cluster.route("device0", "host0").wires == cluster.route("device1", "host0").wires
+    assert (
+        cluster.route(Member.device(0), Member.host(0)).wires == cluster.route(Member.device(1), Member.host(0)).wires
+    )
 
 
 def test_a_switch_gives_every_member_its_own_ports() -> None:
     """Pairs of a switch contend only where they share an end."""
     cluster = make_cluster(4)
-    first, other = cluster.route("device0", "device1").wires, cluster.route("device2", "device3").wires
+    first, other = (
+        cluster.route(Member.device(0), Member.device(1)).wires,
+        cluster.route(Member.device(2), Member.device(3)).wires,
+    )
     assert not set(first) & set(other)
-    assert set(first) & set(cluster.route("device2", "device1").wires)
+    assert set(first) & set(cluster.route(Member.device(2), Member.device(1)).wires)
 
 
 def test_members_that_nothing_joins_are_named() -> None:
     """A missing link says which step of the way is missing."""
     cluster = make_cluster(3, link("device0", "device1"), link("device0", "host0"))
     with pytest.raises(UsageError, match="no link joins host0 and device2"):
-        cluster.route("device0", "device2")
+        cluster.route(Member.device(0), Member.device(2))
 
 
 @pytest.mark.parametrize(

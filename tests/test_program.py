@@ -95,7 +95,14 @@ def test_a_program_that_cannot_be_is_refused(lines: tuple[str, str], message: st
     """A program names the action that is on the wrong device, unjoined or without its partner."""
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     with pytest.raises(UsageError, match=message):
-        parse_program(text, placement=(0, 1), microbatches=1)
+        parse_program(
+            text,
+            placement=(
+                (0,),
+                (1,),
+            ),
+            microbatches=1,
+        )
 
 
 @given(
@@ -116,6 +123,6 @@ def test_partners_are_mutual(kind: Kind, stage: int, microbatch: int) -> None:
 def test_the_empty_program_of_an_unused_device_survives_its_text() -> None:
     """A device without actions keeps its line, so that devices keep their numbers."""
     program = Program(
-        placement=(1,), microbatches=1, actions=((), (Action(Kind.LOAD, 0, 0), Action(Kind.FORWARD, 0, 0)))
+        placement=((1,),), microbatches=1, actions=((), (Action(Kind.LOAD, 0, 0), Action(Kind.FORWARD, 0, 0)))
     )
-    assert parse_program(str(program), placement=(1,), microbatches=1) == program
+    assert parse_program(str(program), placement=((1,),), microbatches=1) == program

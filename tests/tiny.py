@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.training import Training
@@ -53,7 +53,7 @@ def plan_of(
         cluster=Cluster.emulated((len(split), memory_bytes)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=tuple(
-            Stage(start=start, stop=stop, devices=(number,))
+            Stage(start=start, stop=stop, grid=Grid.of(number))
             for number, (start, stop) in enumerate(itertools.pairwise(cuts))
         ),
     )

@@ -3,14 +3,13 @@
 A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
 `emulated:4x256MiB`, CPU workers whose memory is capped.
 
-A link joins two members or many. `device3` and `host0` name its members; any two members talk at `lanes *
-bytes_per_second`, each way. Two members share one full-duplex wire; more than two meet in a switch, where every member
-has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+A link joins two members or many (`pipefit.places.Member`); any two of them talk at `lanes * bytes_per_second`, each
+way. Two members share one full-duplex wire; more than two meet in a switch, where every member has a port of its own.
+Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +17,10 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
+from pipefit.places import Member, MemberKind, parse_member
 from pipefit.units import format_bytes, parse_bytes
 
 Backend = Literal["emulated", "cpu", "cuda"]
-_MEMBER = re.compile(r"(device|host)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +78,52 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection between members such as `device0`, `device3`, `host0`.
+    """A connection between members of a cluster.
 
     `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    members: tuple[str, ...]
+    members: tuple[Member, ...]
     bytes_per_second: float
     latency_seconds: float = 0.0
     lanes: int = 1
     wire: str | None = None
 
     def __post_init__(self) -> None:
-        if len(set(self.members)) < 2 or any(not _MEMBER.fullmatch(member) for member in self.members):
+        if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
             raise UsageError(
-                f"a link joins two or more different members named like device0 or host0, not {list(self.members)}"
+                "a link joins two or more different members, each with its number, such as device0 and host0, not "
+                f"{', '.join(map(str, self.members)) or 'nobody'}"
             )
         if self.bytes_per_second <= 0 or self.latency_seconds < 0 or self.lanes < 1:
             raise UsageError(
-                f"link {'-'.join(self.members)}: bytes_per_second and lanes must be positive, latency not negative"
+                f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, latency not "
+                "negative"
             )
+
+    @classmethod
+    def between(
+        cls,
+        *members: str,
+        bytes_per_second: float,
+        latency_seconds: float = 0.0,
+        lanes: int = 1,
+        wire: str | None = None,
+    ) -> Link:
+        """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
+
+        Raises:
+            UsageError: a text names no member, or as the constructor says.
+        """
+        return cls(
+            members=tuple(map(parse_member, members)),
+            bytes_per_second=bytes_per_second,
+            latency_seconds=latency_seconds,
+            lanes=lanes,
+            wire=wire,
+        )
 
 
 class Route(NamedTuple):
@@ -135,12 +158,9 @@ class Cluster:
                 raise UsageError(
                     f"device {number} of cluster {self.name!r} names host {device.host}; it has {len(self.hosts)} hosts"
                 )
-        known = {"device": len(self.devices), "host": len(self.hosts)}
         for link in self.links:
             for member in link.members:
-                what, number = member.rstrip("0123456789"), int(member[len(member.rstrip("0123456789")) :])
-                if number >= known[what]:
-                    raise UsageError(f"a link of cluster {self.name!r} names {member}; it has {known[what]} {what}s")
+                self.check(member, "a link")
 
     @staticmethod
     def preset(name: str) -> Cluster:
@@ -159,7 +179,7 @@ class Cluster:
         if any(count < 1 for count, _ in groups):
             raise UsageError("an emulated cluster needs at least one device in every group")
         devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
-        members = (*(f"device{number}" for number in range(len(devices))), "host0")
+        members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
         shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
         host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)))
@@ -170,7 +190,23 @@ class Cluster:
         """Memory of every device, in bytes."""
         return tuple(device.memory_bytes for device in self.devices)
 
-    def route(self, source: str, target: str) -> Route:
+    def check(self, member: Member, who: str) -> None:
+        """That the cluster has `member`, of which `who` speaks.
+
+        Raises:
+            UsageError: it does not; says how many it has.
+        """
+        there = {MemberKind.DEVICE: len(self.devices), MemberKind.HOST: len(self.hosts)}.get(member.kind)
+        if there is None:
+            there = sum(1 for one in self.hosts if one.disk_bytes)
+        if member.number is not None and member.number >= there:
+            raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there} {member.kind.value}s")
+
+    def host_of(self, number: int) -> Member:
+        """The host of device `number`."""
+        return Member.host(self.devices[number].host)
+
+    def route(self, source: Member, target: Member) -> Route:
         """The fastest link that joins the two members; without one, by way of the hosts.
 
         Raises:
@@ -215,13 +251,12 @@ def _short(nbytes: int) -> str:
 
 
 @cache
-def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: str, target: str) -> Route:
+def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: Member, target: Member) -> Route:
     direct = [(number, link) for number, link in enumerate(links) if source in link.members and target in link.members]
     if direct:
         number, link = max(direct, key=lambda item: item[1].bytes_per_second * item[1].lanes)
         return Route(link.bytes_per_second * link.lanes, link.latency_seconds, _wires(number, link, source, target))
-    ends = [f"host{hosts[int(member[6:])]}" if member.startswith("device") else member for member in (source, target)]
-    path = list(dict.fromkeys([source, *ends, target]))
+    path = list(dict.fromkeys([source, _near(hosts, source), _near(hosts, target), target]))
     if len(path) < 3:
         raise UsageError(
             f"no link joins {source} and {target}: add one to the cluster, or a link from each device to its host"
@@ -231,7 +266,13 @@ def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: str, target:
     return Route(min(hop.bytes_per_second for hop in hops), sum(hop.latency_seconds for hop in hops), wires)
 
 
-def _wires(number: int, link: Link, source: str, target: str) -> tuple[str, ...]:
+def _near(hosts: tuple[int, ...], member: Member) -> Member:
+    """The host by which a member is reached: a device's own."""
+    assert member.number is not None
+    return Member.host(hosts[member.number]) if member.kind is MemberKind.DEVICE else Member.host(member.number)
+
+
+def _wires(number: int, link: Link, source: Member, target: Member) -> tuple[str, ...]:
     """The wires a transfer occupies, by direction: links are full duplex."""
     name = link.wire or f"link{number}"
     if len(link.members) == 2:

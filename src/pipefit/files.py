@@ -27,7 +27,7 @@ from pipefit.plans import Plan
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
 from pipefit.profiles import ModelProfile
-from pipefit.program import Program, parse_action
+from pipefit.program import Program, parse_program
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
 from pipefit.validation import adapter, printable, validated
@@ -39,18 +39,18 @@ Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
 _LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramText:
-    """A program in a file: the actions of every device in their text form, separated by blanks."""
+    """A program in a file: the lines of its text form."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    placement: tuple[int, ...]
+    placement: tuple[tuple[int, ...], ...]
     microbatches: int
-    actions: tuple[str, ...]
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def _program_text(program: Program) -> ProgramText:
-    actions = tuple(" ".join(map(str, device)) for device in program.actions)
-    return ProgramText(placement=program.placement, microbatches=program.microbatches, actions=actions)
+    lines = tuple(str(program).splitlines())
+    return ProgramText(placement=program.placement, microbatches=program.microbatches, lines=lines)
 
 
 # ---------------------------------------------------------------- loading
@@ -281,14 +281,9 @@ def _check_header(data: dict[str, Any], source: str, expected: str | None) -> st
 
 def _program(stored: ProgramText, source: str) -> Program:
     """The program behind its text form."""
-    actions = []
-    for device, text in enumerate(stored.actions):
-        try:
-            actions.append(tuple(map(parse_action, text.split())))
-        except UsageError as error:
-            raise FileError(f"{source} is not valid: actions[{device}]: {error}") from None
     try:
-        return Program(placement=stored.placement, microbatches=stored.microbatches, actions=tuple(actions))
+        text = "\n".join(stored.lines)
+        return parse_program(text, placement=stored.placement, microbatches=stored.microbatches)
     except UsageError as error:
         raise FileError(f"{source} is not valid: {error}") from None
 

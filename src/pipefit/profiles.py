@@ -6,7 +6,7 @@ size (a `Measurement`); a profile may hold several.
 How memory composes. A layer's forward leaves *storages*. Each has one origin: the layer's own allocation, the storage
 of one of its inputs, a parameter or buffer, or a constant from elsewhere. Outputs and saved tensors name their origin,
 so that a storage that two layers hold, such as an activation that one returns and the next one saves, is counted once,
-whichever layers end up on one device. `pipefit.cost.memory` does the composition.
+whichever layers end up on one device. `pipefit.cost` does the composition.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take
 
 Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
 
-Recompute = Literal["never", "except_last", "always"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
@@ -20,8 +18,8 @@ class Training:
 
     `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
     keep float32 parameters and compute under `torch.autocast`, mixed-float16 with loss scaling. `clip_norm` is the
-    largest norm of all gradients together. `recompute` says of which microbatches a stage keeps only the inputs and
-    runs the forward again before their backward: of none, of all but the last of a step, or of all (GPipe).
+    largest norm of all gradients together. What is recomputed or moved away is no part of the question: a planner
+    decides it, and `pipefit.plans.Decision` says it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -31,7 +29,6 @@ class Training:
     schedule: str = "1f1b"
     precision: Precision = "float32"
     clip_norm: float | None = None
-    recompute: Recompute = "never"
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.microbatches < 1:

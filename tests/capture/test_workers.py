@@ -10,7 +10,7 @@ import torch
 
 from huggingface_models import TINY
 from pipefit.cluster import Cluster
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.training import Training
@@ -24,7 +24,7 @@ def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
     costs = profile(task, microbatch_size=2)
     last = len(costs.layers)
     stages = tuple(
-        Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate([(0, 2), (2, last - 1), (last - 1, last)])
+        Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate([(0, 2), (2, last - 1), (last - 1, last)])
     )
     training = Training(batch_size=6, microbatches=3, clip_norm=0.5, recompute="except_last")
     plan = Plan(profile=costs, cluster=Cluster.emulated((3, 1 << 30)), training=training, stages=stages)

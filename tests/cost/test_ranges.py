@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from pipefit.cost.memory import StageMemory
 
 from chains import devices, hostile, layer, measurement, plain, profile, training, value
 from ledger import walk
-from pipefit.cost.bands import stage_peak
-from pipefit.cost.memory import StageMemory
-from pipefit.cost.ranges import Ranges
-from pipefit.plans import Plan, Stage
+from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Measurement, Origin, Span
 from pipefit.schedule import situations
 
@@ -106,7 +106,7 @@ def test_a_stage_peaks_where_its_program_does(
 
 
 def split(model: Measurement, edges: tuple[int, ...], schedule: str, microbatches: int) -> Plan:
-    stages = [Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate(pairwise(edges))]
+    stages = [Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges))]
     return Plan(
         profile=profile(model),
         cluster=devices(*[1 << 40] * len(stages)),

@@ -13,6 +13,7 @@ from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fit import certified
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
+from pipefit.places import Member
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.report.fit import Fit
@@ -197,9 +198,12 @@ def test_any_number_of_devices_is_a_cluster(name: str, count: int) -> None:
     assert [(device.kind, device.memory_bytes) for device in some.devices] == [
         (whole.devices[0].kind, whole.devices[0].memory_bytes)
     ] * count
-    names = [f"device{number}" for number in range(count)]
+    names = [Member.device(number) for number in range(count)]
     for a in names:
         for b in names:
             assert a == b or some.route(a, b).bytes_per_second > 0
     if 1 < count <= len(whole.devices):
-        assert some.route("device0", "device1").bytes_per_second == whole.route("device0", "device1").bytes_per_second
+        assert (
+            some.route(Member.device(0), Member.device(1)).bytes_per_second
+            == whole.route(Member.device(0), Member.device(1)).bytes_per_second
+        )

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from chains import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
-from pipefit.cost.ranges import Ranges
 from pipefit.planner import Options, bisection, exact, plan
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question
 from pipefit.plans import Plan

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from chains import devices, hostile, profile, skewed, training
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.lexmin import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Question

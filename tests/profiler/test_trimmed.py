@@ -16,7 +16,7 @@ from chains import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
@@ -125,7 +125,7 @@ def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: str
     for run in json.loads((tmp_path / "trimmed.json").read_text())["runs"]:
         for (start, stop), peak in zip(run["stages"], run["peaks"], strict=True):
             ends = [(a, b) for a, b in ((0, start), (start, stop), (stop, 6)) if a < b]
-            stages = tuple(Stage(start=a, stop=b, devices=(number,)) for number, (a, b) in enumerate(ends))
+            stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(ends))
             plan = Plan(profile=chain, cluster=cluster, training=training, stages=stages)
             assert certify(task, plan).peak_bytes[ends.index((start, stop))] == peak
             assert costs.peak(start, stop) == peak

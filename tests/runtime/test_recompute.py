@@ -15,7 +15,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.stage import StageRunner
@@ -90,7 +90,7 @@ def test_recomputation_takes_time() -> None:
     seconds = {}
     for mode in ("never", "except_last", "always"):
         training = Training(batch_size=8, microbatches=4, schedule="gpipe", recompute=mode)  # type: ignore[arg-type]
-        stage = Stage(start=0, stop=len(costs.layers), devices=(0,))
+        stage = Stage(start=0, stop=len(costs.layers), grid=Grid.of(0))
         plan = Plan(profile=costs, cluster=Cluster.emulated((1, 1 << 30)), training=training, stages=(stage,))
         seconds[mode] = simulate(plan).step_seconds[0]
     forward = (seconds["always"] - seconds["never"]) / 4
@@ -106,7 +106,7 @@ def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytes
         loss=F.mse_loss,
     )
     costs = profile(task, microbatch_size=2)
-    stages = (Stage(start=0, stop=1, devices=(0,)), Stage(start=1, stop=3, devices=(1,)))
+    stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=3, grid=Grid.of(1)))
     training = Training(batch_size=4, microbatches=2, recompute="always")
     plan = Plan(profile=costs, cluster=Cluster.emulated((2, 1 << 30)), training=training, stages=stages)
     Trainer(task, plan).step(task.batch(4))  # copies are made where the profile knows

@@ -16,7 +16,7 @@ from torch import nn
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import JsonLines, StepReport
@@ -57,7 +57,7 @@ def make(split: tuple[int, ...] = (2, 2, 2), clip_norm: float | None = None, **s
     task = Task(network, batch=batch, loss=F.mse_loss, optimizer=sgd, **settings)
     costs = profile(task, microbatch_size=MICROBATCH)
     edges = [sum(split[:k]) for k in range(len(split) + 1)]
-    stages = tuple(Stage(start=a, stop=b, devices=(k,)) for k, (a, b) in enumerate(pairwise(edges)))
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(k)) for k, (a, b) in enumerate(pairwise(edges)))
     training = Training(batch_size=8, microbatches=2, clip_norm=clip_norm, precision=costs.assumptions.precision)
     return task, Plan(profile=costs, cluster=Cluster.emulated((len(split), 1 << 30)), training=training, stages=stages)
 
@@ -232,7 +232,7 @@ def test_a_part_kept_in_evaluation_stays_there() -> None:
 
     task = Task(frozen, batch=batch, loss=F.mse_loss, optimizer=sgd)
     costs = profile(task, microbatch_size=MICROBATCH)
-    stages = (Stage(start=0, stop=2, devices=(0,)), Stage(start=2, stop=6, devices=(1,)))
+    stages = (Stage(start=0, stop=2, grid=Grid.of(0)), Stage(start=2, stop=6, grid=Grid.of(1)))
     plan = Plan(
         profile=costs,
         cluster=Cluster.emulated((2, 1 << 30)),

@@ -89,7 +89,14 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
 def test_a_lowered_gpipe_is_the_program_written_by_hand() -> None:
     """Receives are posted one compute action ahead, sends joined one behind, data loaded at both ends."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
-    assert lower(plan) == parse_program(GPIPE_PROGRAM, placement=(0, 1), microbatches=2)
+    assert lower(plan) == parse_program(
+        GPIPE_PROGRAM,
+        placement=(
+            (0,),
+            (1,),
+        ),
+        microbatches=2,
+    )
 
 
 def test_a_lowered_1f1b_sends_and_receives_in_both_directions() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cost.bands import stage_peak
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.schedule import SCHEDULES, situations
 from pipefit.simulator import Simulation
 from pipelines import make_plan, random_profile

@@ -72,8 +72,7 @@ device 2: 2RECV_F0 2WAIT_RECV_F0
 def chain(*wires: str, speed: float = 8.0) -> Cluster:
     """Devices in a row, one link per wire name; a message of 8 bytes takes 8 / speed seconds."""
     links = (
-        Link(members=(f"device{n}", f"device{n + 1}"), bytes_per_second=speed, wire=wire)
-        for n, wire in enumerate(wires)
+        Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=speed, wire=wire) for n, wire in enumerate(wires)
     )
     return make_cluster(len(wires) + 1, *links)
 
@@ -81,7 +80,18 @@ def chain(*wires: str, speed: float = 8.0) -> Cluster:
 def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float, float]]:
     """Start and end of every event of a program of three stages of one layer, whose forwards take a second."""
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=microbatches, cluster=cluster)
-    trace = simulate(plan, program=parse_program(text, placement=(0, 1, 2), microbatches=microbatches))
+    trace = simulate(
+        plan,
+        program=parse_program(
+            text,
+            placement=(
+                (0,),
+                (1,),
+                (2,),
+            ),
+            microbatches=microbatches,
+        ),
+    )
     return {e.action: (e.start_seconds, e.end_seconds) for d in trace.devices for e in d.events}
 
 
@@ -145,7 +155,17 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
         "0LOAD0 0F0 0SEND_F0 1RECV_F0 1WAIT_RECV_F0 0WAIT_SEND_F0 1LOAD0 1F0 0RECV_B0 1B0 1SEND_B0 1WAIT_SEND_B0 "
         "0WAIT_RECV_B0 0B0 0STEP 1STEP"
     )
-    trace = simulate(plan, program=parse_program(f"device 0: {text}\ndevice 1:", placement=(0, 0), microbatches=1))
+    trace = simulate(
+        plan,
+        program=parse_program(
+            f"device 0: {text}\ndevice 1:",
+            placement=(
+                (0,),
+                (0,),
+            ),
+            microbatches=1,
+        ),
+    )
     assert trace.step_seconds == (6.0,)
     assert {e.stream for e in trace.devices[0].events} == {Stream.COMPUTE}
     assert trace.peak_bytes[1] == 0
@@ -246,10 +266,8 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
     moving: bool,
 ) -> None:
     """Under any sharing of wires, a step ends when a simulation second by second says, with offloads and without."""
-    row = [
-        Link(members=(f"device{n}", f"device{n + 1}"), bytes_per_second=1.0, wire=wires[n]) for n in range(stages - 1)
-    ]
-    up = [Link(members=(f"device{n}", "host0"), bytes_per_second=1.0, wire=wires[4 + n]) for n in range(stages)]
+    row = [Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=1.0, wire=wires[n]) for n in range(stages - 1)]
+    up = [Link.between(f"device{n}", "host0", bytes_per_second=1.0, wire=wires[4 + n]) for n in range(stages)]
     profile = equal_profile(
         stages * layers,
         input_bytes=message,
@@ -281,7 +299,17 @@ def test_a_deadlock_names_every_stuck_device_and_what_it_waits_for() -> None:
     """
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2)
     with pytest.raises(UsageError) as caught:
-        simulate(plan, program=parse_program(text, placement=(0, 1), microbatches=2))
+        simulate(
+            plan,
+            program=parse_program(
+                text,
+                placement=(
+                    (0,),
+                    (1,),
+                ),
+                microbatches=2,
+            ),
+        )
     assert "device 0 waits at 0WAIT_RECV_B0 for 1SEND_B0" in str(caught.value)
     assert "device 1 waits at 1WAIT_RECV_F1 for 0SEND_F1" in str(caught.value)
 

@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipefit.cost.memory import StageMemory
 
 from ledger import walk
-from pipefit.cost.memory import StageMemory
+from pipefit.cost.effects import effect
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
+from pipefit.plans import Grid, Plan
 from pipefit.program import Action, Kind, Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.simulator import Costs, Simulation, simulate
-from pipefit.simulator.effects import effect
 from pipefit.trace import Category, MemorySample
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
@@ -150,7 +150,7 @@ def test_costs_may_be_shared_by_plans() -> None:
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
     profile = equal_profile(6, forward_seconds=None, parameter_bytes=100)
     plans = [make_plan(profile, split, cluster=cluster) for split in ([3, 3], [2, 4], [5, 1])]
-    plans.append(replace(plans[0], stages=tuple(replace(s, devices=(1 - s.device,)) for s in plans[0].stages)))
+    plans.append(replace(plans[0], stages=tuple(replace(s, grid=Grid.of(1 - s.device)) for s in plans[0].stages)))
     shared, different = Costs.of(plans[0]), set()
     for plan in plans:
         alone, together = Simulation(plan), Simulation(plan, costs=shared)
@@ -184,7 +184,7 @@ def test_costs_may_be_shared_by_plans() -> None:
 def test_a_program_that_uses_what_is_not_there_is_refused(text: str, message: str | None) -> None:
     """One stage of two layers: the error names device, action and what is missing; segments may interleave."""
     plan = make_plan(equal_profile(2), [2], microbatches=2)
-    program = parse_program(f"device 0: {text}", placement=(0,), microbatches=2)
+    program = parse_program(f"device 0: {text}", placement=((0,),), microbatches=2)
     if message is None:
         assert Simulation(plan, program=program).peak_bytes[0] > 0
     else:
@@ -209,7 +209,17 @@ def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str)
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1)
     text = "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
     with pytest.raises(UsageError, match=message):
-        simulate(plan, program=parse_program(text, placement=(0, 1), microbatches=1))
+        simulate(
+            plan,
+            program=parse_program(
+                text,
+                placement=(
+                    (0,),
+                    (1,),
+                ),
+                microbatches=1,
+            ),
+        )
 
 
 def test_a_middle_stage_has_nothing_to_load() -> None:
@@ -217,14 +227,23 @@ def test_a_middle_stage_has_nothing_to_load() -> None:
     plan = make_plan(equal_profile(3), [1, 1, 1], microbatches=1)
     with pytest.raises(UsageError, match="device 1: 1LOAD0 has nothing to load"):
         simulate(
-            plan, program=parse_program("device 0:\ndevice 1: 1LOAD0\ndevice 2:", placement=(0, 1, 2), microbatches=1)
+            plan,
+            program=parse_program(
+                "device 0:\ndevice 1: 1LOAD0\ndevice 2:",
+                placement=(
+                    (0,),
+                    (1,),
+                    (2,),
+                ),
+                microbatches=1,
+            ),
         )
 
 
 def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
     """A program without the backward runs once; a second step finds the first one's microbatch still there."""
     plan = make_plan(equal_profile(1), [1], microbatches=1)
-    program = parse_program("device 0: 0LOAD0 0F0", placement=(0,), microbatches=1)
+    program = parse_program("device 0: 0LOAD0 0F0", placement=((0,),), microbatches=1)
     assert simulate(plan, program=program).peak_bytes[0] > 0
     with pytest.raises(UsageError, match="0LOAD0 loads what is there already"):
         simulate(plan, program=program, steps=2)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipefit.simulator.lent import Loan, lent_at, lent_during
+from pipefit.simulator.places import parts
 
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
 from pipefit.profiles import ModelProfile, Origin, SavedTensor
 from pipefit.program import parse_program
 from pipefit.simulator import Simulation, simulate
-from pipefit.simulator.lent import Loan, lent_at, lent_during
-from pipefit.simulator.places import parts
 from pipefit.trace import Category, Stream, Trace
 from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all
 
@@ -28,7 +28,7 @@ def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
     cluster = cluster or make_cluster(1)
     plan = make_plan(equal_profile(2, **layer), [2], microbatches=1, cluster=cluster)
     lines = [f"device 0: {text}", *(f"device {number}:" for number in range(1, len(cluster.devices)))]
-    return simulate(plan, program=parse_program("\n".join(lines), placement=(0,), microbatches=1))
+    return simulate(plan, program=parse_program("\n".join(lines), placement=((0,),), microbatches=1))
 
 
 def levels(trace: Trace, category: Category, device: int = 0) -> dict[str, int]:
@@ -73,8 +73,8 @@ def test_copies_run_beside_computing_and_the_join_waits_for_them() -> None:
 def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
     """Offloads of a device follow one another even over different wires; an offload and a reload run at once."""
     links = (
-        Link(members=("device0", "host0"), bytes_per_second=4.0),
-        Link(members=("device0", "device1"), bytes_per_second=4.0),
+        Link.between("device0", "host0", bytes_per_second=4.0),
+        Link.between("device0", "device1", bytes_per_second=4.0),
     )
     text = (
         "0LOAD0 0F0 0OFFLOAD0[0.0]@host 0OFFLOAD0[1.0]@device1 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host "
@@ -100,9 +100,9 @@ def test_a_copy_never_starts_before_it_is_issued() -> None:
 def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
     """An offload over a free wire still follows the one before it, even when the device was blocked in between."""
     links = (
-        Link(members=("device0", "host0"), bytes_per_second=2.0),
-        Link(members=("device0", "device1"), bytes_per_second=16.0),
-        Link(members=("device0", "device2"), bytes_per_second=8.0),
+        Link.between("device0", "host0", bytes_per_second=2.0),
+        Link.between("device0", "device1", bytes_per_second=16.0),
+        Link.between("device0", "device2", bytes_per_second=8.0),
     )
     text = (
         "0LOAD0 0F0 0OFFLOAD0[0.0]@device1 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[0.0]@device1 0RELOAD0[0.0]@device1 "
@@ -120,15 +120,25 @@ def test_a_copy_waits_for_one_that_runs_elsewhere() -> None:
 def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tuple[float, float]]) -> None:
     """Offloads of two devices over one wire follow one another; over a wire each, they overlap."""
     uplinks = (
-        Link(members=(f"device{n}", "host0"), bytes_per_second=4.0, wire="up" if shared else None) for n in range(2)
+        Link.between(f"device{n}", "host0", bytes_per_second=4.0, wire="up" if shared else None) for n in range(2)
     )
-    cluster = make_cluster(2, *uplinks, Link(members=("device0", "device1"), bytes_per_second=1e30))
+    cluster = make_cluster(2, *uplinks, Link.between("device0", "device1", bytes_per_second=1e30))
     text = """
     device 0: 0LOAD0 0F0 0SEND_F0 0OFFLOAD0[0.0]@host 0WAIT_SEND_F0 0WAIT_OFFLOAD0[0.0]@host
     device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0[2:3] 1OFFLOAD0[2.0]@host 1F0[3:4] 1WAIT_OFFLOAD0[2.0]@host
     """
     plan = make_plan(equal_profile(4), [2, 2], microbatches=1, cluster=cluster)
-    trace = simulate(plan, program=parse_program(text, placement=(0, 1), microbatches=1))
+    trace = simulate(
+        plan,
+        program=parse_program(
+            text,
+            placement=(
+                (0,),
+                (1,),
+            ),
+            microbatches=1,
+        ),
+    )
     events = [e for device in trace.devices for e in device.events if e.stream is Stream.COPY]
     assert [(e.start_seconds, e.end_seconds) for e in events] == copies
 
@@ -149,8 +159,8 @@ def test_a_striped_tensor_goes_in_shares_and_is_done_with_the_last(
 ) -> None:
     """Of 18 bytes in shares of two to one, 12 take two seconds and 6 take three: at once, or in turn over one wire."""
     links = (
-        Link(members=("device0", "device1"), bytes_per_second=6.0, wire=wire),
-        Link(members=("device0", "device2"), bytes_per_second=2.0, wire=wire),
+        Link.between("device0", "device1", bytes_per_second=6.0, wire=wire),
+        Link.between("device0", "device2", bytes_per_second=2.0, wire=wire),
     )
     trace = run((AWAY + BACK).format(place=place), make_cluster(3, *links), kept_bytes=18)
     found = [(e.start_seconds, e.end_seconds) for e in trace.devices[0].events if e.stream is Stream.COPY]
@@ -280,9 +290,9 @@ def test_what_the_next_layer_reads_cannot_be_freed() -> None:
     plan = make_plan(saves_output(), [2], microbatches=1)
     early = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0F0[1:2]"
     with pytest.raises(UsageError, match="frees what the forward of layer 1 still reads"):
-        simulate(plan, program=parse_program(f"device 0: {early}", placement=(0,), microbatches=1))
+        simulate(plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1))
     late = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@host"
-    simulate(plan, program=parse_program(f"device 0: {late}", placement=(0,), microbatches=1))
+    simulate(plan, program=parse_program(f"device 0: {late}", placement=((0,),), microbatches=1))
 
 
 def test_what_is_being_sent_cannot_be_freed() -> None:
@@ -292,8 +302,28 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
     text = "device 0: 0LOAD0 0F0 0SEND_F0 0OFFLOAD0[0.0]@host {} {}\n" + receiver
     joins = "0WAIT_OFFLOAD0[0.0]@host", "0WAIT_SEND_F0"
     with pytest.raises(UsageError, match="still being sent: 0WAIT_SEND_F0 must come before it"):
-        simulate(plan, program=parse_program(text.format(*joins), placement=(0, 1), microbatches=1))
-    simulate(plan, program=parse_program(text.format(*reversed(joins)), placement=(0, 1), microbatches=1))
+        simulate(
+            plan,
+            program=parse_program(
+                text.format(*joins),
+                placement=(
+                    (0,),
+                    (1,),
+                ),
+                microbatches=1,
+            ),
+        )
+    simulate(
+        plan,
+        program=parse_program(
+            text.format(*reversed(joins)),
+            placement=(
+                (0,),
+                (1,),
+            ),
+            microbatches=1,
+        ),
+    )
 
 
 def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> None:
@@ -305,7 +335,7 @@ def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> No
         (f"{away} 0B0[1:2]", "needs a saved tensor of layer 0 and 1 that is away"),
     ):
         with pytest.raises(UsageError, match=message):
-            simulate(plan, program=parse_program(f"device 0: {text}", placement=(0,), microbatches=1))
+            simulate(plan, program=parse_program(f"device 0: {text}", placement=((0,),), microbatches=1))
     back = f"{away} 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0 0STEP"
-    trace = simulate(plan, program=parse_program(f"device 0: {back}", placement=(0,), microbatches=1), steps=2)
+    trace = simulate(plan, program=parse_program(f"device 0: {back}", placement=((0,),), microbatches=1), steps=2)
     assert Category.ACTIVATIONS not in trace.devices[0].memory[-1].by_category

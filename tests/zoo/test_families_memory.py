@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipefit.cluster import Cluster
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
@@ -39,7 +39,7 @@ def accounts_of(
         cluster=Cluster.emulated((4, 1 << 34)),
         training=Training(batch_size=3 * size, microbatches=3, schedule=schedule),
         stages=tuple(
-            Stage(start=start, stop=stop, devices=(device,))
+            Stage(start=start, stop=stop, grid=Grid.of(device))
             for device, (start, stop) in enumerate(itertools.pairwise(cuts))
         ),
     )
@@ -80,7 +80,7 @@ def test_the_simulator_is_exact_wherever_the_model_is_cut(recompute: Recompute) 
             profile=found,
             cluster=Cluster.emulated((4, 1 << 34)),
             training=training,
-            stages=tuple(Stage(start=start, stop=stop, devices=(number,)) for number, (start, stop) in stages),
+            stages=tuple(Stage(start=start, stop=stop, grid=Grid.of(number)) for number, (start, stop) in stages),
         )
         assert certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
 

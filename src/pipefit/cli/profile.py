@@ -99,7 +99,6 @@ def _with_runs(
         microbatches=microbatches,
         schedule="gpipe",
         precision=found.assumptions.precision,
-        recompute=recompute,
     )
     train = profile_incrementally if runs == "incremental" else profile_trimmed
     with progress("training") as report:

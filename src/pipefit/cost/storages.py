@@ -1,95 +1,277 @@
-"""The life of every storage of a model, wherever the model is cut: what `cost.ranges` sums over.
+"""The storages that a microbatch can have in a stage: who makes each, who saves it, and where it travels.
 
-A storage is born in one layer and may be saved by a later one, or travel through several. A cut ends that: behind it,
-every value has a fresh storage of its own. So there are two kinds of life, and neither depends on where a range stops:
+A storage has one number in its stage, whichever layers see it: what one layer returns, the next one may save, and a
+later one may pass on. Gradients have storages too: a layer may hand a gradient on, or slices of a larger one. All of
+this follows from the costs of the layers alone and holds for every microbatch and every program; what of it is on the
+device at some moment is a `pipefit.cost.residency.Residency`.
 
-    own     born in layer b; it exists in every range that starts at or before b
-    fresh   an input received at the start of a range; it exists only in ranges that start there
-
-The loss is the layer behind the last. One pass from the last layer to the first; it costs microseconds per storage.
+Costs: one walk over the layers and what they save, microseconds per saved tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
-from pipefit.profiles import LayerCost, Measurement
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
+from pipefit.program import Subject
 
-NEVER = 1 << 40
+
+class LayerStorages(NamedTuple):
+    """One layer of a stage: its cost, and the numbers of the storages that it reads, keeps and returns."""
+
+    cost: LayerCost
+    inputs: tuple[int, ...]  # one for every input value; values may share one
+    saves: tuple[int, ...]  # what its backward needs, each once
+    outputs: tuple[int, ...]  # one for every output value
 
 
-class Life(NamedTuple):
-    """One storage: born (own) or received (fresh) at layer `birth`, first saved by layer `saver`, a value up to
-    boundary `end`.
-    """
+class GradientValue(NamedTuple):
+    """The gradient of a value: the storage it lives in, whether it is in one piece there, and its own bytes."""
 
-    birth: int
+    storage: int
+    contiguous: bool
     nbytes: int
-    saver: int  # NEVER: nobody saves it
-    end: int
-    fresh: bool
 
 
-class Lives(NamedTuple):
-    """All storages of a model. `fresh[n]` and `own[n]` are in the order of layer n's inputs and own storages."""
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """A parameter that two layers of a stage share: positions of a user and of the next one."""
 
-    layers: tuple[LayerCost, ...]  # the loss is the last
-    fresh: tuple[tuple[Life, ...], ...]
-    own: tuple[tuple[Life, ...], ...]
-
-
-def lives(measurement: Measurement) -> Lives:
-    """The life of every storage of the model."""
-    layers = (*measurement.costs, measurement.loss)
-    fresh: list[tuple[Life, ...]] = []
-    own: list[tuple[Life, ...]] = []
-    values: tuple[Life, ...] = ()
-    for number in range(len(layers) - 1, -1, -1):
-        here = _lives_of(layers[number], number, values)
-        own.append(here[1])
-        fresh.append(here[0])
-        values = here[0]
-    return Lives(layers, tuple(reversed(fresh)), tuple(reversed(own)))
+    user: int
+    later: int
+    shared: SharedParameter
 
 
-def _lives_of(cost: LayerCost, number: int, values: Sequence[Life]) -> tuple[tuple[Life, ...], tuple[Life, ...]]:
-    """The fresh lives of a layer's inputs and the lives of its own storages, from those of the values behind it."""
-    savers = {("own", o): NEVER for o in range(len(cost.storages))} | {
-        ("input", k): NEVER for k in range(len(cost.inputs))
-    }
-    ends = dict.fromkeys(savers, number)
-    for origin, value in zip(cost.output_origins, values, strict=False):
-        key = (origin.kind, origin.index)
-        if key in savers:
-            savers[key] = min(savers[key], value.saver)
-            ends[key] = max(ends[key], value.end)
-    for origin in cost.saved_storages:
-        savers[origin.kind, origin.index] = number
-    fresh = (Life(number, v.nbytes, savers["input", k], ends["input", k], True) for k, v in enumerate(cost.inputs))
-    own = (Life(number, nbytes, savers["own", o], ends["own", o], False) for o, nbytes in enumerate(cost.storages))
-    return tuple(fresh), tuple(own)
+class StageStorages:
+    """Layers `start` to `stop - 1` on one device; with `measurement.loss` behind the model's last layer.
 
-
-def released_bytes(model: Lives, number: int, released: Sequence[int]) -> Iterator[int]:
-    """What releasing these inputs of layer `number` frees in a range that starts 0, 1, 2, ... layers before it.
-
-    An input counts where layer `number` is the first that saves it: later savers are done, earlier ones still hold it.
-    Ends where starting still earlier makes no difference.
+    Positions count the layers of the stage from 0; the loss is the last position. A boundary is what is between two
+    positions: boundary 0 are the stage's inputs, the last one its outputs.
     """
-    layers, born, traced = model.layers, 0, set(released)
-    if number == len(layers) - 1:  # targets are loaded wherever the last stage starts
-        targets = {k for k in traced if k >= len(layers[number - 1].outputs)}
-        born, traced = _first_saved_by(number, (model.fresh[number][k] for k in targets)), traced - targets
-    yield born + _first_saved_by(number, (model.fresh[number][k] for k in traced))
-    for start in range(number - 1, -1, -1):
-        origins = {layers[start].output_origins[k] for k in traced}
-        born += _first_saved_by(number, (model.own[start][o.index] for o in origins if o.kind == "own"))
-        traced = {o.index for o in origins if o.kind == "input" and model.fresh[start][o.index].saver >= number}
-        yield born + _first_saved_by(number, (model.fresh[start][k] for k in traced))
-        if not traced:
-            return
+
+    def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
+        costs = measurement.costs
+        self.measurement, self.start, self.stop = measurement, start, stop
+        self.last = stop == len(costs)
+        self.costs: tuple[LayerCost, ...] = (*costs[start:stop], measurement.loss) if self.last else costs[start:stop]
+        self.inputs: tuple[Value, ...] = costs[start].inputs
+        self.outputs: tuple[Value, ...] = costs[stop - 1].outputs
+        self.targets: tuple[Value, ...] = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
+        self.sizes: list[int] = []  # bytes of every storage, by its number
+        self.target_storages: tuple[int, ...] = ()
+        self._saved_places: list[dict[Origin, int]] = []  # of every position: where what it saves lives
+        self.layers: tuple[LayerStorages, ...] = self._walk()
+
+    @staticmethod
+    def of(plan: Plan, stage: int) -> StageStorages:
+        """The storages of a stage of `plan`."""
+        place = plan.stages[stage]
+        return StageStorages(plan.measurement, place.start, place.stop)
+
+    # ---------------------------------------------------------------- values
+
+    @property
+    def count(self) -> int:
+        """Number of positions: the stage's layers, and the loss where it is here."""
+        return len(self.layers)
+
+    @property
+    def input_storages(self) -> tuple[int, ...]:
+        """The storages of the stage's inputs."""
+        return self.layers[0].inputs
+
+    def values(self, boundary: int) -> tuple[int, ...]:
+        """The storages of the values at a boundary, without targets."""
+        if boundary == 0:
+            return self.input_storages
+        return () if self.last and boundary == self.count else self.layers[boundary - 1].outputs
+
+    def position(self, layer: int) -> int:
+        """The boundary before a layer of the model, or behind the stage's last one."""
+        return self.count if layer == self.stop else layer - self.start
+
+    def _new(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Numbers of storages of these sizes."""
+        first = len(self.sizes)
+        self.sizes += sizes
+        return tuple(range(first, len(self.sizes)))
+
+    def _walk(self) -> tuple[LayerStorages, ...]:
+        layers: list[LayerStorages] = []
+        self.target_storages = self._new(value.nbytes for value in self.targets)
+        values = self._new(value.nbytes for value in self.inputs)
+        for position, cost in enumerate(self.costs):
+            is_loss = self.start + position == self.stop
+            inputs = values + self.target_storages if is_loss else values
+            own = self._new(cost.storages)
+            places = {origin: self._find(origin, own, inputs) for origin in cost.saved_storages}
+            self._saved_places.append(places)
+            saves = tuple(dict.fromkeys(places.values()))
+            values = tuple(self._find(origin, own, inputs) for origin in cost.output_origins)
+            layers.append(LayerStorages(cost, inputs, saves, values))
+        return tuple(layers)
+
+    def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
+        """The storage that a tensor lives in; one of no bytes for parameters and constants, which exist anyway."""
+        match origin.kind:
+            case "own":
+                return own[origin.index]
+            case "input":
+                return inputs[origin.index]
+            case _:
+                return self._new([0])[0]
+
+    # ---------------------------------------------------------------- saved tensors by name
+
+    def storage(self, subject: Subject) -> int:
+        """The storage of a saved tensor, named by its layer and its number there.
+
+        Raises:
+            UsageError: the layer keeps no such tensor, or it is a parameter or constant, or the loss's.
+        """
+        found = self._named.get(subject)
+        if found is None:
+            raise UsageError(f"names a tensor that layers {self.start} to {self.stop - 1} do not keep")
+        return found
+
+    def savers(self, subject: Subject) -> tuple[int, ...]:
+        """The layers of the model whose backward needs the storage of a saved tensor; the loss counts as the last."""
+        number = self.storage(subject)
+        return tuple(
+            min(self.start + position, self.stop - 1)
+            for position, layer in enumerate(self.layers)
+            if number in layer.saves
+        )
+
+    @cached_property
+    def _named(self) -> dict[Subject, int]:
+        found: dict[Subject, int] = {}
+        for position, layer in enumerate(self.layers[: self.stop - self.start]):
+            places = self._saved_places[position]
+            for tensor in layer.cost.saved:
+                if tensor.origin in places:
+                    found[Subject(self.start + position, tensor.index)] = places[tensor.origin]
+        return found
+
+    # ---------------------------------------------------------------- gradients
+
+    @property
+    def output_gradient_bytes(self) -> int:
+        """What receiving the gradients of the outputs allocates; nothing on the last stage."""
+        return 0 if self.last else gradient_bytes(self.outputs)
+
+    @cached_property
+    def sent_gradient_bytes(self) -> int:
+        """What a backward leaves to be sent to the stage before, each gradient in one piece; nothing on the first."""
+        if not self.start:
+            return 0
+        whole = {g.storage: self._gradient_sizes[g.storage] for g in self._present(0) if g.contiguous}
+        return sum(whole.values()) + self.made_gradient_bytes
+
+    @cached_property
+    def made_gradient_bytes(self) -> int:
+        """Gradients of the inputs that are made to be sent: copies in one piece, and zeros for inputs that no layer of
+        the stage used.
+        """
+        if not self.start:
+            return 0
+        unused = tuple(v for v, found in zip(self.inputs, self._gradient_values[0], strict=True) if found is None)
+        return gradient_bytes(unused) + sum(g.nbytes for g in self._present(0) if not g.contiguous)
+
+    def gradients(self, boundary: int) -> int:
+        """Bytes of the gradients of the values at a boundary; the first stage's inputs have none."""
+        if boundary == 0 and not self.start:
+            return 0
+        return sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
+
+    def unlike_gradients(self) -> list[tuple[int, int]]:
+        """Boundaries at which a value has no gradient of its own, but a slice of one, or none because a later layer
+        drops it; with the boundary up to which a stage that ends before it is handed a whole one.
+        """
+        born = {g.storage: n for n in range(self.count + 1) for g in self._present(n)}
+        found = dict[tuple[int, int], None]()
+        for number in range(self.count + 1):
+            holders = Counter(g.storage for g in self._present(number))
+            for g in self._present(number):
+                if not g.contiguous or self._gradient_sizes[g.storage] != g.nbytes or holders[g.storage] > 1:
+                    found[number, born[g.storage]] = None
+        for number, cost in enumerate(self.costs):
+            for index, value in enumerate(cost.inputs):
+                if value.requires_grad and self._gradient_values[number][index] is None:
+                    found[number, self._dropped(number, index)] = None
+        return list(found)
+
+    def _dropped(self, position: int, index: int) -> int:
+        """The position in which a value that gets no gradient ends, from that before `position` on."""
+        while position < self.count - 1 and (o := self.costs[position].input_gradients[index]).kind == "output":
+            position, index = position + 1, o.index
+        return position
+
+    @property
+    def _gradient_sizes(self) -> list[int]:
+        return self._gradients_traced[1]
+
+    @property
+    def _gradient_values(self) -> list[list[GradientValue | None]]:
+        return self._gradients_traced[0]
+
+    @cached_property
+    def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
+        """The gradients of the values at every boundary, and the bytes of the storages that they live in.
+
+        Followed from the end: a layer may pass a gradient on, or hand out slices of one, or have none for a value.
+        """
+        sizes: list[int] = []
+
+        def new(nbytes: int) -> int:
+            sizes.append(nbytes)
+            return len(sizes) - 1
+
+        leaving = () if self.last else self.outputs
+        values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.requires_grad else None for v in leaving]
+        boundaries = [values]
+        for cost in reversed(self.costs):
+            own = [new(nbytes) for nbytes in cost.gradient_storages]
+            values = [
+                _gradient(origin, value.nbytes, own, boundaries[-1])
+                for origin, value in zip(cost.input_gradients, cost.inputs, strict=True)
+            ]
+            boundaries.append(values)
+        return boundaries[::-1], sizes
+
+    def _present(self, boundary: int) -> list[GradientValue]:
+        """The gradients that exist at a boundary."""
+        return [value for value in self._gradient_values[boundary] if value is not None]
+
+    # ---------------------------------------------------------------- shared parameters
+
+    @cached_property
+    def repetitions(self) -> tuple[Repetition, ...]:
+        """Parameters that several layers of the stage share, for every pair of users that follow each other."""
+        return tuple(
+            Repetition(user - self.start, later - self.start, shared)
+            for shared in self.measurement.shared
+            for user, later in pairwise(user for user in shared.users if self.start <= user < self.stop)
+        )
 
 
-def _first_saved_by(number: int, storages: Iterable[Life]) -> int:
-    return sum(storage.nbytes for storage in storages if storage.saver == number)
+def gradient_bytes(values: Sequence[Value]) -> int:
+    """Bytes of the gradients of `values`: as large as they, for those that need one."""
+    return sum(value.nbytes for value in values if value.requires_grad)
+
+
+def _gradient(
+    origin: GradientOrigin, nbytes: int, own: Sequence[int], behind: Sequence[GradientValue | None]
+) -> GradientValue | None:
+    """The gradient of a value of `nbytes`, from those behind the layer; the loss starts from a constant."""
+    if origin.kind == "own":
+        return GradientValue(own[origin.index], origin.contiguous, nbytes)
+    passed = behind[origin.index] if origin.kind == "output" and origin.index < len(behind) else None
+    return None if passed is None else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pipefit.capture import Task
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
+from pipefit.places import Member
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
 from pipefit.report.fit import Sense
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 
 _SLOWEST = 12e9  # bytes per second, one way: PCIe 3.0 x16, for a cluster that names no links
 
@@ -153,12 +154,12 @@ def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
     """The same cluster with `nbytes` on every device."""
     if cluster.backend == "emulated":
         return Cluster.emulated((len(cluster.devices), nbytes))
-    return replace(cluster, devices=tuple(replace(device, memory_bytes=nbytes) for device in cluster.devices))
+    return replace(cluster, devices=tuple(replace(one, memory_bytes=nbytes) for one in cluster.devices))
 
 
 def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
     """The links among the first `count` devices and the hosts; and one for all if there are more than there were."""
-    present = {f"device{n}" for n in range(count)} | {f"host{n}" for n in range(len(cluster.hosts))}
+    present = {*map(Member.device, range(count)), *map(Member.host, range(len(cluster.hosts)))}
     among = ((link, tuple(member for member in link.members if member in present)) for link in cluster.links)
     kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
     if count <= len(cluster.devices):

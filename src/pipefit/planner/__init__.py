@@ -1,6 +1,7 @@
 """Planners: from a profile, a cluster and a training to a plan. `plan` is the one to call.
 
-A planner is a callable `(profile, cluster, training, options) -> Plan`; a new one is one new file and one line here.
+A planner is a callable, `Question -> Found`; a new one is one new file and one line here. One driver asks it, takes the
+time and makes the plan (`planner.driver`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ from pipefit.errors import UsageError
 from pipefit.planner.additive import additive
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
+from pipefit.planner.driver import plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
-from pipefit.planner.question import Options, Planner
+from pipefit.planner.question import Found, Options, Planner, Question
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 
 __all__ = [
     "PLANNERS",
+    "Found",
     "Options",
     "Planner",
+    "Question",
     "additive",
     "bayesian",
     "best_split",
@@ -35,6 +40,8 @@ __all__ = [
     "first_last",
     "parameters",
     "plan",
+    "plan_of",
+    "solved",
     "time",
     "true_peaks",
     "uniform",
@@ -70,9 +77,9 @@ def plan(
     """Which layers go where, so that the model fits.
 
     Say how it is trained with `training`, or in parts: `batch_size` samples in `microbatches` parts under `schedule`,
-    with `recompute` and `clip_norm` as `Training` has them.
-    Without `microbatches` their size is the first profiled; without `batch_size` there are four for each device.
-    `planner` is a name in `PLANNERS`; `stages` and `allow_infeasible` are explained in `Options`.
+    with gradients clipped to `clip_norm`. Without `microbatches` their size is the first profiled; without `batch_size`
+    there are four for each device. `planner` is a name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are
+    explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -81,12 +88,12 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     if training is None:
-        training = _training(
-            profile, cluster, batch_size, microbatches, schedule=schedule, recompute=recompute, clip_norm=clip_norm
-        )
-    elif (batch_size, microbatches, recompute, clip_norm) != (None, None, "never", None):
+        training = _training(profile, cluster, batch_size, microbatches, schedule=schedule, clip_norm=clip_norm)
+    elif (batch_size, microbatches, clip_norm) != (None, None, None):
         raise UsageError("say how the model is trained either in training or in parts, not both")
-    return PLANNERS[planner](profile, cluster, training, Options(stages=stages, allow_infeasible=allow_infeasible))
+    options = Options(stages=stages, recompute=recompute, allow_infeasible=allow_infeasible)
+    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    return solved(question, PLANNERS[planner], name=planner)
 
 
 def _training(
@@ -96,7 +103,6 @@ def _training(
     microbatches: int | None,
     *,
     schedule: str,
-    recompute: Recompute,
     clip_norm: float | None,
 ) -> Training:
     size = profile.measurements[0].microbatch_size
@@ -110,6 +116,5 @@ def _training(
         microbatches=microbatches,
         schedule=schedule,
         precision=precision,
-        recompute=recompute,
         clip_norm=clip_norm,
     )

@@ -8,29 +8,22 @@ as alike. A few hundredths of a second for 42 layers. (mCAP, listing 1.1 and sec
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from math import comb
 
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.planner.answer import Found, answer
 from pipefit.planner.prediction import best_split
-from pipefit.planner.question import Options, Question
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.question import Found, Question
+from pipefit.plans import Objective
 
 
-def additive(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+def additive(question: Question) -> Found:
     """The split whose fullest device is least full, then the next, and so on, were peaks sums of the layers' numbers.
 
     Raises:
-        UsageError: the question is wrong, or no training runs were made.
-        InfeasibleError: a device is too small for its stage, by the true peaks; another split may fit.
+        UsageError: no training runs were made.
     """
-    began = time.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+    profile = question.profile
     costs = profile.additive
     if costs is None:
         raise UsageError(
@@ -39,7 +32,5 @@ def additive(profile: ModelProfile, cluster: Cluster, training: Training, option
         )
     edges = best_split(costs, question.layers, question.stages)
     highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
-    seconds = time.perf_counter() - began
     looked_at = question.stages * comb(question.layers - question.stages + 2, 2)
-    objective = "estimated peak of the fullest device, in bytes"
-    return answer(question, Found("additive", question.in_order(edges), objective, highest, looked_at, seconds))
+    return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)

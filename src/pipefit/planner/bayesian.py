@@ -11,20 +11,14 @@ OMP_NUM_THREADS=1 helps); and far from the optimum on many devices: `exact` find
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.planner.answer import Found, answer
 from pipefit.planner.prediction import true_peaks
-from pipefit.planner.question import Options, Question
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.question import Found, Question
 
 EVALUATIONS = 75
 _EXPLORATION = 1000  # xi and kappa
@@ -33,20 +27,15 @@ _SEED = 0
 Minimise = Callable[..., Any]
 
 
-def bayesian(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+def bayesian(question: Question) -> Found:
     """The best of 75 splits, each chosen after looking at those before. The same question has the same answer.
 
     Raises:
         UsageError: the question is wrong, or scikit-optimize is not installed.
-        InfeasibleError: a device is too small for its stage; another split may fit.
     """
-    began = time.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
     values = _search(question, _minimiser())
     value, edges = min((value, edges) for edges, value in values.items())
-    seconds = time.perf_counter() - began
-    found = Found("bayesian", question.in_order(edges), question.objective, value, len(values), seconds, proven=False)
-    return answer(question, found)
+    return Found(question.in_order(edges), question.objective, value, len(values), proven=False)
 
 
 def _minimiser() -> Minimise:
@@ -65,7 +54,7 @@ def _minimiser() -> Minimise:
 def _search(question: Question, minimise: Minimise) -> dict[tuple[int, ...], float]:
     """Every split that was looked at, by its edges, and its value."""
     layers, stages = question.layers, question.stages
-    peak = true_peaks(question.profile, question.training, stages=stages)
+    peak = true_peaks(question.profile, question.training, stages=stages, recompute=question.options.recompute)
     values: dict[tuple[int, ...], float] = {}
 
     def value(proposed: Sequence[int]) -> float:

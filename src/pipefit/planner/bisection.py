@@ -9,42 +9,28 @@ wherever the filling puts it. Neither is always so: a cut may fall on a smaller 
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pipefit.cluster import Cluster
-from pipefit.cost.bands import stage_peak
-from pipefit.cost.ranges import Ranges
-from pipefit.planner.answer import Found, answer
+from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak, stage_peaks
-from pipefit.planner.question import Options, Question
+from pipefit.planner.question import Found, Question
 from pipefit.planner.uniform import equal_lengths
 from pipefit.planner.windows import Bounds, Floats
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
 
 _FINEST = 1e-12  # parts of a budget that make no difference
 _ROUNDING = 1 + 1e-9
 
 
-def bisection(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
-    """A plan whose fullest device is as little full as greedy filling can make it, then the devices beside it.
-
-    Raises:
-        UsageError: the question is wrong.
-        InfeasibleError: a device is too small for its stage; another split may fit.
-    """
-    began = time.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+def bisection(question: Question) -> Found:
+    """A plan whose fullest device is as little full as greedy filling can make it, then the devices beside it."""
     filling = _Filling(question)
     split = question.in_order(filling.best())
-    seconds = time.perf_counter() - began
-    value, looked_at = question.value(stage_peaks(question, split), split.devices), filling.looked_at
-    return answer(question, Found("bisection", split, question.objective, value, looked_at, seconds, proven=False))
+    value = question.value(stage_peaks(question, split), split.devices)
+    return Found(split, question.objective, value, filling.looked_at, proven=False)
 
 
 class _Part(NamedTuple):
@@ -126,7 +112,7 @@ class _Filling:
         if (stage, start) not in self.columns:
             rows = min(self.width, self.question.layers - start)
             window = (slice(0, rows), slice(start, start + 1))
-            peaks = stage_peak(self.band, self.question.situations(stage), window)
+            peaks = stage_peak(self.band, self.question.surroundings(stage), window)
             self.columns[stage, start] = peaks[:, 0] / self.units[stage]
         return self.columns[stage, start]
 

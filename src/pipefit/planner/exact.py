@@ -9,28 +9,13 @@ the search itself is `planner.lexmin`.)
 
 from __future__ import annotations
 
-import time
-
-from pipefit.cluster import Cluster
-from pipefit.planner.answer import Found, answer
 from pipefit.planner.lexmin import solve
 from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import Options, Question
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.question import Found, Question
 
 
-def exact(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
-    """The plan whose fullest device is least full, then the next, and so on.
-
-    Raises:
-        UsageError: the question is wrong.
-        InfeasibleError: even the best does not fit, so nothing does.
-    """
-    began = time.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+def exact(question: Question) -> Found:
+    """The plan whose fullest device is least full, then the next, and so on."""
     split, evaluated = solve(question)
-    seconds = time.perf_counter() - began
     value = question.value(stage_peaks(question, split), split.devices)
-    return answer(question, Found("exact", split, question.objective, value, evaluated, seconds))
+    return Found(split, question.objective, value, evaluated)

@@ -6,35 +6,29 @@ Optimal for its predictor, in C(L-1, P-1) splits: 3,654 for 30 layers on 4 devic
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations, permutations
 from math import comb, factorial, prod
 
-from pipefit.cluster import Cluster
-from pipefit.cost.memory import StageMemory
+from pipefit.cost.stage import Costs
 from pipefit.errors import UsageError
-from pipefit.planner.answer import Found, answer
-from pipefit.planner.question import Options, Question, Split
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.program import Kind
-from pipefit.schedule import Situation
-from pipefit.training import Training
+from pipefit.planner.driver import plan_of
+from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.uniform import equal_lengths
+from pipefit.schedule import lower
+from pipefit.simulator.ledger import Ledger
+from pipefit.simulator.levels import at_rest, highest
 
 LIMIT = 2_000_000  # splits; about a minute
 
 
-def exhaustive(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
+def exhaustive(question: Question) -> Found:
     """The plan whose fullest device is least full, then the next, and so on; found by looking at all of them.
 
     Raises:
         UsageError: more than `LIMIT` splits.
-        InfeasibleError: even the best does not fit.
     """
-    began = time.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
     count = _count(question)
     if count > LIMIT:
         raise UsageError(
@@ -42,8 +36,7 @@ def exhaustive(profile: ModelProfile, cluster: Cluster, training: Training, opti
             "that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
-    seconds = time.perf_counter() - began
-    return answer(question, Found("exhaustive", split, question.objective, value, count, seconds))
+    return Found(split, question.objective, value, count)
 
 
 def _count(question: Question) -> int:
@@ -92,51 +85,16 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """The peak of a stage by its position and layers, each worked out once by walking its layers."""
-    microbatches = question.training.microbatches
+    """The peak of a stage by its position and layers: the ledger's, for two steps of the stage's program."""
+    costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
+    any_split = question.in_order(equal_lengths(question.layers, question.stages))
+    program = lower(plan_of(question, any_split))  # stages compute in one piece, so it does not depend on the split
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:
-        memory = StageMemory(question.measurement, start, stop, microbatches=microbatches)
-        return max(_step_peak(memory), *(_action_peak(memory, s) for s in question.situations(stage)))
+        cost = costs.stage(start, stop, kind)
+        ledger, actions = Ledger(stage, {stage: cost}, program), program.actions[stage]
+        steps = [(step, *effect) for step in range(2) for effect in ledger.read(actions)]
+        return highest(at_rest([cost.rest], 0), steps)
 
     return peak
-
-
-def _step_peak(memory: StageMemory) -> int:
-    step = memory.step
-    rest = memory.parameter_bytes + memory.loss_bytes + memory.gradient_bytes
-    return rest + max(memory.early_state_bytes + step.first_peak_bytes, step.state_bytes + step.peak_bytes)
-
-
-def _action_peak(memory: StageMemory, situation: Situation) -> int:
-    """Highest bytes during one compute action of a steady step."""
-    forward = memory.forward()
-    arriving = memory.input_bytes + memory.target_bytes
-    retained = arriving + forward.after_bytes - memory.sent_bytes
-    rest = memory.parameter_bytes + memory.loss_bytes + memory.step.state_bytes
-    rest += memory.gradient_bytes if situation.gradients else 0
-    copies = memory.buffer_bytes if situation.recomputed else 0
-    match situation.kind:
-        case Kind.FORWARD:
-            own = arriving + forward.peak_bytes
-        case Kind.FORWARD_ONLY:
-            own = arriving + memory.checkpoint().peak_bytes
-        case Kind.RECOMPUTE:
-            own = arriving + memory.recompute().peak_bytes
-        case _:
-            backward = memory.backward(first_microbatch=not situation.gradients)
-            own = retained + memory.output_gradient_bytes + backward.peak_bytes + copies
-    received = memory.input_bytes if memory.start else 0
-    posted: dict[Kind | None, int] = {
-        Kind.FORWARD: received,
-        Kind.FORWARD_ONLY: received,
-        Kind.BACKWARD: memory.output_gradient_bytes,
-    }
-    leaving: dict[Kind | None, int] = {
-        Kind.FORWARD: memory.sent_bytes,
-        Kind.FORWARD_ONLY: memory.checkpoint_sent_bytes,
-        Kind.BACKWARD: memory.input_gradient_bytes,
-    }
-    around = posted.get(situation.receiving, 0) + leaving.get(situation.sending, 0)
-    return rest + situation.in_flight * retained + situation.checkpoints * arriving + own + around

@@ -10,28 +10,15 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from pipefit.cluster import Cluster
-from pipefit.planner.answer import Found, answer
-from pipefit.planner.question import Options, Question
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.question import Found, Question
+from pipefit.plans import Objective
 
 
-def first_last(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
-    """Stages of equal length, the first and the last one layer shorter. Stage s is on device s.
-
-    Raises:
-        UsageError: the question is wrong.
-        InfeasibleError: a device is too small for its stage.
-    """
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+def first_last(question: Question) -> Found:
+    """Stages of equal length, the first and the last one layer shorter. Stage s is on device s."""
     counts = _lengths(question.layers, question.stages)
     edges = (0, *accumulate(counts))
-    return answer(
-        question,
-        Found("first_last", question.in_order(edges), "layers of the longest stage", max(counts), 1, 0.0, proven=False),
-    )
+    return Found(question.in_order(edges), Objective.LAYERS, max(counts), proven=False)
 
 
 def _lengths(layers: int, stages: int) -> list[int]:

@@ -11,7 +11,7 @@ from math import ceil
 
 from pipefit.planner.lexmin import solve
 from pipefit.planner.peaks import fits, stage_peaks
-from pipefit.planner.question import Options, Question, Split
+from pipefit.planner.question import Question, Split
 from pipefit.units import format_bytes
 
 _MORE_DEVICES = 8  # times as many as there are
@@ -54,7 +54,7 @@ def _free(question: Question) -> Iterator[str]:
     if training.schedule != "1f1b":
         changes.append(("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b"))))
     if options.stages is not None and options.stages < min(question.layers, len(question.cluster.devices)):
-        changes.append(("a stage on every device", lambda: replace(question, options=Options())))
+        changes.append(("a stage on every device", lambda: replace(question, options=replace(options, stages=None))))
     for size in sorted({m.microbatch_size for m in question.profile.measurements}, reverse=True):
         if size < training.microbatch_size and training.batch_size % size == 0:
             parts = training.batch_size // size

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.cost.bands import Band, stage_peak
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window
@@ -120,7 +120,7 @@ class _Search:
         """Peaks of every range in the stage's window: row r is the ranges of `narrowest + r` layers."""
         first, last, narrowest, widest = self.windows[stage]
         window = (slice(narrowest - 1, widest), slice(first, last + 1))
-        peaks = stage_peak(self.band, self.question.situations(stage), window)
+        peaks = stage_peak(self.band, self.question.surroundings(stage), window)
         self.evaluated += peaks.size
         return peaks.astype(float)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pipefit.cost.bands import stage_peak
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.question import Question, Split
 
 
@@ -18,7 +18,7 @@ def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
 def range_peak(question: Question, ranges: Ranges, stage: int, start: int, stop: int) -> int:
     """Highest bytes of layers `start` to `stop - 1` as stage number `stage`."""
     band = ranges.band(stop - start, first=start, last=start)
-    return int(stage_peak(band, question.situations(stage))[-1, 0])
+    return int(stage_peak(band, question.surroundings(stage))[-1, 0])
 
 
 def fits(question: Question, split: Split, peaks: tuple[int, ...]) -> bool:

@@ -16,11 +16,12 @@ from bisect import insort
 from functools import cache
 from typing import Protocol
 
-from pipefit.cost.bands import Ints, stage_peak
-from pipefit.cost.ranges import Ranges
 from pipefit.errors import UsageError
+from pipefit.planner.closed_forms.bands import Ints, stage_peak
+from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiles import ModelProfile
-from pipefit.schedule import situations
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 
 _Way = tuple[tuple[int, ...], tuple[int, ...]]  # minus the peaks, in rising order; starts from the last stage
@@ -62,7 +63,7 @@ def _extended(way: _Way, peak: int, start: int) -> _Way:
     return tuple(peaks), (start, *way[1])
 
 
-def true_peaks(profile: ModelProfile, training: Training, *, stages: int) -> Predictor:
+def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
     """Our predictor for pipelines of so many stages: the peak at the stage's place in the schedule, to the byte.
 
     Raises:
@@ -73,6 +74,6 @@ def true_peaks(profile: ModelProfile, training: Training, *, stages: int) -> Pre
 
     @cache
     def table(stage: int) -> Ints:
-        return stage_peak(band, situations(training.schedule, stage, stages, training.microbatches, training.recompute))
+        return stage_peak(band, surroundings(training.schedule, stage, stages, training.microbatches, recompute))
 
     return lambda stage, start, stop: int(table(stage)[stop - start - 1, start])

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plans import Plan
+from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
+from pipefit.plans import Objective
 from pipefit.profiles import Measurement, ModelProfile
-from pipefit.schedule import Situation, situations
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 
 
@@ -19,15 +20,14 @@ from pipefit.training import Training
 class Options:
     """What may be asked of any planner.
 
-    `stages` None uses every device, or as many as there are layers. With `allow_infeasible` a planner returns its plan
-    even where a device's budget is too small for it; otherwise it raises `InfeasibleError`.
+    `stages` None uses every device, or as many as there are layers. `recompute` names the microbatches whose forward
+    every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
+    device's budget is too small for it; otherwise that raises `InfeasibleError`.
     """
 
     stages: int | None = None
+    recompute: Recompute = "never"
     allow_infeasible: bool = False
-
-
-Planner = Callable[[ModelProfile, Cluster, Training, Options], Plan]
 
 
 class DeviceClass(NamedTuple):
@@ -42,6 +42,19 @@ class Split(NamedTuple):
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """What a planner answers: a split, how it was judged, and how many splits or stages were looked at.
+
+    Where it is `proven`, no split has less than `value` of `objective`.
+    """
+
+    split: Split
+    objective: Objective
+    value: float
+    evaluated: int = 1
+    proven: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +100,10 @@ class Question:
         """Number of stages."""
         return self.options.stages or min(self.layers, len(self.cluster.devices))
 
-    def situations(self, stage: int) -> tuple[Situation, ...]:
-        """What a stage at this position meets in a step."""
-        return situations(
-            self.training.schedule, stage, self.stages, self.training.microbatches, self.training.recompute
+    def surroundings(self, stage: int) -> tuple[Surroundings, ...]:
+        """What surrounds the compute actions of a stage at this position."""
+        return surroundings(
+            self.training.schedule, stage, self.stages, self.training.microbatches, self.options.recompute
         )
 
     @cached_property
@@ -109,13 +122,9 @@ class Question:
         return len(set(self.cluster.budgets)) == 1
 
     @property
-    def objective(self) -> str:
-        """What planners of memory minimise, in words."""
-        return (
-            "peak of the fullest device, in bytes"
-            if self.equal_budgets
-            else "peak of the fullest device, as a part of its budget"
-        )
+    def objective(self) -> Objective:
+        """What planners of memory minimise."""
+        return Objective.PEAK if self.equal_budgets else Objective.PEAK_SHARE
 
     def value(self, peaks: tuple[int, ...], devices: tuple[int, ...]) -> float:
         """What the objective makes of the peaks of the stages on these devices."""
@@ -126,3 +135,6 @@ class Question:
     def in_order(self, edges: tuple[int, ...]) -> Split:
         """The split at `edges`, stage s on device s."""
         return Split(edges, tuple(range(self.stages)))
+
+
+Planner = Callable[[Question], Found]

@@ -8,33 +8,18 @@ their estimate, on the first device's kind. Exact for its own measure, in millis
 
 from __future__ import annotations
 
-import time as clock
-
-from pipefit.cluster import Cluster
 from pipefit.cost.time import seconds
-from pipefit.planner.answer import Found, answer
-from pipefit.planner.question import Options, Question
+from pipefit.planner.question import Found, Question
 from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.plans import Objective
 
 _TICK = 1e-12  # seconds are rounded to this, so that sums of them are exact
 
 
-def time(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
-    """The split with the lowest highest sum of forward and backward seconds. Stage s is on device s.
-
-    Raises:
-        UsageError: the question is wrong.
-        InfeasibleError: a device is too small for its stage.
-    """
-    began = clock.perf_counter()
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+def time(question: Question) -> Found:
+    """The split with the lowest highest sum of forward and backward seconds. Stage s is on device s."""
     slowest, edges = lightest_parts(ticks(question), question.stages)
-    took = clock.perf_counter() - began
-    objective = "seconds of the slowest stage, for one microbatch"
-    return answer(question, Found("time", question.in_order(edges), objective, slowest * _TICK, 1, took))
+    return Found(question.in_order(edges), Objective.SECONDS, slowest * _TICK)
 
 
 def ticks(question: Question) -> list[int]:

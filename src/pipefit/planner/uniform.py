@@ -6,25 +6,15 @@ Good where all layers are alike and memory is plenty. It knows nothing of what l
 
 from __future__ import annotations
 
-from pipefit.cluster import Cluster
-from pipefit.planner.answer import Found, answer
-from pipefit.planner.question import Options, Question
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.training import Training
+from pipefit.planner.question import Found, Question
+from pipefit.plans import Objective
 
 
-def uniform(profile: ModelProfile, cluster: Cluster, training: Training, options: Options = Options()) -> Plan:
-    """Stages of equal length; where that cannot be, the first ones hold one layer more. Stage s is on device s.
-
-    Raises:
-        UsageError: the question is wrong.
-        InfeasibleError: a device is too small for its stage.
-    """
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
+def uniform(question: Question) -> Found:
+    """Stages of equal length; where that cannot be, the first ones hold one layer more. Stage s is on device s."""
     edges = equal_lengths(question.layers, question.stages)
     longest = edges[1]
-    return answer(question, Found("uniform", question.in_order(edges), "layers of the longest stage", longest, 1, 0.0))
+    return Found(question.in_order(edges), Objective.LAYERS, longest)
 
 
 def equal_lengths(layers: int, stages: int) -> tuple[int, ...]:

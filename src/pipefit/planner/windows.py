@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.question import Question
 from pipefit.program import Kind
 
@@ -49,7 +49,7 @@ class Bounds:
         owned, gradients, saved, born = (part[: self.layers + 1].astype(float) for part in sums)
         self.lines: list[list[_Line]] = []
         for stage in range(self.stages):
-            held = [(s.in_flight + (s.kind is Kind.BACKWARD), s.gradients) for s in question.situations(stage)]
+            held = [(s.in_flight + (s.kind is Kind.BACKWARD), s.gradients) for s in question.surroundings(stage)]
             n = max(number for number, _ in held)
             m = max((number for number, exist in held if exist), default=0)
             full = owned + gradients

@@ -41,6 +41,7 @@ from math import isfinite
 
 from pipefit.cluster import Backend, Cluster, Device, DeviceKind, Host, Link
 from pipefit.errors import FileError, UsageError
+from pipefit.places import Member, MemberKind, parse_member
 from pipefit.units import parse_bytes
 from pipefit.validation import validated
 
@@ -175,31 +176,31 @@ def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
         )
 
 
-def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[str, ...], int]]:
+def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[Member, ...], int]]:
     """Whom each link joins, and by how many lanes."""
     for pair in text.pairs:
         match = _PAIR.fullmatch(pair)
         if not match:
             raise UsageError(f"{pair!r} is not a pair of devices: write 0-3, or 0-3:2 for two lanes")
-        yield (f"device{int(match[1])}", f"device{int(match[2])}"), int(match[3] or text.lanes)
+        yield (Member.device(int(match[1])), Member.device(int(match[2]))), int(match[3] or text.lanes)
     if text.members:
         yield tuple(member for pattern in text.members for member in _members(pattern, known)), text.lanes
     if text.each is not None and text.to is not None:
         for member in _members(text.each, known):
-            yield (member, text.to), text.lanes
+            yield (member, parse_member(text.to)), text.lanes
 
 
-def _members(pattern: str, known: dict[str, int]) -> Sequence[str]:
+def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
     """`device*` is every device, `device2-5` four of them, `host0` itself."""
     match = _PATTERN.fullmatch(pattern)
     if not match:
         raise UsageError(f"{pattern!r} names no members of a link: write device0, device0-3, device* or host0")
     what, every, first, last = match.groups()
     if every:
-        return [f"{what}{number}" for number in range(known[what])]
+        return [Member(MemberKind(what), number) for number in range(known[what])]
     if int(last or first) >= known[what]:
         raise UsageError(f"a link names {pattern}; the cluster has {known[what]} {what}s")
-    return [f"{what}{number}" for number in range(int(first), int(last or first) + 1)]
+    return [Member(MemberKind(what), number) for number in range(int(first), int(last or first) + 1)]
 
 
 def _size(written: str | int) -> int:

@@ -18,7 +18,7 @@ import torch
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, around, intervals, partitionings
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
@@ -85,7 +85,7 @@ def plan_of(profile: ModelProfile, cluster: Cluster, training: Training, stages:
         profile=profile,
         cluster=cluster,
         training=training,
-        stages=tuple(Stage(start=a, stop=b, devices=(number,)) for number, (a, b) in enumerate(stages)),
+        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(stages)),
     )
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
@@ -93,7 +93,7 @@ def _cut(
     start, stop = interval
     layers, here = len(profile.layers), len(cluster.devices)
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
-    stages = [Stage(start=a, stop=b, devices=(device,)) for a, b, device in parts if a < b]
+    stages = [Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b]
     wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
     plan = Plan(profile=profile, cluster=wider, training=training, stages=tuple(stages))
     return plan, int(start > 0)

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.places import Member
 from pipefit.report.tables import Block, Table
 from pipefit.units import format_bytes
 
@@ -46,16 +47,15 @@ def _hosts(cluster: Cluster) -> Table:
 
 def _links(cluster: Cluster) -> list[Block]:
     """GB/s one way between every two members; a star where bytes go by way of a host."""
-    names = [f"device{number}" for number in range(len(cluster.devices))]
-    names += [f"host{number}" for number in range(len(cluster.hosts))]
-    shown = names[:_WIDEST]
-    rows = tuple((source, *(_rate(cluster, source, target) for target in shown)) for source in shown)
-    matrix = Table(("GB/s", *shown), rows, title="links, one way (* by way of a host)")
-    left_out = [f"{len(names) - len(shown)} more members are not shown"] if len(names) > len(shown) else []
+    members = [*map(Member.device, range(len(cluster.devices))), *map(Member.host, range(len(cluster.hosts)))]
+    shown = members[:_WIDEST]
+    rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
+    matrix = Table(("GB/s", *map(str, shown)), rows, title="links, one way (* by way of a host)")
+    left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
     return [matrix, *left_out]
 
 
-def _rate(cluster: Cluster, source: str, target: str) -> str:
+def _rate(cluster: Cluster, source: Member, target: Member) -> str:
     if source == target:
         return "-"
     try:

@@ -159,7 +159,7 @@ def _head(fit: Fit) -> Iterator[str]:
         f"{fit.named(fit.best.value)}{size} is the {fit.sense} that fits: {plan.profile.model} of "
         f"{fit.best.parameters:,} parameters on {plan.cluster}"
     )
-    recompute = "" if training.recompute == "never" else f", recomputed {training.recompute.replace('_', ' ')}"
+    recompute = ", recomputed" if plan.decisions else ""
     yield (
         f"{training.schedule}, {training.microbatches} microbatches of {training.microbatch_size}, "
         f"{training.precision}{recompute}, kernels of {plan.profile.assumptions.target}"

@@ -19,7 +19,7 @@ from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Action, Kind
-from pipefit.runtime.assembly import assemble, check_model
+from pipefit.runtime.assembly import Site, assemble, check_model
 from pipefit.runtime.batches import cut_batch
 from pipefit.schedule import lower
 
@@ -70,19 +70,17 @@ class LoneStages:
             FileError: the plan was made for another model.
         """
         check_model(plan, self.chain)
-        reader = assemble(
-            self.task,
-            self.chain,
-            plan,
-            lower(plan),
-            stage,
+        site = Site(
+            task=self.task,
+            chain=self.chain,
+            plan=plan,
+            program=lower(plan),
             shared=self.shared,
-            device=device,
             transport=Silence(),
-            meter=meter,
             clock=lambda: 0.0,
             seed=self.seed,
         )
+        runner = assemble(site, [stage], device=device, meter=meter)
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(self.seed)
@@ -90,9 +88,9 @@ class LoneStages:
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)
                     cut = cut_batch(plan.training, *flat)
-                    for _ in reader.step(cut.inputs, cut.targets):
+                    for _ in runner.step(cut.inputs, cut.targets):
                         pass
         finally:
-            for layer in reader.runner.layers:
+            for layer in runner.stages[stage].layers:
                 layer.module.to("cpu")
-        return max(sample.total_bytes for sample in reader.samples)
+        return max(sample.total_bytes for sample in runner.record.samples)

@@ -1,9 +1,9 @@
-"""Putting a device together: from a plan and a chain to the reader of one stage's program, on a device with a meter."""
+"""Putting a device together: from a plan and a chain to the runner of its stages, on a device with a meter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
-from pipefit.cost.memory import StageMemory
+from pipefit.cost.storages import StageStorages
 from pipefit.errors import FileError, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import Meter
@@ -20,7 +20,7 @@ from pipefit.meter.cuda import CudaMeter
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
-from pipefit.runtime.reader import DeviceReader
+from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
 
@@ -53,13 +53,15 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     return own
 
 
-def _agreement(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> Agreement:
-    """This stage's part of what all settle before an update; a shared parameter is reported by its first stage."""
+def _agreement(plan: Plan, chain: Chain, stages: Sequence[int], shared: Sequence[Shared]) -> Agreement:
+    """A device's part of what all settle before an update; a shared parameter is reported by its first stage."""
     first = {place: found.places[0] for found in shared for place in found.places}
     foreign = {
-        found.places[0] for found, holders in zip(shared, plan.holders, strict=True) if holders and stage != holders[0]
+        found.places[0]
+        for found, holders in zip(shared, plan.holders, strict=True)
+        if holders and holders[0] not in stages
     }
-    place = plan.stages[stage]
+    layers_here = {n for stage in stages for n in range(plan.stages[stage].start, plan.stages[stage].stop)}
     names: dict[str, None] = {}
     own: dict[str, nn.Parameter] = {}
     trainable: dict[int, nn.Parameter] = {}
@@ -70,7 +72,7 @@ def _agreement(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
             where = first.get((number, local), (number, local))
             name = chain.layers[where[0]].originals.get(where[1], where[1])
             names[name] = None
-            if place.start <= number < place.stop:
+            if number in layers_here:
                 trainable[id(parameter)] = parameter
                 if where not in foreign:
                     own[name] = parameter
@@ -83,46 +85,51 @@ def _agreement(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     )
 
 
-def assemble(
-    task: Task,
-    chain: Chain,
-    plan: Plan,
-    program: Program,
-    stage: int,
-    *,
-    shared: Sequence[Shared],
-    device: torch.device,
-    transport: Transport,
-    meter: MemoryMeter | None,
-    clock: Callable[[], float],
-    seed: int,
-    on_action: Callable[[int], None] | None = None,
-) -> DeviceReader:
-    """The reader of `stage`'s program, its layers moved to `device`."""
-    place, costs = plan.stages[stage], plan.measurement
-    layers = chain.layers[place.start : place.stop]
-    own = own_shared(plan, chain, stage, shared)
-    for layer in layers:
-        layer.module.to(device)
-    memory = StageMemory(costs, place.start, place.stop)
-    runner = StageRunner(
-        task,
-        layers,
-        loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
-        shared=own,
-        start=place.start,
-        last=memory.last,
-        inputs=memory.inputs,
-        outputs=memory.outputs,
-        targets=memory.targets,
-        microbatches=plan.training.microbatches,
-        agreement=_agreement(plan, chain, stage, shared) if plan.training.agrees else None,
-        copies_inputs=costs.costs[place.start].mutates_inputs,
-        device=device,
-        seed=seed,
-    )
-    return DeviceReader(
-        plan, program, stage, runner, transport=transport, meter=meter, clock=clock, on_action=on_action
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a device's stages run: what they are built from, and what connects, counts and watches them."""
+
+    task: Task
+    chain: Chain
+    plan: Plan
+    program: Program
+    shared: Sequence[Shared]
+    transport: Transport
+    clock: Callable[[], float]
+    seed: int
+    on_action: Callable[[int], None] | None = None
+
+
+def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
+    """The runner of these stages' device, their layers moved to `device`."""
+    plan, chain = site.plan, site.chain
+    own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
+    agreement = _agreement(plan, chain, stages, site.shared) if plan.training.agrees else None
+    runners = {}
+    for stage in stages:
+        place = plan.stages[stage]
+        layers = chain.layers[place.start : place.stop]
+        for layer in layers:
+            layer.module.to(device)
+        runners[stage] = StageRunner(
+            site.task,
+            layers,
+            StageStorages.of(plan, stage),
+            loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
+            shared=own[stage],
+            microbatches=plan.training.microbatches,
+            agreement=agreement,
+            device=device,
+            seed=site.seed,
+        )
+    return DeviceRunner(
+        plan,
+        site.program,
+        runners,
+        transport=site.transport,
+        meter=meter,
+        clock=site.clock,
+        on_action=site.on_action,
     )
 
 

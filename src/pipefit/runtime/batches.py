@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipefit.errors import UsageError
-from pipefit.runtime.reader import Microbatch
+from pipefit.runtime.runner import Microbatch
 from pipefit.training import Training
 
 

@@ -7,7 +7,7 @@ certifies a plan before anyone pays for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import torch
@@ -20,11 +20,11 @@ from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
 from pipefit.plans import Plan
 from pipefit.profiles import Target
-from pipefit.runtime.assembly import assemble, check_model
-from pipefit.runtime.reader import DeviceReader, run_in_turn
+from pipefit.runtime.assembly import Site, assemble, check_model
+from pipefit.runtime.runner import DeviceRunner, run_in_turn
 from pipefit.runtime.transport import Mailroom
 from pipefit.schedule import lower
-from pipefit.trace import DeviceTrace, Trace
+from pipefit.trace import DeviceTrace, Source, Trace
 
 
 def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None) -> Trace:
@@ -46,36 +46,36 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         ticks: Iterator[int] = count()
-        readers = [
-            assemble(
-                task,
-                chain,
-                plan,
-                program,
-                stage,
-                shared=shared,
-                device=fake.device,
-                transport=mailroom,
-                meter=Meter(plan.stages[stage].device, threads=threads),
-                clock=lambda: float(next(ticks)),
-                seed=0,
-            )
-            for stage in range(len(plan.stages))
+        site = Site(
+            task=task,
+            chain=chain,
+            plan=plan,
+            program=program,
+            shared=shared,
+            transport=mailroom,
+            clock=lambda: float(next(ticks)),
+            seed=0,
+        )
+        runners = [
+            assemble(site, stages, device=fake.device, meter=Meter(plan.stages[stages[0]].device, threads=threads))
+            for stages in plan.ranks
         ]
         data = [[fake.fake(t) for t in chain.flatten(like[0])]] * training.microbatches
         wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * training.microbatches
         for _ in range(steps):
-            run_in_turn(readers, data, wanted)
-    return gather(plan, readers, "dry run", steps, (0.0,) * steps)
+            run_in_turn(runners, data, wanted)
+    return gather(plan, runners, "dry run", steps, (0.0,) * steps)
 
 
-def gather(plan: Plan, readers: list[DeviceReader], source: str, steps: int, seconds: tuple[float, ...]) -> Trace:
-    """The trace of readers that share a process; devices without a stage are empty."""
-    by_device = {reader.number: reader for reader in readers}
+def gather(
+    plan: Plan, runners: Sequence[DeviceRunner], source: Source, steps: int, seconds: tuple[float, ...]
+) -> Trace:
+    """The trace of the devices that this process runs; the others are empty."""
+    mine = {runner.number: runner for runner in runners}
     devices = tuple(
-        by_device[number].trace(device.memory_bytes)
-        if number in by_device
+        mine[number].trace(device.memory_bytes)
+        if number in mine
         else DeviceTrace(device=number, budget_bytes=device.memory_bytes, events=(), memory=())
         for number, device in enumerate(plan.cluster.devices)
     )
-    return Trace(source=source, steps=steps, devices=devices, step_seconds=seconds)  # type: ignore[arg-type]
+    return Trace(source=source, steps=steps, devices=devices, step_seconds=seconds)

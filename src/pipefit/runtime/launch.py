@@ -54,7 +54,7 @@ def train(
     start_seconds: float = 120.0,
     on_step: OnStep | None = None,
 ) -> tuple[list[float], Trace]:
-    """Train for `steps` steps with one worker process per stage; the losses and the measured trace of all devices.
+    """Train for `steps` steps with one worker process per device; the losses and the measured trace of all devices.
 
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
@@ -129,7 +129,7 @@ class _Watch:
 
     def start(self, task: bytes, seed: int, store: str) -> None:
         context = mp.get_context("spawn")
-        for rank in range(len(self.plan.stages)):
+        for rank in range(len(self.plan.ranks)):
             ours, theirs = context.Pipe(duplex=False)
             pulse = Pulse(context)
             order = Order(
@@ -227,9 +227,11 @@ class _Watch:
         error = worker.error
         if error is not None and not isinstance(error, WorkerFailed):
             return error  # it says where by itself
-        stage, names, number = self.plan.stages[rank], self.plan.profile.layers, worker.pulse.action
-        who = f"worker {rank} (device {stage.device}, layers {names[stage.start]} to {names[stage.stop - 1]})"
-        at = _SITUATIONS.get(number) or f"at {lower(self.plan).actions[stage.device][number]}"
+        number, names = worker.pulse.action, self.plan.profile.layers
+        stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
+        layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
+        who = f"worker {rank} (device {stages[0].device}, layers {layers})"
+        at = _SITUATIONS.get(number) or f"at {lower(self.plan).actions[stages[0].device][number]}"
         if error is None:
             return WorkerFailed(
                 f"{who} hangs {at}: no sign of life for {self._patience(worker):g} s; all workers were stopped"

@@ -1,43 +1,40 @@
-"""A stage at work: the layers of one device, their optimizer, and the microbatches in flight.
+"""A stage at work: its layers, their optimizer, and how microbatches go forward and backward through them.
 
 Memory is part of the contract. A stage drops every reference as early as the numbers allow, in an order that depends on
-nothing but the calls made, because `pipefit.cost.memory` predicts it to the byte.
+nothing but the calls made, because `pipefit.cost` predicts it to the byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.structure import Values
-from pipefit.capture.task import ParameterOptions, Task
+from pipefit.capture.task import Task
+from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
-from pipefit.runtime.boundary import Cell, backward, enter, leave
+from pipefit.runtime.boundary import backward, enter, leave
 from pipefit.runtime.draws import seed_layer
+from pipefit.runtime.flight import Flight, Piece, take
+from pipefit.runtime.parameter_groups import parameter_groups
 
 
 class StageRunner:
-    """Layers `start` to `start + len(layers) - 1` of a model, on `device`.
+    """Consecutive layers of a model on one device.
 
     Args:
         task: its optimizer is used.
         layers: this stage's, already on `device`.
+        storages: what the plan knows of the stage: which layers, their values, whether the loss follows.
         loss: of the last layer's values and the targets; used on the last stage alone.
         shared: this stage's copies of parameters that other layers use too, by their number in the profile.
-        start: number of the first.
-        last: whether the loss follows.
-        inputs: what arrives from the stage before (or the data); gradients go back for those that require them.
-        outputs: what leaves; gradients come for those that require them.
-        targets: what the loss takes besides the outputs; none but on the last stage.
         microbatches: the most in a step.
-        copies_inputs: whether a forward that will be run again needs copies of its inputs, to change in place.
         agreement: what the stages settle before an update; None where there is nothing to settle.
         seed: of all random draws.
     """
@@ -46,94 +43,178 @@ class StageRunner:
         self,
         task: Task,
         layers: Sequence[ChainLayer],
+        storages: StageStorages,
         *,
         loss: Callable[[Values, Values], Tensor],
         shared: dict[int, nn.Parameter],
-        start: int,
-        last: bool,
-        inputs: tuple[Value, ...],
-        outputs: tuple[Value, ...],
-        targets: tuple[Value, ...],
         microbatches: int,
         agreement: Agreement | None,
-        copies_inputs: bool,
         device: torch.device,
         seed: int,
     ) -> None:
-        self.task, self.layers, self.start, self.device, self.seed = task, tuple(layers), start, device, seed
-        self.inputs, self.outputs, self.targets = inputs, outputs, targets
-        self.differentiable = tuple(value.requires_grad for value in inputs)
-        self.loss, self.shared = loss, shared
+        self.layers, self.storages, self.loss, self.shared = tuple(layers), storages, loss, shared
+        self.start, self.stop, self.last = storages.start, storages.stop, storages.last
+        self.device, self.seed, self.agreement = device, seed, agreement
         self.batch_number = 0  # of training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
-        self.agreement, self.copies_inputs = agreement, copies_inputs
-        groups = _groups(layers, task.groups)
-        # At least one group a layer: an update's temporary memory is then that of one layer, not of the whole stage.
+        groups = parameter_groups(layers, task.groups)
         self.optimizer = task.optimizer(groups) if groups else None
         self.scheduler = task.scheduler(self.optimizer) if task.scheduler is not None and self.optimizer else None
         self.weights = [1.0 / microbatches] * microbatches
-        self.losses = torch.zeros(microbatches, device=device) if last else None
-        self._seed_gradient = torch.full((), 1.0 / microbatches, device=device) if last else None
+        self.losses = torch.zeros(microbatches, device=device) if self.last else None
+        self._seed_gradient = torch.full((), 1.0 / microbatches, device=device) if self.last else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._cells: dict[int, Cell] = {}
-        self._copies: dict[int, list[Tensor]] = {}  # of the buffers, for the backward of a forward that ran again
 
     @property
     def constants(self) -> list[Tensor]:
         """Small tensors that live as long as the stage, beside parameters and buffers."""
         return [t for t in (self.losses, self._seed_gradient) if t is not None]
 
-    def forward(
-        self,
-        microbatch: int,
-        inputs: list[Tensor],
-        targets: list[Tensor],
-        layers: Sequence[ChainLayer] | None = None,
-    ) -> Values:
-        """Outputs of the stage, detached; none on the last. Empties `inputs` and `targets`, to hold them no longer than
-        needed.
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, flight: Flight, first: int, end: int) -> Values:
+        """Layers `first` to `end - 1` with a graph. The stage's outputs, detached, where they end it; else none, and
+        the values wait in `flight`.
         """
-        cell = self._cells[microbatch] = Cell()
-        values = _take(inputs)
-        if any(self.differentiable):
-            values = enter(cell, values, self.differentiable, self._anchor)
-        for number, layer in enumerate(self.layers if layers is None else layers, self.start):
-            seed_layer(self.device, self.seed, self.batch_number, microbatch, number)
-            values = layer(values)
-        if self.losses is None:
-            leave(cell, values)
+        piece = flight.pieces[first] = Piece(first, end)
+        return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
+
+    def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
+        """The same numbers without a graph, which will be made by running forward again; `flight` keeps the inputs.
+
+        Raises:
+            UsageError: a layer changed the inputs, which are needed again.
+        """
+        piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
+        piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
+        versions = [value._version for value in piece.inputs]
+        copies = self.storages.costs[first - self.start].mutates_inputs
+        box = [value.clone() if copies else value for value in piece.inputs]
+        with torch.no_grad():
+            values = self._run(flight, piece, box, list(piece.targets))
+        if versions != [value._version for value in piece.inputs]:
+            names = f"{self.layers[first - self.start].name} to {self.layers[end - 1 - self.start].name}"
+            raise UsageError(
+                f"layers {names} change their inputs in place, so the forward cannot be run again: keep them instead "
+                "of recomputing them, or use layers with inplace=False"
+            )
+        return self._leaving(flight, end, values)
+
+    def recompute(self, flight: Flight, first: int, end: int) -> None:
+        """The forward of a piece again, this time with a graph: the same random draws, and statistics are left alone.
+
+        Raises:
+            UsageError: the piece has a graph, or never went forward.
+        """
+        piece = flight.pieces.get(first)
+        if piece is None or piece.end != end or piece.has_graph:
+            raise UsageError(f"layers {first} to {end - 1} of microbatch {flight.microbatch} have nothing to run again")
+        with _copied_buffers(flight.layers[first - self.start : end - self.start]) as copies:
+            self._with_graph(flight, piece, piece.inputs, piece.targets)
+        piece.copies = copies
+
+    def evaluate(self, flight: Flight) -> Values:
+        """Outputs of the stage, or on the last one none and the microbatch's loss, without a graph."""
+        with torch.no_grad():
+            values = take(flight.values)
+            for layer in flight.layers:
+                values = layer(values)
+            if self.losses is None:
+                return tuple(value.contiguous() for value in values)
+            self.losses[flight.microbatch].copy_(self.loss(values, take(flight.targets)))
+            return ()
+
+    def _has_loss(self, end: int) -> bool:
+        return self.last and end == self.stop
+
+    def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
+        """What the piece makes of the values in `box`, hung between an `enter` and a `leave`. Empties the boxes."""
+        differentiable = tuple(value.requires_grad for value in flight.boundaries[piece.first])
+        if any(differentiable):
+            box[:] = enter(piece.cell, take(box), differentiable, self._anchor)
+        values = self._run(flight, piece, box, targets)
+        leave(piece.cell, values)
+        piece.has_graph = True
+        return () if self._has_loss(piece.end) else values
+
+    def _run(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
+        """The layers of a piece in order, and the loss behind the model's last."""
+        values = take(box)
+        for number in range(piece.first, piece.end):
+            self._seed(flight, number)
+            values = flight.layers[number - self.start](values)
+        if self.losses is not None and piece.end == self.stop:
+            self._seed(flight, self.stop)
+            values = (self.loss(values, take(targets)),)
+            self.losses[flight.microbatch].copy_(values[0].detach())
+        return values
+
+    def _seed(self, flight: Flight, number: int) -> None:
+        seed_layer(self.device, self.seed, self.batch_number, flight.microbatch, number)
+
+    def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
+        """What goes on: to the next piece through the flight, or out of the stage in one piece each."""
+        if self._has_loss(end):
+            return ()
+        if end == self.stop:
             return tuple(value.detach().contiguous() for value in values)
-        seed_layer(self.device, self.seed, self.batch_number, microbatch, self.start + len(self.layers))
-        values = (self.loss(values, _take(targets)),)
-        self.losses[microbatch].copy_(values[0].detach())
-        leave(cell, values)
+        flight.values = [value.detach() for value in values]
         return ()
 
-    def backward(self, microbatch: int, gradients: list[Tensor], inputs: Sequence[Value] | None = None) -> list[Tensor]:
-        """Gradients of the inputs that require one, from those of the outputs, which are taken out of `gradients`.
+    # ---------------------------------------------------------------- backward
 
-        `inputs` describes the microbatch's inputs where they are not the usual ones.
+    def backward(self, flight: Flight, first: int, end: int) -> list[Tensor]:
+        """The backward of all pieces from `first` to `end`; the gradients to send where they begin the stage.
+
+        Raises:
+            UsageError: these layers have no graph: no forward, or a backward already.
         """
-        cell = self._cells.pop(microbatch, None)
-        if cell is None:
-            raise UsageError(f"microbatch {microbatch} cannot go backward: it has no forward, or went backward already")
-        if self._seed_gradient is not None:
-            scale = self.agreement.scale if self.agreement is not None else None
-            cell.incoming = [self._seed_gradient.fill_(self.weights[microbatch] * (scale.value if scale else 1.0))]
-        else:
-            cell.incoming = [gradients.pop(0) if value.requires_grad else None for value in self.outputs]
+        pieces = [piece for piece in flight.pieces.values() if first <= piece.first < end]
+        if not pieces or not all(piece.has_graph for piece in pieces) or pieces[-1].end != end:
+            raise UsageError(
+                f"microbatch {flight.microbatch} cannot go backward through layers {first} to {end - 1}: it has no "
+                "forward of just these layers, or went backward already"
+            )
+        for piece in reversed(pieces):
+            self._backward_of(flight, piece)
+            del flight.pieces[piece.first]
+        del piece
+        pieces.clear()
+        if first > self.start:
+            return []
+        gradients, flight.gradients = flight.gradients, []
+        return self._to_send(gradients, flight.boundaries[self.start])
+
+    def _backward_of(self, flight: Flight, piece: Piece) -> None:
+        """One piece: the gradients of its outputs become those of its inputs, in `flight`."""
+        cell, flight_gradients = piece.cell, flight.gradients
+        if self._has_loss(piece.end):
+            flight_gradients = [self._loss_gradient(flight)]
+        flight.gradients = []
+        cell.incoming = flight_gradients
+        del flight_gradients
         backward(cell)
-        outgoing = cell.outgoing or (None,) * len(self.inputs)
-        found = [
+        flight.gradients = list(cell.outgoing or (None,) * len(flight.boundaries[piece.first]))
+        cell.outgoing = ()
+
+    def _loss_gradient(self, flight: Flight) -> Tensor:
+        """What the backward of a loss starts from: the microbatch's part of the mean, times the loss scale."""
+        assert self._seed_gradient is not None
+        scale = self.agreement.scale if self.agreement is not None else None
+        return self._seed_gradient.fill_(self.weights[flight.microbatch] * (scale.value if scale else 1.0))
+
+    def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:
+        """A gradient in one piece for every value that needs one; zeros for those that no layer used."""
+        return [
             torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
             if gradient is None
             else gradient.contiguous()
-            for gradient, value in zip(outgoing, self.inputs if inputs is None else inputs, strict=True)
+            for gradient, value in zip(gradients, values, strict=True)
             if value.requires_grad
         ]
-        self._copies.pop(microbatch, None)
-        return found
+
+    # ---------------------------------------------------------------- the step's end
 
     def step(self) -> None:
         """One optimizer step, unless the stages agreed to skip it; the gradients are freed."""
@@ -144,64 +225,6 @@ class StageRunner:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
-
-    def evaluate(
-        self,
-        microbatch: int,
-        inputs: list[Tensor],
-        targets: list[Tensor],
-        layers: Sequence[ChainLayer] | None = None,
-    ) -> Values:
-        """Outputs of the stage, or the microbatch's loss on the last, without a graph. Empties what it gets."""
-        with torch.no_grad():
-            values = _take(inputs)
-            for layer in self.layers if layers is None else layers:
-                values = layer(values)
-            if self.losses is None:
-                return tuple(value.contiguous() for value in values)
-            self.losses[microbatch].copy_(self.loss(values, _take(targets)))
-            return ()
-
-    def checkpoint(
-        self,
-        microbatch: int,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        layers: Sequence[ChainLayer] | None = None,
-    ) -> Values:
-        """Outputs of the stage as in training, without a graph: it will be made by running forward again.
-
-        Raises:
-            UsageError: a layer changed the inputs, which are needed again.
-        """
-        versions = [value._version for value in inputs]
-        values = tuple(value.clone() for value in inputs) if self.copies_inputs else tuple(inputs)
-        with torch.no_grad():
-            for number, layer in enumerate(self.layers if layers is None else layers, self.start):
-                seed_layer(self.device, self.seed, self.batch_number, microbatch, number)
-                values = layer(values)
-            if self.losses is not None:
-                seed_layer(self.device, self.seed, self.batch_number, microbatch, self.start + len(self.layers))
-                self.losses[microbatch].copy_(self.loss(values, tuple(targets)))
-                values = ()
-        if versions != [value._version for value in inputs]:
-            raise UsageError(
-                f"layers {self.layers[0].name} to {self.layers[-1].name} change their inputs in place, so the forward "
-                "cannot be run again: use recompute='never', or layers with inplace=False"
-            )
-        return tuple(value.contiguous() for value in values)
-
-    def recompute(
-        self,
-        microbatch: int,
-        inputs: list[Tensor],
-        targets: list[Tensor],
-        layers: Sequence[ChainLayer] | None = None,
-    ) -> None:
-        """The forward again, this time with a graph: the same random draws, and statistics are left alone."""
-        with _copied_buffers(self.layers if layers is None else layers) as copies:
-            self.forward(microbatch, inputs, targets, layers)
-        self._copies[microbatch] = copies  # which of them the graph keeps, and until when, nobody need know
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -216,12 +239,7 @@ class StageRunner:
                 module.training = training
 
     def abandon(self) -> None:
-        """Forget the microbatches in flight, what they hold, and the gradients so far: the step did not happen."""
-        for cell in self._cells.values():
-            cell.root = cell.incoming = None
-            cell.outgoing = ()
-        self._cells.clear()
-        self._copies.clear()
+        """Forget the gradients so far: the step did not happen."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -230,26 +248,6 @@ class StageRunner:
         if self.optimizer is None:
             return []
         return [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
-
-
-def _groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[dict[str, Any]]:
-    """A parameter group for every layer and set of options; a shared parameter with the first layer that has it."""
-    met: set[int] = set()
-    groups: list[dict[str, Any]] = []
-    for layer in layers:
-        of_layer: list[dict[str, Any]] = []
-        for name, parameter in layer.module.named_parameters():
-            if not parameter.requires_grad or id(parameter) in met:
-                continue
-            met.add(id(parameter))
-            wanted = options(layer.originals.get(name, name), parameter) if options is not None else {}
-            group = next((g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None)
-            if group is None:
-                of_layer.append({"params": [parameter], **wanted})
-            else:
-                group["params"].append(parameter)
-        groups += of_layer
-    return groups
 
 
 @contextmanager
@@ -265,10 +263,3 @@ def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
     finally:
         for (part, name), buffer in zip(places, originals, strict=True):
             part._buffers[name] = buffer
-
-
-def _take(box: list[Tensor]) -> Values:
-    """The tensors in `box`, which no longer holds them."""
-    values = tuple(box)
-    box.clear()
-    return values

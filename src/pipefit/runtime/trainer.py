@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -30,18 +30,21 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.runtime.assembly import assemble, check_model, local_device, meter_of
+from pipefit.runtime.assembly import Site, assemble, check_model, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
-from pipefit.runtime.reader import run_in_turn
+from pipefit.runtime.dry_run import gather
+from pipefit.runtime.runner import run_in_turn
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import Mailroom, Network, Transport
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
-from pipefit.trace import DeviceTrace, Trace
+from pipefit.trace import Trace
 
 
 class Trainer:
-    """Trains `task` as `plan` says: this worker's stage, or in a single process all of them.
+    """Trains `task` as `plan` says: this worker's stages, or in a single process all of them.
 
     Args:
         task: what to train. A module that exists is trained in place; a factory is called after
@@ -55,7 +58,7 @@ class Trainer:
 
     Raises:
         FileError: the plan was made for another model.
-        UsageError: the number of workers is not the number of stages, or there is no such GPU.
+        UsageError: the number of workers is not the number of devices in use, or there is no such GPU.
     """
 
     def __init__(
@@ -83,22 +86,32 @@ class Trainer:
         self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
-        program, stages = lower(plan), range(len(plan.stages))
-        mine = [self.rank] if self.distributed else stages
-        ranks = {stage.device: number for number, stage in enumerate(plan.stages)}
+        ranks = plan.ranks
         transport: Transport = Mailroom()
         if self.distributed:
-            transport = Network(timedelta(seconds=timeout_seconds), ranks, _groups(plan))
-        self.readers = [
+            workers = {plan.stages[stages[0]].device: number for number, stages in enumerate(ranks)}
+            transport = Network(timedelta(seconds=timeout_seconds), workers, _groups(plan))
+        site = Site(
+            task=task,
+            chain=chain,
+            plan=plan,
+            program=lower(plan),
+            shared=shared,
+            transport=transport,
+            clock=self._clock,
+            seed=seed,
+            on_action=on_action,
+        )
+        self.runners = [
             assemble(
-                task, chain, plan, program, stage, shared=shared,
-                device=(device := _device(plan, stage)), transport=transport,
-                meter=meter_of(plan.cluster, plan.stages[stage].device, device),
-                clock=self._clock, seed=seed, on_action=on_action,
+                site,
+                ranks[number],
+                device=(device := _device(plan, number)),
+                meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device),
             )
-            for stage in mine
-        ]  # fmt: skip
-        own = {reader.stage: reader.runner.layers for reader in self.readers}
+            for number in ([self.rank] if self.distributed else range(len(ranks)))
+        ]
+        own = {number: stage.layers for runner in self.runners for number, stage in runner.stages.items()}
         self.variants = Variants(task, plan, own, traced=chain.traced)
         self.chain = replace(chain, layers=())  # other stages' layers are not this process's to keep
         self._began = time.perf_counter()
@@ -132,33 +145,31 @@ class Trainer:
         """The mean loss on `batch` without training: dropout is off, batch norm uses what it has learned."""
         given = self._cut(batch)
         with ExitStack() as stack:
-            for reader in self.readers:
-                stack.enter_context(reader.runner.evaluating())
+            for stage in self.stages:
+                stack.enter_context(stage.evaluating())
             program = lower_evaluation(self.plan, microbatches=len(given.sizes))
             return self._run(given, program, 1, training=False)
 
     @property
     def trace(self) -> Trace:
         """What this process has seen so far; devices of other workers are empty."""
-        mine = {reader.number: reader for reader in self.readers}
-        devices = tuple(
-            mine[n].trace(device.memory_bytes)
-            if n in mine
-            else DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
-            for n, device in enumerate(self.plan.cluster.devices)
-        )
-        return Trace(
-            source="measured", steps=len(self._step_seconds), devices=devices, step_seconds=tuple(self._step_seconds)
-        )
+        seconds = tuple(self._step_seconds)
+        return gather(self.plan, self.runners, "measured", len(seconds), seconds)
+
+    @property
+    def stages(self) -> Iterator[StageRunner]:
+        """The stages that this process runs."""
+        for runner in self.runners:
+            yield from runner.stages.values()
+
+    @property
+    def state(self) -> StageState:
+        """Everything that training has changed in this process's layers, by names in the original module."""
+        return StageState.of(list(self.stages))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module."""
-        return {
-            layer.originals[name]: tensor
-            for reader in self.readers
-            for layer in reader.runner.layers
-            for name, tensor in layer.module.state_dict().items()
-        }
+        return dict(self.state.tensors)
 
     # ---------------------------------------------------------------- inside
 
@@ -183,12 +194,12 @@ class Trainer:
         weights = [size / samples / batches for size in cut.sizes]
         variants = [self.variants.of(size, training=training) for size in cut.sizes]
         variant: dict[str, Any] = {"program": program, "weights": weights, "variants": variants}
-        with torch.random.fork_rng(devices=[d for r in self.readers if (d := r.runner.device).type == "cuda"]):
+        with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
             if self.distributed:
-                for _ in self.readers[0].step(cut.inputs, cut.targets, **variant):
+                for _ in self.runners[0].step(cut.inputs, cut.targets, **variant):
                     pass
             else:
-                run_in_turn(self.readers, cut.inputs, cut.targets, **variant)
+                run_in_turn(self.runners, cut.inputs, cut.targets, **variant)
         return self._mean_loss([size / samples for size in cut.sizes])
 
     def _mean_loss(self, weights: list[float]) -> float:
@@ -196,27 +207,30 @@ class Trainer:
 
         With it, every worker learns the last step's peaks of all devices.
         """
-        shared = torch.zeros(1 + len(self.plan.stages), dtype=torch.float64)
-        for reader in self.readers:
-            shared[1 + reader.stage] = reader.step_peak_bytes
-            if (losses := reader.runner.losses) is not None:
-                shared[0] = losses[: len(weights)] @ torch.tensor(weights, device=losses.device)
-        if self.distributed and len(self.plan.stages) > 1:
-            shared = shared.to(self.readers[0].runner.device)
+        ranks = self.plan.ranks
+        shared = torch.zeros(1 + len(ranks), dtype=torch.float64)
+        for runner in self.runners:
+            shared[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes
+        for stage in self.stages:
+            if stage.losses is not None:
+                losses = stage.losses[: len(weights)]
+                shared[0] = losses @ torch.tensor(weights, device=losses.device)
+        if self.distributed and len(ranks) > 1:
+            shared = shared.to(next(self.stages).device)
             try:
                 dist.all_reduce(shared)
             except RuntimeError as error:
                 raise PeerLost(f"a worker did not tell its part ({str(error).splitlines()[0][:200]})") from error
         loss, *peaks = shared.tolist()
-        self._peaks = {stage.device: int(peak) for stage, peak in zip(self.plan.stages, peaks, strict=True)}
+        self._peaks = {self.plan.stages[n[0]].device: int(peak) for n, peak in zip(ranks, peaks, strict=True)}
         return float(loss)
 
     def _report(self, loss: float, seconds: float, samples: int) -> StepReport:
         """What callbacks are told."""
-        runner = self.readers[0].runner
-        agreement = runner.agreement
+        stage = next(self.stages)
+        agreement = stage.agreement
         scale = None if agreement is None else agreement.scale
-        rate = runner.optimizer.param_groups[0]["lr"] if runner.optimizer is not None else None
+        rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
         step = len(self._step_seconds) - 1
         return StepReport(
             step=step,
@@ -235,8 +249,9 @@ def _groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The process groups that add something up; every worker makes all of them, in one order."""
     members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
     if plan.training.agrees:
-        members[tuple(range(len(plan.stages)))] = None
-    return {stages: dist.new_group(list(stages)) for stages in members}
+        members[tuple(stages[0] for stages in plan.ranks)] = None
+    worker_of = {stage: number for number, stages in enumerate(plan.ranks) for stage in stages}
+    return {stages: dist.new_group([worker_of[stage] for stage in stages]) for stages in members}
 
 
 def backend_of(plan: Plan) -> str:
@@ -262,10 +277,10 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
         atexit.register(_part)
     if not dist.is_initialized():
         return False
-    if dist.get_world_size() != len(plan.stages):
+    if dist.get_world_size() != len(plan.ranks):
         raise UsageError(
-            f"the plan has {len(plan.stages)} stages, but {dist.get_world_size()} workers were started: "
-            "start one for each stage"
+            f"the plan uses {len(plan.ranks)} devices, but {dist.get_world_size()} workers were started: "
+            "start one for each device"
         )
     return True
 
@@ -276,6 +291,6 @@ def _part() -> None:
         dist.destroy_process_group()
 
 
-def _device(plan: Plan, stage: int) -> torch.device:
-    """Where this process runs a stage: a worker on its own device, a single process on the stage's."""
-    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", stage)))
+def _device(plan: Plan, rank: int) -> torch.device:
+    """Where this process runs a rank's stages: a worker on its own device, a single process on the rank's."""
+    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", rank)))

@@ -92,11 +92,12 @@ def _end_with_parent() -> None:
 
 def _train(order: Order, pipe: Connection, pulse: Pulse) -> tuple[DeviceTrace, tuple[float, ...]]:
     """This worker's part of the training; its device's trace and the seconds of every step."""
-    last = len(order.plan.stages) - 1
+    ranks = order.plan.ranks
+    tells = len(order.plan.stages) - 1 in ranks[order.rank]  # the losses, which are the last stage's
     torch.set_num_threads(order.plan.profile.assumptions.threads)
     task = _task(order.task)
     pulse.at(MEETING)
-    meeting = _Meeting(order) if last else None
+    meeting = _Meeting(order) if len(ranks) > 1 else None
     pulse.at(BUILDING)
     trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=pulse.at)
     if meeting is not None:
@@ -106,12 +107,12 @@ def _train(order: Order, pipe: Connection, pulse: Pulse) -> tuple[DeviceTrace, t
         pulse.at(BETWEEN_STEPS)
         torch.manual_seed(order.seed + step)
         loss = trainer.step(task.batch(order.plan.training.batch_size))
-        if order.rank == last:
+        if tells:
             pipe.send(("step", step, loss))
     if meeting is not None:
         dist.destroy_process_group()
     trace = trainer.trace
-    return trace.devices[order.plan.stages[order.rank].device], trace.step_seconds
+    return trace.devices[order.plan.stages[ranks[order.rank][0]].device], trace.step_seconds
 
 
 def _task(pickled: bytes) -> Task:
@@ -131,7 +132,7 @@ class _Meeting:
     """Where the workers find each other. They wait here, so that unequal starts do not count as silence later."""
 
     def __init__(self, order: Order) -> None:
-        self.rank, self.world = order.rank, len(order.plan.stages)
+        self.rank, self.world = order.rank, len(order.plan.ranks)
         self.patience = timedelta(seconds=order.start_seconds)
         self.store = dist.FileStore(order.store, self.world)  # type: ignore[attr-defined]  # exported without its name
         os.environ["LOCAL_RANK"] = str(order.rank)

@@ -1,6 +1,6 @@
 """Schedules (pure generators of compute actions) and the lowering of a plan into a program."""
 
-from pipefit.schedule.lower import SCHEDULES, Schedule, compute_actions, lower, lower_evaluation
-from pipefit.schedule.situations import Situation, situations
+from pipefit.schedule.lower import SCHEDULES, lower, lower_evaluation, schedule_named
+from pipefit.schedule.order import Compute, Schedule
 
-__all__ = ["SCHEDULES", "Schedule", "Situation", "compute_actions", "lower", "lower_evaluation", "situations"]
+__all__ = ["SCHEDULES", "Compute", "Schedule", "lower", "lower_evaluation", "schedule_named"]

@@ -1,6 +1,11 @@
 """GPipe: all forwards, then all backwards. (Huang et al., 2019.)
 
-Simple, and every stage holds all M microbatches in flight. Bubble: (P-1)/(M+P-1) of a step.
+Simple, and every stage holds all M microbatches in flight. Bubble: (P-1)/(M+P-1) of a step. Two orders of the
+backwards: `gpipe` runs them in the order of plain gradient accumulation, so that sums of gradients are bitwise those of
+plain training; `torchgpipe` runs them from the last microbatch to the first, as GPipe and torchgpipe do.
+
+Where a rank holds several stages, as many microbatches as there are ranks go round the ranks together, so that no rank
+waits for messages that nobody can take yet.
 """
 
 from __future__ import annotations
@@ -8,9 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.program import Kind
+from pipefit.schedule.order import Compute
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[tuple[Kind, int]]:
-    """The compute actions of one stage, in order. Backwards run in the order of plain gradient accumulation."""
-    yield from ((Kind.FORWARD, m) for m in range(microbatches))
-    yield from ((Kind.BACKWARD, m) for m in range(microbatches))
+def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+    """The compute actions of one rank, in order. Backwards run from the first microbatch to the last."""
+    numbers = range(microbatches)
+    yield from _rounds(Kind.FORWARD, rank, ranks, range(chunks), numbers)
+    yield from _rounds(Kind.BACKWARD, rank, ranks, reversed(range(chunks)), numbers)
+
+
+def torchgpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+    """The compute actions of one rank, in order. Backwards run from the last microbatch to the first."""
+    numbers = range(microbatches)
+    yield from _rounds(Kind.FORWARD, rank, ranks, range(chunks), numbers)
+    yield from _rounds(Kind.BACKWARD, rank, ranks, reversed(range(chunks)), numbers[::-1])
+
+
+def _rounds(kind: Kind, rank: int, ranks: int, chunks: Iterator[int] | range, numbers: range) -> Iterator[Compute]:
+    """`kind` for every stage of the rank and every microbatch, `ranks` microbatches at a time."""
+    order = list(chunks)
+    for first in range(0, len(numbers), ranks):
+        for chunk in order:
+            for microbatch in numbers[first : first + ranks]:
+                yield Compute(kind, chunk * ranks + rank, microbatch)

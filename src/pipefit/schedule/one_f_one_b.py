@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.errors import UsageError
 from pipefit.program import Kind
+from pipefit.schedule.order import Compute
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[tuple[Kind, int]]:
-    """The compute actions of one stage, in order."""
-    ahead = min(microbatches, stages - stage - 1)
-    yield from ((Kind.FORWARD, m) for m in range(ahead))
+def one_f_one_b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+    """The compute actions of one rank, in order.
+
+    Raises:
+        UsageError: a rank holds several stages, for which this order is not defined.
+    """
+    if chunks > 1:
+        raise UsageError(
+            f"1f1b is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give every stage "
+            "a device of its own"
+        )
+    ahead = min(microbatches, ranks - rank - 1)
+    yield from (Compute(Kind.FORWARD, rank, m) for m in range(ahead))
     for m in range(ahead, microbatches):
-        yield Kind.FORWARD, m
-        yield Kind.BACKWARD, m - ahead
-    yield from ((Kind.BACKWARD, m) for m in range(microbatches - ahead, microbatches))
+        yield Compute(Kind.FORWARD, rank, m)
+        yield Compute(Kind.BACKWARD, rank, m - ahead)
+    yield from (Compute(Kind.BACKWARD, rank, m) for m in range(microbatches - ahead, microbatches))

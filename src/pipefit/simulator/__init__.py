@@ -1,11 +1,11 @@
 """Reads a program with a virtual clock and a virtual memory ledger: a predicted `Trace`, without torch.
 
 simulate(plan)                    the whole trace: events by stream, memory by category
-Simulation(plan).peak_bytes       only the highest bytes of every device; needs no clock where nothing is lent
+Simulation(plan).peak_bytes       only the highest bytes of every device; needs no clock
 Simulation(plan).step_seconds     only the time
 """
 
-from pipefit.simulator.costs import Costs
+from pipefit.cost.stage import Costs
 from pipefit.simulator.simulation import Simulation, simulate
 
 __all__ = ["Costs", "Simulation", "simulate"]

@@ -6,26 +6,20 @@ device queue in two streams, one each way; messages do not queue but on wires.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
-from pipefit.program import COLLECTIVE, MESSAGES, Action, Kind, Program, Subject
-from pipefit.simulator.costs import StageCosts
-from pipefit.simulator.places import parts
+from pipefit.cost.stage import StageCost
+from pipefit.cost.storages import gradient_bytes
+from pipefit.errors import UsageError
+from pipefit.places import Member, Place
+from pipefit.program import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Bundle, Kind, Program, Subject
 
 NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
 
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
-
-
-class Lending(NamedTuple):
-    """An action that borrows from `lender` (when it begins) or, with negative bytes, gives back (when it ends)."""
-
-    device: int
-    position: int
-    lender: int
-    nbytes: int
 
 
 class DeviceScript(NamedTuple):
@@ -39,20 +33,20 @@ class DeviceScript(NamedTuple):
 class Script:
     """All devices, and the transfers among them."""
 
-    def __init__(self, program: Program, cluster: Cluster, stages: list[StageCosts]) -> None:
-        self._placement, self._cluster, self._stages = program.placement, cluster, stages
+    def __init__(
+        self, program: Program, cluster: Cluster, stages: list[StageCost], moved_bytes: Callable[[Action], int]
+    ) -> None:
+        self._program, self._cluster, self._stages, self._moved_bytes = program, cluster, stages, moved_bytes
         self._wires: dict[str, int] = {}
         self._messages: dict[tuple[Kind, int, int | None], int] = {}
-        self._collectives: dict[tuple[Kind, Subject | None], int] = {}
+        self._collectives: dict[tuple[Kind, Subject | Bundle | None], int] = {}
         self._members = _members(program)
         self._route = cache(cluster.route)
         self._message_parts = cache(self._new_message_parts)
         self._copy_parts = cache(self._new_copy_parts)
-        self._shares = cache(self._new_shares)
         self.parts: list[Parts] = []
         self.streams: list[int] = []  # of a copy: 2 * device outward, 2 * device + 1 inward; of others -1
         self.ends: list[int] = []  # how many devices must be ready for it
-        self.lendings: list[Lending] = []
         self.devices = [self._read(device, actions) for device, actions in enumerate(program.actions)]
 
     @property
@@ -65,33 +59,22 @@ class Script:
         script = DeviceScript([], [], [])
         codes, seconds, transfers = script
         started: dict[tuple[object, ...], int] = {}
-        for position, action in enumerate(actions):
-            code, duration, transfer = NOTHING, 0.0, -1
+        for action in actions:
+            kind, code, duration, transfer = action.kind, NOTHING, 0.0, -1
             if action.wait:
-                code, transfer = JOIN, started.pop(action[:6])
-                if action.kind is Kind.RELOAD:
-                    self._lend(device, position, action, -1)
-            elif action.kind in MESSAGES or action.kind in COLLECTIVE:
-                code, transfer = POST, self._message(action) if action.kind in MESSAGES else self._collective(action)
-                started[action[:6]] = transfer
-            elif action.kind is Kind.OFFLOAD or action.kind is Kind.RELOAD:
+                code, transfer = JOIN, started.pop(action[:-1])
+            elif kind in MESSAGES or kind in COLLECTIVE:
+                code, transfer = POST, self._message(action) if kind in MESSAGES else self._collective(action)
+                started[action[:-1]] = transfer
+            elif kind in COPIES:
                 code, transfer = COPY, self._copy(device, action)
-                started[action[:6]] = transfer
-                if action.kind is Kind.OFFLOAD:
-                    self._lend(device, position, action, 1)
-            elif action.kind is not Kind.LOAD:
-                code, duration = COMPUTE, self._compute_seconds(action)
+                started[action[:-1]] = transfer
+            elif kind is not Kind.LOAD:
+                code, duration = COMPUTE, self._stages[action.stage].seconds(action)
             codes.append(code)
             seconds.append(duration)
             transfers.append(transfer)
         return script
-
-    def _compute_seconds(self, action: Action) -> float:
-        stage = self._stages[action.stage]
-        if action.kind is Kind.STEP:
-            return stage.update_seconds
-        first, end = action.layers or (stage.start, stage.stop)
-        return stage.backward_seconds(first, end) if action.kind is Kind.BACKWARD else stage.forward_seconds(first, end)
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
         """The number of a new transfer."""
@@ -105,10 +88,9 @@ class Script:
     def _message(self, action: Action) -> int:
         """The number of the message that this send or receive is one end of."""
         kind, stage, microbatch = action[:3]
-        if kind is Kind.SEND_FORWARD:
-            kind, stage = Kind.RECV_FORWARD, stage + 1
-        elif kind is Kind.SEND_BACKWARD:
-            kind, stage = Kind.RECV_BACKWARD, stage - 1
+        if kind not in RECEIVES:
+            kind = Kind.RECV_FORWARD if kind is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
+            stage = action.neighbour
         number = self._messages.get((kind, stage, microbatch))
         if number is None:
             number = self._messages[kind, stage, microbatch] = self._add(self._message_parts(kind, stage), ends=2)
@@ -116,10 +98,11 @@ class Script:
 
     def _new_message_parts(self, kind: Kind, receiver: int) -> Parts:
         """What a message into stage `receiver` takes; nothing between stages of one device."""
-        memory, sender = self._stages[receiver].memory, receiver + (-1 if kind is Kind.RECV_FORWARD else 1)
-        source, target = self._placement[sender], self._placement[receiver]
-        nbytes = memory.input_bytes if kind is Kind.RECV_FORWARD else memory.output_gradient_bytes
-        return () if source == target else (self._part(f"device{source}", f"device{target}", nbytes),)
+        storages, sender = self._stages[receiver].storages, receiver + (-1 if kind is Kind.RECV_FORWARD else 1)
+        source, target = self._program.placement[sender][0], self._program.placement[receiver][0]
+        inputs = sum(value.nbytes for value in storages.inputs)
+        nbytes = inputs if kind is Kind.RECV_FORWARD else gradient_bytes(storages.outputs)
+        return () if source == target else (self._part(Member.device(source), Member.device(target), nbytes),)
 
     # ---------------------------------------------------------------- collectives
 
@@ -129,7 +112,7 @@ class Script:
         number = self._collectives.get(key)
         if number is None:
             members = self._members[key]
-            nbytes = self._stages[action.stage].memory.collective_bytes(action)
+            nbytes = self._stages[action.stage].collective_bytes(action)
             number = self._collectives[key] = self._add(self._ring(members, nbytes), ends=len(members))
         return number
 
@@ -137,40 +120,40 @@ class Script:
         """A ring all-reduce: every member sends 2 (k-1)/k of the bytes to the next one."""
         share = 2 * (len(members) - 1) * nbytes // len(members)
         ring = zip(members, members[1:] + members[:1], strict=True)
-        return tuple(self._part(f"device{a}", f"device{b}", share) for a, b in ring if a != b)
+        return tuple(self._part(Member.device(a), Member.device(b), share) for a, b in ring if a != b)
 
     # ---------------------------------------------------------------- copies
 
     def _copy(self, device: int, action: Action) -> int:
         outward = action.kind is Kind.OFFLOAD
-        copied = self._copy_parts(device, outward, self._nbytes(action), action.place)
-        return self._add(copied, ends=1, stream=2 * device + (not outward))
+        nbytes = self._moved_bytes(action)
+        return self._add(
+            self._copy_parts(device, outward, nbytes, action.place), ends=1, stream=2 * device + (not outward)
+        )
 
-    def _new_copy_parts(self, device: int, outward: bool, nbytes: int, place: str | None) -> Parts:
-        here = f"device{device}"
-        shares = self._shares(device, nbytes, place)
-        return tuple(self._part(*((here, there) if outward else (there, here)), share) for there, share in shares)
+    def _new_copy_parts(self, device: int, outward: bool, nbytes: int, place: Place | None) -> Parts:
+        assert place is not None, "the ledger refuses copies without a place"
+        here, parts = Member.device(device), []
+        for member, share in place.split(nbytes):
+            self._cluster.check(member, f"place {str(place)!r}")
+            there = member if member.number is not None else self._near(member, device)
+            if there == here:
+                raise UsageError(f"device {device} cannot move a tensor to {str(place)!r}: name other members")
+            parts.append(self._part(*((here, there) if outward else (there, here)), share))
+        return tuple(parts)
 
-    def _new_shares(self, device: int, nbytes: int, place: str | None) -> tuple[tuple[str, int], ...]:
-        return parts(place, nbytes, device=device, cluster=self._cluster)
+    def _near(self, member: Member, device: int) -> Member:
+        """The host, or the disk of the host, of a device."""
+        return Member(member.kind, self._cluster.devices[device].host)
 
-    def _lend(self, device: int, position: int, action: Action, sign: int) -> None:
-        if action.place is not None and "device" in action.place:
-            for member, nbytes in self._shares(device, self._nbytes(action), action.place):
-                if member.startswith("device"):
-                    self.lendings.append(Lending(device, position, int(member[6:]), sign * nbytes))
-
-    def _nbytes(self, action: Action) -> int:
-        return self._stages[action.stage].storages[action.subject].nbytes  # type: ignore[index]  # the ledger saw it
-
-    def _part(self, source: str, target: str, nbytes: int) -> tuple[float, tuple[int, ...]]:
+    def _part(self, source: Member, target: Member, nbytes: int) -> tuple[float, tuple[int, ...]]:
         route = self._route(source, target)
         return route.seconds(nbytes), tuple(self._wires.setdefault(wire, len(self._wires)) for wire in route.wires)
 
 
-def _members(program: Program) -> dict[tuple[Kind, Subject | None], list[int]]:
+def _members(program: Program) -> dict[tuple[Kind, Subject | Bundle | None], list[int]]:
     """The devices of every collective."""
-    found: dict[tuple[Kind, Subject | None], list[int]] = {}
+    found: dict[tuple[Kind, Subject | Bundle | None], list[int]] = {}
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.kind in COLLECTIVE and not action.wait:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
 
+from pipefit.cost.stage import Costs
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.program import Action, Program
 from pipefit.schedule import lower
+from pipefit.schedule.arenas import Arena, arenas
 from pipefit.simulator.clock import Clock
-from pipefit.simulator.costs import Costs
 from pipefit.simulator.ledger import Effects, Ledger
-from pipefit.simulator.lent import Loan, lent_at, lent_during
-from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, lending, peaks, rests
+from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, peaks
 from pipefit.simulator.script import COMPUTE, COPY, JOIN, NOTHING, Script
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 
@@ -27,8 +26,7 @@ from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 def simulate(plan: Plan, *, program: Program | None = None, steps: int = 1) -> Trace:
     """What `plan` will do in its first `steps` training steps, under `program` or the one it lowers to.
 
-    A memory sample is dated by the start of its action. Bytes lent to another device show on the lender, with a sample
-    named after the borrower's action.
+    A memory sample is dated by the start of its action. What a device lends to others it has reserved from the start.
 
     Raises:
         UsageError: the program does not belong to the plan, uses what is not there, or deadlocks.
@@ -48,10 +46,11 @@ class Simulation:
         self.plan, self.steps = plan, steps
         self.program = lower(plan) if program is None else program
         _check(plan, self.program, steps)
+        self._moved: dict[object, int] = {}
         costs, devices = costs or Costs.of(plan), plan.cluster.devices
         self._stages = [
-            costs.stage(stage.start, stage.stop, devices[device].kind)
-            for stage, device in zip(plan.stages, self.program.placement, strict=True)
+            costs.stage(stage.start, stage.stop, devices[there[0]].kind)
+            for stage, there in zip(plan.stages, self.program.placement, strict=True)
         ]
 
     @cached_property
@@ -66,11 +65,10 @@ class Simulation:
 
     def trace(self) -> Trace:
         """Events and memory samples of every device."""
-        names = [[str(action) for action in actions] for actions in self.program.actions]
         return Trace(
             source="simulated",
             steps=self.steps,
-            devices=tuple(self._device_trace(device, names) for device in range(len(self.program.actions))),
+            devices=tuple(self._device_trace(device) for device in range(len(self.program.actions))),
             step_seconds=self.step_seconds,
         )
 
@@ -79,7 +77,12 @@ class Simulation:
     @cached_property
     def effects(self) -> list[list[Effects]]:
         """The memory effects of every device: those of the first step, and those of any later one."""
-        return [self._read(device) for device in range(len(self.program.actions))]
+        return [effects for effects, _ in self._readings]
+
+    @cached_property
+    def arenas(self) -> tuple[Arena, ...]:
+        """What devices lend to each other."""
+        return arenas([placed for _, placed in self._readings], self._moved_bytes)
 
     @cached_property
     def clock(self) -> Clock:
@@ -89,12 +92,25 @@ class Simulation:
     @cached_property
     def _script(self) -> Script:
         assert self.effects, "the ledger reads first: it refuses what the script cannot resolve"
-        return Script(self.program, self.plan.cluster, self._stages)
+        return Script(self.program, self.plan.cluster, self._stages, self._moved_bytes)
 
-    def _read(self, device: int) -> list[Effects]:
-        stages = {n: costs for n, costs in enumerate(self._stages) if self.program.placement[n] == device}
-        ledger = Ledger(device, stages, self.program.microbatches)
-        return [ledger.read(self.program.actions[device]) for _ in range(min(self.steps, 2))]
+    @cached_property
+    def _readings(self) -> list[tuple[list[Effects], list[Action]]]:
+        """What the ledger of every device says: the effects of two steps, and the actions that name a place."""
+        return [self._read(device) for device in range(len(self.program.actions))]
+
+    def _read(self, device: int) -> tuple[list[Effects], list[Action]]:
+        stages = {n: costs for n, costs in enumerate(self._stages) if device in self.program.placement[n]}
+        ledger = Ledger(device, stages, self.program)
+        return [ledger.read(self.program.actions[device]) for _ in range(min(self.steps, 2))], ledger.placed
+
+    def _moved_bytes(self, action: Action) -> int:
+        """Bytes of the storages that an OFFLOAD or RELOAD moves."""
+        key = action.stage, action.subject
+        if key not in self._moved:
+            storages = self._stages[action.stage].storages
+            self._moved[key] = sum(storages.sizes[storages.storage(subject)] for subject in self.program.moved(action))
+        return self._moved[key]
 
     # ---------------------------------------------------------------- memory
 
@@ -106,63 +122,39 @@ class Simulation:
 
     def _at_rest(self, device: int) -> Levels:
         placement = self.program.placement
-        return at_rest(costs.memory for n, costs in enumerate(self._stages) if placement[n] == device)
+        lent = sum(arena.nbytes for arena in self.arenas if arena.lender == device)
+        return at_rest((costs.rest for n, costs in enumerate(self._stages) if device in placement[n]), lent)
 
     def _peak(self, device: int) -> int:
-        if device in self._loans:
-            return max(sum(row[-1]) for row in self._rows(device))
         steps = self._steps_of(device, min(self.steps, 2))  # the third and later ones repeat the second
-        return highest(self._at_rest(device), steps) if self.program.actions[device] else 0
+        return highest(self._at_rest(device), steps)
 
-    def _rows(self, device: int) -> list[Row]:
+    def _rows(self, device: int, names: list[str]) -> list[Row]:
         """The highest bytes of every action that changes or exceeds what the device holds, in order of time."""
         steps, count = list(self._steps_of(device, self.steps)), len(self.program.actions[device])
         before = [0.0, *self.clock.after[device]]
-        rows = [
-            (before[step * count + position], step, device, position, levels)
-            for (step, position, _), levels in zip(steps, peaks(self._at_rest(device), steps), strict=True)
+        rest = self._at_rest(device)
+        if not count and any(rest):  # a device that does no more than lend
+            return [(0.0, 0, "lends", rest)]
+        return [
+            (before[step * count + position], step, names[position], levels)
+            for (step, position, _), levels in zip(steps, peaks(rest, steps), strict=True)
         ]
-        return self._with_loans(device, rows, steps) if device in self._loans else rows
-
-    def _with_loans(self, device: int, rows: list[Row], steps: list[Step]) -> list[Row]:
-        """The rows of a lender: its own, with what it lends meanwhile, and one for every change of that."""
-        loans, after, count = self._loans[device], self.clock.after[device], len(self.program.actions[device])
-        ends = [after[step * count + position] for step, position, _ in steps]
-        during = lent_during(loans, [(row[0], end) for row, end in zip(rows, ends, strict=True)])
-        own = [(*row[:-1], lending(row[-1], nbytes)) for row, nbytes in zip(rows, during, strict=True)]
-        resting = rests(self._at_rest(device), steps)
-        foreign = [
-            (loan.seconds, loan.step, loan.device, loan.position, lending(resting[ended], nbytes))
-            for loan, (ended, nbytes) in zip(loans, lent_at(loans, ends), strict=True)
-        ]
-        return sorted(own + foreign, key=itemgetter(0))
-
-    @cached_property
-    def _loans(self) -> dict[int, list[Loan]]:
-        """The changes of what every lender lends, in order of time; what is given back comes first among equals."""
-        loans: dict[int, list[Loan]] = {}
-        if not any(action.place and "device" in action.place for actions in self.program.actions for action in actions):
-            return loans
-        for step in range(self.steps):
-            for device, position, lender, nbytes in self._script.lendings:
-                number = step * len(self.program.actions[device]) + position
-                seconds = self.clock.after[device][number]
-                loans.setdefault(lender, []).append(Loan(seconds, nbytes, step, device, position))
-        return {lender: sorted(changes) for lender, changes in loans.items()}
 
     # ---------------------------------------------------------------- the trace
 
-    def _device_trace(self, device: int, names: list[list[str]]) -> DeviceTrace:
+    def _device_trace(self, device: int) -> DeviceTrace:
+        names = list(map(str, self.program.actions[device]))
         return DeviceTrace(
             device=device,
             budget_bytes=self.plan.cluster.devices[device].memory_bytes,
             events=tuple(
-                Event(step=step, action=names[device][position], stream=stream, start_seconds=start, end_seconds=end)
+                Event(step=step, action=names[position], stream=stream, start_seconds=start, end_seconds=end)
                 for start, end, step, position, stream in sorted(self._busy(device))
             ),
             memory=tuple(
-                MemorySample(step=step, action=names[where][position], seconds=seconds, bytes=levels)
-                for seconds, step, where, position, levels in self._rows(device)
+                MemorySample(step=step, action=name, seconds=seconds, bytes=levels)
+                for seconds, step, name, levels in self._rows(device, names)
             ),
         )
 
@@ -197,3 +189,8 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     ):
         if of_plan != of_program:
             raise UsageError(f"the program is for {of_program} {what}, the plan has {of_plan}: lower the plan again")
+    for number, there in enumerate(program.placement):
+        if len(there) != 1:
+            raise UsageError(f"stage {number} is on devices {list(there)}, which cannot be simulated yet: give it one")
+    if program.carried_in or program.carried_out:
+        raise UsageError("the program is the body of an endless schedule, which cannot be simulated yet")

@@ -1,9 +1,8 @@
-"""The distinct memory situations a stage meets in a step, however many microbatches there are.
+"""The distinct surroundings in which a stage computes in a step, however many microbatches there are.
 
 What a device holds during a compute action depends on few things: which microbatches' activations are kept, whether
 gradients exist, what is being sent and which receive is posted. A stage of a 1F1B schedule with a thousand microbatches
 meets about eight different combinations. Planners evaluate those instead of the program: same peak, no simulation.
-(`tests/schedule` holds the two equal.)
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from pipefit.program import Kind
-from pipefit.schedule.lower import answers, compute_actions
-from pipefit.training import Recompute
+from pipefit.program import Action, Kind
+from pipefit.schedule import schedule_named
+from pipefit.schedule.communication import answers
+from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
 
 
-class Situation(NamedTuple):
+class Surroundings(NamedTuple):
     """What surrounds one compute action of a stage."""
 
     kind: Kind  # FORWARD, FORWARD_ONLY, RECOMPUTE or BACKWARD
@@ -29,24 +29,24 @@ class Situation(NamedTuple):
 
 
 @cache
-def situations(
+def surroundings(
     schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute = "never"
-) -> tuple[Situation, ...]:
-    """The situations of `stage`, without those that another one of the same kind covers with more in flight."""
-    computes = compute_actions(schedule, stage, stages, microbatches, recompute)
-    highest: dict[Situation, Situation] = {}
+) -> tuple[Surroundings, ...]:
+    """Those of `stage`, without those that another one of the same kind covers with more in flight."""
+    computes = whole_stage_order(schedule, stage, stages, microbatches, recompute)
+    highest: dict[Surroundings, Surroundings] = {}
     held, inputs, gradients = 0, 0, False
     for number, compute in enumerate(computes):
-        kind = compute[0]
+        kind = compute.kind
         before = computes[number - 1] if number else None
-        found = Situation(
+        found = Surroundings(
             kind,
             in_flight=held - (kind is Kind.BACKWARD),
             gradients=gradients,
-            receiving=computes[number + 1][0] if number + 1 < len(computes) else None,
-            sending=before[0] if before is not None and not answers(compute, before) else None,
+            receiving=computes[number + 1].kind if number + 1 < len(computes) else None,
+            sending=before.kind if before is not None and not answers(compute, before) else None,
             checkpoints=inputs - (kind is Kind.RECOMPUTE),
-            recomputed=before == (Kind.RECOMPUTE, compute[1]),
+            recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, compute.microbatch),
         )
         alike = found._replace(in_flight=0)
         if alike not in highest or highest[alike].in_flight < found.in_flight:
@@ -57,10 +57,22 @@ def situations(
     return tuple(_covering(list(highest.values())))
 
 
-def _covering(found: list[Situation]) -> list[Situation]:
+def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
+    """The compute actions of a stage that has a device of its own and is kept or recomputed as a whole."""
+    again = recomputed_microbatches(recompute, schedule, microbatches) or ()
+    found: list[Action] = []
+    for compute in schedule_named(schedule)(stage, stages, 1, microbatches):
+        twice, action = compute.microbatch in again, Action(*compute)
+        if twice and compute.kind is Kind.BACKWARD:
+            found.append(action._replace(kind=Kind.RECOMPUTE))
+        found.append(action._replace(kind=Kind.FORWARD_ONLY) if twice and compute.kind is Kind.FORWARD else action)
+    return found
+
+
+def _covering(found: list[Surroundings]) -> list[Surroundings]:
     """Without those that another one covers: equal but for at least as many in flight and as many checkpoints."""
 
-    def covered(one: Situation) -> bool:
+    def covered(one: Surroundings) -> bool:
         return any(
             other is not one
             and other._replace(in_flight=0, checkpoints=0) == one._replace(in_flight=0, checkpoints=0)

@@ -1,21 +1,19 @@
 """A band of layer ranges as arrays, and the peak of a stage that holds one at some position of a schedule.
 
-Row w, column c is the range of w + 1 layers that starts at layer `first + c`. `pipefit.cost.ranges` makes bands.
+Row w, column c is the range of w + 1 layers that starts at layer `first + c`. `closed_forms.ranges` makes bands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.planner.closed_forms.surroundings import Surroundings
 from pipefit.program import FORWARDS, Kind
-
-if TYPE_CHECKING:  # a situation is plain data of a higher layer; only its name is needed here
-    from pipefit.schedule.situations import Situation
 
 Ints = NDArray[np.int64]
 
@@ -52,7 +50,7 @@ class Band:
             self._sums["step"] = self.static + self.gradients + above
         return self._sums["step"]
 
-    def around(self, situation: Situation) -> Ints:
+    def around(self, situation: Surroundings) -> Ints:
         """Peak of one compute action in its surroundings, without the other microbatches in flight."""
         key = situation._replace(in_flight=0, checkpoints=0)
         if key not in self._sums:
@@ -65,7 +63,7 @@ class Band:
             self._sums[key] = total
         return self._sums[key]
 
-    def _own(self, situation: Situation) -> Ints:
+    def _own(self, situation: Surroundings) -> Ints:
         """What the action itself and its microbatch take, and the gradients that exist before it."""
         match situation.kind:
             case Kind.FORWARD:
@@ -86,9 +84,9 @@ class Band:
         sends = {Kind.FORWARD: self.sent, Kind.FORWARD_ONLY: self.checkpoint_sent, Kind.BACKWARD: self.input_gradients}
         return 0 if before is None else sends.get(before, 0)
 
-    def highest(self, situations: Sequence[Situation]) -> Ints:
-        """The highest of `around` over situations with the same numbers in flight."""
-        key = frozenset(s._replace(in_flight=0, checkpoints=0) for s in situations)
+    def highest(self, met: Sequence[Surroundings]) -> Ints:
+        """The highest of `around` over surroundings with the same numbers in flight."""
+        key = frozenset(s._replace(in_flight=0, checkpoints=0) for s in met)
         if key not in self._sums:
             self._sums[key] = np.maximum.reduce([self.around(part) for part in key])
         return self._sums[key]
@@ -98,15 +96,15 @@ Window = tuple[slice, slice]
 EVERYWHERE: Window = (slice(None), slice(None))
 
 
-def stage_peak(band: Band, situations: Iterable[Situation], window: Window = EVERYWHERE) -> Ints:
-    """Highest bytes of a stage at the position that meets `situations`, for every range of a band (or a window of it).
+def stage_peak(band: Band, met: Iterable[Surroundings], window: Window = EVERYWHERE) -> Ints:
+    """Highest bytes of a stage at the position that meets these surroundings, for every range of a band or a window.
 
     Covers every compute action and the optimizer step, in the first step of training and in later ones. Cells where
     `band.valid` is false mean nothing.
     """
     peak: Ints = band.step_peak()[window]
-    groups: dict[tuple[int, int], list[Situation]] = {}
-    for situation in situations:
+    groups: dict[tuple[int, int], list[Surroundings]] = {}
+    for situation in met:
         groups.setdefault((situation.in_flight, situation.checkpoints), []).append(situation)
     for (in_flight, checkpoints), members in groups.items():
         level = band.highest(members)[window]

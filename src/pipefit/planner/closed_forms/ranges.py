@@ -1,8 +1,8 @@
-"""Memory of every range of layers at once: the vectorised twin of `cost.memory.StageMemory`.
+"""Memory of every range of layers at once, for planners: closed forms of stages that run their layers in one piece.
 
-`Ranges(measurement).band(width)` holds, for every start i and every stop j up to i + width, the same bytes that
-`StageMemory(measurement, i, j)` finds, as integer arrays of shape (width, starts): row w is the ranges of w + 1
-layers, column c those that start at layer `first + c`. `stage_peak(band, situations)` is then the peak of a stage
+`Ranges(measurement).band(width)` holds, for every start i and every stop j up to i + width, the same bytes that the
+ledger finds for a stage of layers i to j - 1, as integer arrays of shape (width, starts): row w is the ranges of w + 1
+layers, column c those that start at layer `first + c`. `stage_peak(band, surroundings)` is then the peak of a stage
 that holds the range at one position of a schedule, to the byte what the simulator finds.
 
     static        parameters and buffers, and the losses on the last stage
@@ -22,9 +22,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.cost.bands import Band, Ints
-from pipefit.cost.memory import StageMemory, gradient_bytes
-from pipefit.cost.storages import NEVER, Life, Lives, lives, released_bytes
+from pipefit.cost.rest import StageRest
+from pipefit.cost.stage import WholeStage
+from pipefit.cost.storages import StageStorages, gradient_bytes
+from pipefit.planner.closed_forms.bands import Band, Ints
+from pipefit.planner.closed_forms.lives import NEVER, Life, Lives, lives, released_bytes
 from pipefit.profiles import Measurement, Span
 
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
@@ -54,10 +56,8 @@ class Ranges:
         self.update_first = self.growth[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
-        whole = StageMemory(measurement, 0, self.count)
-        self.inner_gradients = _array(
-            [whole.gradients_before(n) for n in range(self.count)] + [whole.last_gradients, 0]
-        )
+        whole = StageStorages(measurement, 0, self.count)
+        self.inner_gradients = _array([*map(whole.gradients, range(self.count + 1)), 0])
         self.unlike = whole.unlike_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]
@@ -171,16 +171,15 @@ class _BandMaker:
             repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
         for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
             start = self.first + int(column)
-            stage = StageMemory(
-                self.ranges.measurement, start, start + int(row) + 1, microbatches=self.ranges.microbatches
-            )
-            band.static[row, column] = stage.parameter_bytes + stage.loss_bytes
-            band.gradients[row, column] = stage.gradient_bytes
-            band.state[row, column] = stage.step.state_bytes
-            band.update_first_peak[row, column] = stage.early_state_bytes + stage.step.first_peak_bytes
-            band.backward_first_peak[row, column] = stage.backward(first_microbatch=True).peak_bytes
-            band.backward_later_peak[row, column] = stage.backward().peak_bytes
-            band.input_gradients[row, column] = stage.input_gradient_bytes
+            stage = WholeStage(self.ranges.measurement, start, start + int(row) + 1)
+            rest = StageRest(stage.storages, self.ranges.microbatches)
+            band.static[row, column] = rest.parameter_bytes + rest.loss_bytes
+            band.gradients[row, column] = rest.gradient_bytes
+            band.state[row, column] = rest.state_bytes
+            band.update_first_peak[row, column] = rest.early_state_bytes + rest.first_update.peak_bytes
+            band.backward_first_peak[row, column] = stage.backward(is_first=True).peak_bytes
+            band.backward_later_peak[row, column] = stage.backward(is_first=False).peak_bytes
+            band.input_gradients[row, column] = stage.storages.sent_gradient_bytes
         return band
 
     # ---------------------------------------------------------------- tables

@@ -1,0 +1,89 @@
+"""What the actions of one stage cost on one kind of device: memory, by `Flights` and `StageRest`, and seconds."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from pipefit.cluster import DeviceKind
+from pipefit.cost.effects import Effect
+from pipefit.cost.flight import Flights
+from pipefit.cost.rest import StageRest
+from pipefit.cost.storages import StageStorages
+from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement
+from pipefit.program import Action, Kind
+from pipefit.training import Training
+
+
+class StageCost:
+    """Layers `start` to `stop - 1` on a device. What it works out is kept."""
+
+    def __init__(self, measurement: Measurement, start: int, stop: int, kind: DeviceKind, training: Training) -> None:
+        self.start, self.stop = start, stop
+        self.storages = StageStorages(measurement, start, stop)
+        self.flights = Flights(self.storages)
+        self.rest = StageRest(self.storages, training.microbatches)
+        self.layers = frozenset(range(start, stop))
+        self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
+        self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
+        self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
+
+    def seconds(self, action: Action) -> float:
+        """Time of a compute action."""
+        if action.kind is Kind.STEP:
+            return self.update_seconds
+        first, end = action.layers or (self.start, self.stop)
+        return self.backward_seconds(first, end) if action.kind is Kind.BACKWARD else self.forward_seconds(first, end)
+
+    def collective_bytes(self, action: Action) -> int:
+        """What every member of a collective contributes: a shared parameter's gradient."""
+        shared = self.storages.measurement.shared
+        subject = action.subject
+        if action.kind is Kind.REDUCE and subject is not None and not isinstance(subject, int):
+            return shared[subject[0]].gradient_bytes
+        return 0
+
+
+class Costs:
+    """The costs of every stage asked for so far, for one profile and training. Planners keep one for all plans."""
+
+    def __init__(self, measurement: Measurement, training: Training) -> None:
+        self._measurement, self._training = measurement, training
+        self._stages: dict[tuple[object, ...], StageCost] = {}
+
+    @staticmethod
+    def of(plan: Plan) -> Costs:
+        """Costs for `plan`, and for every plan of the same profile and training."""
+        return Costs(plan.measurement, plan.training)
+
+    def stage(self, start: int, stop: int, kind: DeviceKind) -> StageCost:
+        """The costs of layers `start` to `stop - 1` on a device of `kind`."""
+        key = (start, stop, kind.name, kind.memory_bandwidth, *kind.flops.items())
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = StageCost(self._measurement, start, stop, kind, self._training)
+        return found
+
+
+class WholeStage:
+    """The effects of the actions of a stage that runs its layers in one piece, as a closed form needs them."""
+
+    def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
+        self.storages = StageStorages(measurement, start, stop)
+        self._flights = Flights(self.storages)
+
+    def backward(self, *, is_first: bool) -> Effect:
+        """The backward of a microbatch that was kept, the step's first or a later one."""
+        residency = self._flights.start
+        first, last = not self.storages.start, self.storages.last
+        kinds: list[tuple[Kind, bool]] = [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]
+        kinds += [(Kind.LOAD, False)] if first or last else []
+        kinds += [(Kind.FORWARD, False)]
+        kinds += [] if last else [(Kind.SEND_FORWARD, False), (Kind.SEND_FORWARD, True)]
+        kinds += [] if last else [(Kind.RECV_BACKWARD, False), (Kind.RECV_BACKWARD, True)]
+        for kind, wait in kinds:
+            residency, _ = self._flights.apply(residency, Action(kind, 0, 0, wait=wait))
+        _, effect = self._flights.apply(residency, Action(Kind.BACKWARD, 0, 0), is_first=is_first)
+        assert effect is not None
+        return effect

@@ -1,0 +1,78 @@
+"""The driver of every planner: asks it, takes the time, and makes a plan of what it found.
+
+Predicted peaks and step time, who found it and how good it is known to be, and whether it fits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from pipefit.errors import InfeasibleError
+from pipefit.planner.infeasible import explanation
+from pipefit.planner.peaks import fits, stage_peaks
+from pipefit.planner.question import Found, Planner, Question, Split
+from pipefit.plans import Grid, Plan, Prediction, Provenance, Stage
+from pipefit.schedule.whole_stages import whole_stages
+from pipefit.simulator import Simulation
+
+
+def solved(question: Question, planner: Planner, *, name: str) -> Plan:
+    """The plan that `planner`, known as `name`, finds.
+
+    Raises:
+        UsageError: the planner cannot answer this question.
+        InfeasibleError: a stage needs more than its device has, and the options do not allow that.
+    """
+    began = time.perf_counter()
+    found = planner(question)
+    return _answer(question, found, name, time.perf_counter() - began)
+
+
+def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan:
+    """The plan of a split that was found in so many seconds."""
+    peaks = stage_peaks(question, found.split)
+    if not question.options.allow_infeasible and not fits(question, found.split, peaks):
+        raise InfeasibleError(explanation(question, found.split, peaks, planner=name))
+    options = {option: value for option, value in asdict(question.options).items() if value is not None}
+    return plan_of(
+        question,
+        found.split,
+        prediction=Prediction(
+            peak_bytes=_by_device(question, found.split, peaks),
+            step_seconds=Simulation(plan_of(question, found.split)).step_seconds[-1],
+        ),
+        provenance=Provenance(
+            planner=name,
+            options=options,
+            objective=found.objective,
+            value=found.value,
+            bound=found.value if found.proven else None,
+            evaluated=found.evaluated,
+            seconds=seconds,
+        ),
+    )
+
+
+def plan_of(
+    question: Question, split: Split, *, prediction: Prediction | None = None, provenance: Provenance | None = None
+) -> Plan:
+    """The plan of a split, with the decisions that its question's options ask for."""
+    training = question.training
+    edges = zip(split.edges, split.edges[1:], split.devices, strict=False)
+    stages = tuple(Stage(start=start, stop=stop, grid=Grid.of(device)) for start, stop, device in edges)
+    return Plan(
+        profile=question.profile,
+        cluster=question.cluster,
+        training=training,
+        stages=stages,
+        decisions=whole_stages(stages, question.options.recompute, training.schedule, training.microbatches),
+        prediction=prediction,
+        provenance=provenance,
+    )
+
+
+def _by_device(question: Question, split: Split, peaks: tuple[int, ...]) -> tuple[int, ...]:
+    """Peaks in the order of devices, 0 for those without a stage."""
+    held = dict(zip(split.devices, peaks, strict=True))
+    return tuple(held.get(device, 0) for device in range(len(question.cluster.devices)))

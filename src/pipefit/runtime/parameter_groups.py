@@ -1,0 +1,33 @@
+"""The parameter groups of a stage's optimizer: at least one for every layer.
+
+An update's temporary memory is then that of one layer, and what a layer costs in an update does not depend on its
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.task import ParameterOptions
+
+
+def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[dict[str, Any]]:
+    """A group for every layer and set of options; a shared parameter with the first layer that has it."""
+    met: set[int] = set()
+    groups: list[dict[str, Any]] = []
+    for layer in layers:
+        of_layer: list[dict[str, Any]] = []
+        for name, parameter in layer.module.named_parameters():
+            if not parameter.requires_grad or id(parameter) in met:
+                continue
+            met.add(id(parameter))
+            wanted = options(layer.originals.get(name, name), parameter) if options is not None else {}
+            group = next((g for g in of_layer if {k: v for k, v in g.items() if k != "params"} == wanted), None)
+            if group is None:
+                of_layer.append({"params": [parameter], **wanted})
+            else:
+                group["params"].append(parameter)
+        groups += of_layer
+    return groups

@@ -1,0 +1,38 @@
+"""What a device did and held, step by step, as far back as a trace should show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipefit.trace import DeviceTrace, Event, MemorySample
+
+_REMEMBERED = 100  # steps whose events and memory a trace holds, besides the first two
+
+
+@dataclass(slots=True)
+class Record:
+    """Events and memory samples of the first two steps and the latest ones, and how many steps there were."""
+
+    steps: int = 0
+    events: list[Event] = field(default_factory=list)
+    samples: list[MemorySample] = field(default_factory=list)
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The most bytes in the last step; 0 without a meter."""
+        last = self.steps - 1
+        return max((s.total_bytes for s in reversed(self.samples) if s.step == last), default=0)
+
+    def next_step(self) -> None:
+        """A step is over. Now and then, what lies far back is forgotten."""
+        self.steps += 1
+        if self.steps > 2 * _REMEMBERED and self.steps % _REMEMBERED == 0:
+            kept = self.steps - _REMEMBERED
+            self.events = [event for event in self.events if event.step < 2 or event.step >= kept]
+            self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
+
+    def trace(self, device: int, budget_bytes: int) -> DeviceTrace:
+        """As a document."""
+        return DeviceTrace(
+            device=device, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples)
+        )

@@ -1,0 +1,357 @@
+"""One device executing its program: the part of the runtime that every way of running shares.
+
+The dry run, the single process and the worker of a cluster all make `DeviceRunner`s; they differ in the tensors (fake
+or real), the transport and the meter. `step` is a generator that yields whenever the device would have to wait for
+another, so that one process can run all devices in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.meter import MemoryMeter
+from pipefit.plans import Plan
+from pipefit.profiles import Value
+from pipefit.program import COMPUTE, RECEIVES, SENDS, Action, Kind, Program, Subject
+from pipefit.runtime.flight import Flight
+from pipefit.runtime.record import Record
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.transfers import Transfers
+from pipefit.runtime.transport import Transport
+from pipefit.runtime.variants import Variant, boundaries
+from pipefit.trace import Category, DeviceTrace, Event, Stream
+
+Microbatch = list[Tensor]
+Script = tuple[tuple[Action, str, Stream], ...]
+_LEFT = {
+    Kind.FORWARD: Category.ACTIVATIONS,
+    Kind.RECOMPUTE: Category.ACTIVATIONS,
+    Kind.BACKWARD: Category.GRADIENTS,
+    Kind.STEP: Category.OPTIMIZER,
+}
+
+
+class DeviceRunner:
+    """Device `number` of a plan with the stages on it: executes its actions, step by step, and records what happened.
+
+    Args:
+        stages: the stages of the plan that are on this device, by their numbers.
+        transport: what connects it to the others.
+        meter: counts its memory; None leaves it uncounted.
+        clock: seconds since the training began.
+        on_action: called with the number of each action as it begins; for supervision.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        stages: Mapping[int, StageRunner],
+        *,
+        transport: Transport,
+        meter: MemoryMeter | None,
+        clock: Callable[[], float],
+        on_action: Callable[[int], None] | None = None,
+    ) -> None:
+        self.plan, self.program, self.stages = plan, program, dict(stages)
+        self.number = plan.stages[min(stages)].device
+        self.transfers, self.meter, self.clock, self.on_action = Transfers(transport), meter, clock, on_action
+        self.usual = Variant(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
+        self.record = Record()
+        self._variants: Sequence[Variant] = ()
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._scripts: dict[int, tuple[Program, Script]] = {}
+        self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that go forward again
+        self._inputs: Sequence[Microbatch] = ()
+        self._targets: Sequence[Microbatch] = ()
+        try:
+            for stage in stages.values():
+                self._tag([*stage.parameters, *stage.buffers], Category.PARAMETERS)
+                self._tag(stage.constants, Category.BOUNDARY)
+                self._tag(stage.optimizer_state(), Category.OPTIMIZER)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"{error} ({self._where()})") from error
+
+    def step(
+        self,
+        inputs: Sequence[Microbatch],
+        targets: Sequence[Microbatch],
+        *,
+        program: Program | None = None,
+        weights: Sequence[float] | None = None,
+        variants: Sequence[Variant] | None = None,
+    ) -> Iterator[None]:
+        """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
+
+        Args:
+            program: another than the plan's, such as one that only evaluates.
+            weights: of every microbatch's loss; equal parts unless given.
+            variants: for every microbatch, where some are not like the plan's.
+
+        Raises:
+            OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
+        """
+        script = self._script(self.program if program is None else program)
+        self._again = {(a.stage, a.microbatch) for a, _, _ in script if a.kind is Kind.RECOMPUTE}
+        self._variants = variants or (self.usual,) * len(inputs)
+        self._inputs, self._targets = inputs, targets
+        for stage in self.stages.values():
+            stage.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
+        for number, (action, text, stream) in enumerate(script):
+            if self.on_action is not None:
+                self.on_action(number)
+            if action.wait:
+                while not self.transfers.ready(action):
+                    yield
+            self._timed(action, text, stream)
+        self._inputs = self._targets = ()
+        self.record.next_step()
+        for stage in self.stages.values():
+            stage.batch_number += any(action.kind is Kind.BACKWARD for action, _, _ in script)
+
+    def _script(self, program: Program) -> Script:
+        """What this device does in `program`, with text and stream; read once."""
+        known = self._scripts.get(id(program))
+        if known is None or known[0] is not program:
+            script = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
+            known = self._scripts[id(program)] = program, script
+        return known[1]
+
+    def trace(self, budget_bytes: int) -> DeviceTrace:
+        """What happened so far."""
+        return self.record.trace(self.number, budget_bytes)
+
+    def abandon(self) -> None:
+        """Forget everything in flight: after a failure no buffer stays behind."""
+        for flight in self._flights.values():
+            flight.abandon()
+        self._flights.clear()
+        for stage in self.stages.values():
+            stage.abandon()
+        self.transfers.abandon()
+        if self.meter is not None:
+            self.meter.forget_graphs()
+
+    # ---------------------------------------------------------------- one action
+
+    def _timed(self, action: Action, text: str, stream: Stream) -> None:
+        meter, began = self.meter, self.clock()
+        try:
+            if meter is None:
+                self._execute(action)
+            else:
+                meter.begin(text)
+                with meter:
+                    self._execute(action)
+                left = _LEFT.get(action.kind, Category.BOUNDARY)
+                self.record.samples.append(meter.end(self.record.steps, began, left))
+        except torch.OutOfMemoryError as error:
+            self.abandon()
+            raise OutOfMemory(f"{error} ({self._where()})") from error
+        if action.kind is not Kind.LOAD:
+            self.record.events.append(
+                Event(
+                    step=self.record.steps,
+                    action=text,
+                    stream=stream,
+                    start_seconds=began,
+                    end_seconds=self.clock(),
+                )
+            )
+
+    def _execute(self, action: Action) -> None:
+        """By the kind of action.
+
+        Raises:
+            UsageError: the runtime cannot execute it yet.
+        """
+        handler = (_JOINS if action.wait else _STARTS).get(action.kind)
+        if handler is None or action.part is not None or (action.kind is Kind.STEP and action.microbatch is not None):
+            raise UsageError(f"the runtime cannot execute {action} yet")
+        handler(self, action)
+
+    # ---------------------------------------------------------------- data and messages
+
+    def _load(self, action: Action) -> None:
+        stage, flight = self.stages[action.stage], self._flight(action)
+        if action.stage == 0:
+            flight.values = self._cast(self._inputs[flight.microbatch], stage)
+        if stage.last:
+            flight.targets = self._cast(self._targets[flight.microbatch], stage, targets=True)
+
+    def _cast(self, tensors: Microbatch, stage: StageRunner, *, targets: bool = False) -> Microbatch:
+        """Copies of host tensors on the device, in the dtypes the plan's profile saw."""
+        values = stage.storages.targets if targets else stage.storages.inputs
+        return [
+            tensor.to(stage.device, getattr(torch, value.dtype), non_blocking=True, copy=True)
+            for tensor, value in zip(tensors, values, strict=True)
+        ]
+
+    def _send(self, action: Action) -> None:
+        self.transfers.send(action, self._peer(action))
+
+    def _receive(self, action: Action) -> None:
+        stage, known = self.stages[action.stage], self._variants[action.microbatch or 0].boundaries
+        values: Sequence[Value] = known[stage.start]
+        if action.kind is Kind.RECV_BACKWARD:
+            values = [value for value in known[stage.stop] if value.requires_grad]
+        buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=stage.device) for v in values]
+        self.transfers.receive(action, buffers, self._peer(action))
+
+    def _received(self, action: Action) -> None:
+        """What came waits for the stage; a gradient for every output, None for those that need none."""
+        tensors, flight = self.transfers.join(action), self._flight(action)
+        if action.kind is Kind.RECV_FORWARD:
+            flight.values = tensors
+        else:
+            outputs = flight.boundaries[self.stages[action.stage].stop]
+            flight.gradients = [tensors.pop(0) if value.requires_grad else None for value in outputs]
+
+    def _sent(self, action: Action) -> None:
+        self._tag(self.transfers.join(action), Category.ACTIVATIONS)  # what a layer saved stays
+
+    def _peer(self, action: Action) -> int:
+        return self.program.placement[action.neighbour][0]
+
+    # ---------------------------------------------------------------- computing
+
+    def _forward(self, action: Action) -> None:
+        stage, flight = self.stages[action.stage], self._flight(action)
+        first, end = action.layers or (stage.start, stage.stop)
+        if first == stage.start:
+            self._tag(flight.values, Category.ACTIVATIONS)
+            self._tag(flight.targets, Category.ACTIVATIONS)
+        if action.kind is Kind.FORWARD:
+            outputs = stage.forward(flight, first, end)
+        elif (action.stage, action.microbatch) in self._again:
+            outputs = stage.checkpoint(flight, first, end)
+        else:
+            outputs = stage.evaluate(flight)
+            del self._flights[action.stage, flight.microbatch]
+        if end == stage.stop and not stage.last:
+            self._tag(outputs, Category.BOUNDARY)
+            send = Action(Kind.SEND_FORWARD, action.stage, action.microbatch)
+            self.transfers.hand_over(send, list(outputs))
+
+    def _recompute(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        stage.recompute(self._flight(action), *(action.layers or (stage.start, stage.stop)))
+
+    def _backward(self, action: Action) -> None:
+        stage, flight = self.stages[action.stage], self._flight(action)
+        first, end = action.layers or (stage.start, stage.stop)
+        outgoing = stage.backward(flight, first, end)
+        if first == stage.start:
+            del self._flights[action.stage, flight.microbatch]
+        if first == stage.start and action.stage > 0:
+            self._tag(outgoing, Category.BOUNDARY)
+            self.transfers.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
+
+    def _flight(self, action: Action) -> Flight:
+        """The microbatch of an action in its stage."""
+        assert action.microbatch is not None
+        key = action.stage, action.microbatch
+        flight = self._flights.get(key)
+        if flight is None:
+            variant = self._variants[action.microbatch]
+            flight = Flight(action.microbatch, variant.layers[action.stage], variant.boundaries)
+            self._flights[key] = flight
+        return flight
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def _agree(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        assert stage.agreement is not None
+        everyone = tuple(stages[0] for stages in self.plan.ranks)
+        self.transfers.collect(action, stage.agreement.contribution(stage.device), everyone)
+
+    def _agreed(self, action: Action) -> None:
+        agreement = self.stages[action.stage].agreement
+        assert agreement is not None
+        agreement.conclude(self.transfers.join(action)[0])
+
+    def _reduce(self, action: Action) -> None:
+        assert isinstance(action.subject, Subject)
+        parameter = self.stages[action.stage].shared[action.subject.layer]
+        if parameter.grad is None:  # this stage's layers did not use it
+            parameter.grad = torch.zeros_like(parameter)
+        self.transfers.collect(action, parameter.grad, self.plan.holders[action.subject.layer])
+
+    def _reduced(self, action: Action) -> None:
+        self.transfers.join(action)
+
+    def _update(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        stage.step()
+        self._tag(stage.optimizer_state(), Category.OPTIMIZER)
+
+    # ---------------------------------------------------------------- words and figures
+
+    def _tag(self, tensors: Sequence[Tensor], category: Category) -> None:
+        if self.meter is not None:
+            self.meter.tag(tensors, category)
+
+    def _where(self) -> str:
+        names = self.plan.profile.layers
+        return "; ".join(
+            f"stage {number}, layers {names[stage.start]} to {names[stage.stop - 1]}"
+            for number, stage in self.stages.items()
+        )
+
+
+_Handler = Callable[[DeviceRunner, Action], None]
+_STARTS: Mapping[Kind, _Handler] = (
+    {
+        Kind.LOAD: DeviceRunner._load,
+        Kind.FORWARD: DeviceRunner._forward,
+        Kind.FORWARD_ONLY: DeviceRunner._forward,
+        Kind.RECOMPUTE: DeviceRunner._recompute,
+        Kind.BACKWARD: DeviceRunner._backward,
+        Kind.REDUCE: DeviceRunner._reduce,
+        Kind.AGREE: DeviceRunner._agree,
+        Kind.STEP: DeviceRunner._update,
+    }
+    | dict.fromkeys(SENDS, DeviceRunner._send)
+    | dict.fromkeys(RECEIVES, DeviceRunner._receive)
+)
+_JOINS: Mapping[Kind, _Handler] = (
+    {
+        Kind.REDUCE: DeviceRunner._reduced,
+        Kind.AGREE: DeviceRunner._agreed,
+    }
+    | dict.fromkeys(SENDS, DeviceRunner._sent)
+    | dict.fromkeys(RECEIVES, DeviceRunner._received)
+)
+
+
+def _stream(action: Action) -> Stream:
+    return Stream.COMPUTE if action.kind in COMPUTE or action.kind is Kind.LOAD else Stream.COMMUNICATION
+
+
+def run_in_turn(
+    runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **variant: Any
+) -> None:
+    """One step of every device inside this process: each runs until it would wait for another; `variant` as in `step`.
+
+    Raises:
+        UsageError: the program cannot go on: every device waits.
+    """
+    running = {runner.number: runner.step(inputs, targets, **variant) for runner in runners}
+    try:
+        while running:
+            before = [len(runner.record.events) for runner in runners]
+            for number, step in list(running.items()):
+                if next(step, StopIteration) is StopIteration:
+                    del running[number]
+            if running and before == [len(runner.record.events) for runner in runners]:
+                raise UsageError(f"the program is stuck: devices {sorted(running)} wait for each other")
+    except BaseException:
+        for runner in runners:
+            runner.abandon()
+        raise

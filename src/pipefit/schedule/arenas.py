@@ -1,0 +1,57 @@
+"""Arenas: the memory that devices with room to spare lend to others for the whole of a run.
+
+What a borrower has outstanding at a lender is a function of the borrower's program: a slot is taken when an OFFLOAD
+starts and given back when the RELOAD is joined. So every lender reserves at start-up, for each of its borrowers, as
+many slots of each size as are ever in use at once, and its peak depends on nobody's speed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pipefit.places import MemberKind
+from pipefit.program import COPIES, Action, Kind
+
+
+class Arena(NamedTuple):
+    """Memory of device `lender` for device `borrower`: `slots` pieces of `slot_bytes` each."""
+
+    lender: int
+    borrower: int
+    slots: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.slots * self.slot_bytes
+
+
+def arenas(devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], int]) -> tuple[Arena, ...]:
+    """What every device lends to every other one.
+
+    Args:
+        devices: the actions of every device; those that move nothing away make no difference.
+        moved_bytes: how many bytes an OFFLOAD or RELOAD moves.
+    """
+    found: list[Arena] = []
+    for borrower, actions in enumerate(devices):
+        in_use, most = Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # by lender and slot size
+        for action in actions:
+            for slot in _slots(action, moved_bytes):
+                in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
+                most[slot] = max(most[slot], in_use[slot])
+        found += [Arena(lender, borrower, slots, nbytes) for (lender, nbytes), slots in sorted(most.items()) if nbytes]
+    return tuple(found)
+
+
+def _slots(action: Action, moved_bytes: Callable[[Action], int]) -> list[tuple[int, int]]:
+    """The slots, as lender and size, that an action takes (the start of an OFFLOAD) or gives back (a joined RELOAD)."""
+    if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
+        return []
+    if all(member.kind is not MemberKind.DEVICE for member in action.place.members):
+        return []
+    shares = action.place.split(moved_bytes(action))
+    return [(member.number or 0, nbytes) for member, nbytes in shares if member.kind is MemberKind.DEVICE]

@@ -1,0 +1,82 @@
+"""The rewriting that makes communication explicit: receives, sends and loads around the compute actions.
+
+The rule, for a rank's compute actions c0, c1, ...:
+
+    post the receive of what c[t+1] needs    so that it arrives while c[t] computes
+    join the receive of what c[t] needs
+    load data that c[t] needs from the host
+    c[t]
+    join the sends that c[t-1] started       so they had the time of one compute action
+    start the sends of what c[t] made
+
+Where c[t] is the backward of what c[t-1] sent, its gradients prove that the send arrived: both are joined first.
+
+A device thus holds, beside its microbatches in flight, at most one posted receive and one outstanding send in each
+direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.plans import Plan
+from pipefit.program import FORWARDS, Action, Kind
+from pipefit.schedule.order import Order
+
+
+def communicated(order: Order, plan: Plan) -> Iterator[Action]:
+    """One rank's actions: the compute actions, each between its communication."""
+    yield from _receives(order[0], plan)
+    sending: list[Action] = []
+    for number, action in enumerate(order):
+        ahead = list(_receives(order[number + 1], plan)) if number + 1 < len(order) else []
+        needed = [receive.join for receive in _receives(action, plan)]
+        joins = [send.join for send in sending]
+        arrived = number > 0 and answers(action, order[number - 1])
+        yield from (*needed, *joins, *ahead) if arrived else (*ahead, *needed)
+        if _loads(action, plan):
+            yield Action(Kind.LOAD, action.stage, action.microbatch)
+        sending = list(_sends(action, plan))
+        yield action
+        yield from () if arrived else joins
+        yield from sending
+    yield from (send.join for send in sending)
+
+
+def answers(action: Action, before: Action) -> bool:
+    """Whether `action` is the backward of the forward `before`."""
+    return (
+        action.kind is Kind.BACKWARD
+        and before.kind is Kind.FORWARD
+        and (action.stage, action.microbatch) == (before.stage, before.microbatch)
+    )
+
+
+def begins(action: Action, plan: Plan) -> bool:
+    """Whether the action's layers begin its stage."""
+    return action.layers is None or action.layers[0] == plan.stages[action.stage].start
+
+
+def ends(action: Action, plan: Plan) -> bool:
+    """Whether the action's layers end its stage."""
+    return action.layers is None or action.layers[1] == plan.stages[action.stage].stop
+
+
+def _loads(action: Action, plan: Plan) -> bool:
+    return action.kind in FORWARDS and action.stage in (0, len(plan.stages) - 1) and begins(action, plan)
+
+
+def _receives(action: Action, plan: Plan) -> Iterator[Action]:
+    kind, stage, microbatch = action[:3]
+    if kind in FORWARDS and stage > 0 and begins(action, plan):
+        yield Action(Kind.RECV_FORWARD, stage, microbatch)
+    if kind is Kind.BACKWARD and stage < len(plan.stages) - 1 and ends(action, plan):
+        yield Action(Kind.RECV_BACKWARD, stage, microbatch)
+
+
+def _sends(action: Action, plan: Plan) -> Iterator[Action]:
+    kind, stage, microbatch = action[:3]
+    if kind in FORWARDS and stage < len(plan.stages) - 1 and ends(action, plan):
+        yield Action(Kind.SEND_FORWARD, stage, microbatch)
+    if kind is Kind.BACKWARD and stage > 0 and begins(action, plan):
+        yield Action(Kind.SEND_BACKWARD, stage, microbatch)

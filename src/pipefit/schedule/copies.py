@@ -1,0 +1,133 @@
+"""The rewriting that moves saved tensors away and back: offloads behind their forward, reloads ahead of their backward.
+
+    F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind 1: one compute action hides the way out
+    RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead 1: one hides the way back
+
+A reload that is ahead stands before the receives of the compute action it goes before, so that it also fills the time
+in which the device waits for them. Where the way out would not end before the way back begins, the pair is left out.
+Copies are the last rewriting, because the join of an offload comes behind that of the send of the same storage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
+from pipefit.plans import Decision, Plan, SavedTensors, What
+from pipefit.program import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
+
+Bundles = tuple[tuple[Subject, ...], ...]
+
+
+def bundles_of(plan: Plan) -> Bundles:
+    """The saved tensors that move together, for every decision that moves more than one."""
+    moved = (d.subject for d in plan.decisions if isinstance(d.subject, SavedTensors) and len(d.subject.tensors) > 1)
+    return tuple(dict.fromkeys(_subjects(subject) for subject in moved))
+
+
+def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
+    """One rank's actions with every decision to offload saved tensors carried out.
+
+    Raises:
+        UsageError: a decision moves something else than saved tensors, or what is recomputed.
+    """
+    stages = {action.stage for action in actions}
+    decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
+    if not decisions:
+        return list(actions)
+    way, storages = _Ways(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
+    for decision in decisions:
+        last_saver = _last_saver(storages[decision.stage], decision)
+        for microbatch in filter(decision.microbatches.__contains__, way.microbatches(decision.stage)):
+            way.add(decision, microbatch, _action(decision, microbatch, bundles), last_saver)
+    return list(way.merged())
+
+
+class _Ways:
+    """A rank's actions, and what is to stand before and behind each of them."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = actions
+        self.before: dict[int, list[Action]] = defaultdict(list)
+        self.behind: dict[int, list[Action]] = defaultdict(list)
+        self.computes = [n for n, a in enumerate(actions) if a.kind in COMPUTE and a.kind is not Kind.STEP]
+        self.position = {action: number for number, action in enumerate(actions)}
+
+    def add(self, decision: Decision, microbatch: int, offload: Action, last_saver: int) -> None:
+        """The way out and the way back of one microbatch, unless there is no time between."""
+        forward, backward = self._compute_positions(decision, microbatch, last_saver)
+        join, back = forward + decision.behind, backward - decision.ahead
+        if join >= back:
+            return
+        sent = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
+        start = self.position.get(sent, self.computes[forward])
+        freed = max(self.computes[join], self.position.get(sent.join, 0))
+        begin, user = self.computes[back], self.computes[backward]
+        if decision.ahead:
+            begin = self._before_waiting(begin)
+        if freed >= begin:
+            return
+        reload = offload._replace(kind=Kind.RELOAD)
+        self.behind[start].append(offload)
+        self.behind[freed].append(offload.join)
+        self.before[begin].append(reload)
+        self.before[user].append(reload.join)
+
+    def microbatches(self, stage: int) -> list[int]:
+        """Of a stage, in rising order."""
+        return sorted({a.microbatch for a in self.actions if a.stage == stage and a.microbatch is not None})
+
+    def merged(self) -> Iterator[Action]:
+        """Everything in order."""
+        for number, action in enumerate(self.actions):
+            yield from self.before[number]
+            yield action
+            yield from self.behind[number]
+
+    def _compute_positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:
+        """Of a stage's last forward action, and of the first backward action that needs what moves."""
+        forward = backward = -1
+        for number, at in enumerate(self.computes):
+            action = self.actions[at]
+            if (action.stage, action.microbatch) != (decision.stage, microbatch):
+                continue
+            holds = action.layers is None or action.layers[0] <= last_saver < action.layers[1]
+            if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
+                raise UsageError(
+                    f"{decision}: layer {last_saver} is recomputed for microbatch {microbatch}; do only one"
+                )
+            if action.kind in FORWARDS:
+                forward = number
+            if holds and action.kind is Kind.BACKWARD and backward < 0:
+                backward = number
+        return forward, backward
+
+    def _before_waiting(self, number: int) -> int:
+        """The position before the joins and loads that a compute action waits for."""
+        while number and (self.actions[number - 1].wait or self.actions[number - 1].kind is Kind.LOAD):
+            number -= 1
+        return number
+
+
+def _action(decision: Decision, microbatch: int, bundles: Bundles) -> Action:
+    assert isinstance(decision.subject, SavedTensors)
+    subjects = _subjects(decision.subject)
+    subject = subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
+    return Action(Kind.OFFLOAD, decision.stage, microbatch, subject=subject, place=decision.place)
+
+
+def _last_saver(storages: StageStorages, decision: Decision) -> int:
+    """The last layer that saves any of the storages: its backward is the first to need them.
+
+    Raises:
+        UsageError: the decision moves something else than saved tensors, or a tensor that the stage does not keep.
+    """
+    if not isinstance(decision.subject, SavedTensors):
+        raise UsageError(f"{decision}: this can be written down, but it cannot be carried out yet")
+    return max(saver for subject in _subjects(decision.subject) for saver in storages.savers(subject))
+
+
+def _subjects(moved: SavedTensors) -> tuple[Subject, ...]:
+    return tuple(Subject(layer, index) for layer, index in moved.tensors)

@@ -1,0 +1,106 @@
+"""The rewriting that makes recomputation explicit: which runs of layers go forward twice, and when the second time.
+
+    F  B                              becomes, where layers 3 to 5 of 0 to 8 are recomputed,
+
+    F[0:3] N[3:6] F[6:9]              forwards in pieces; an N keeps no more than its inputs
+    B[6:9] R[3:6] B[3:6] B[0:3]       the run goes forward again just before its backward
+
+Where the whole stage is recomputed, that is N, and R B. A decision's `ahead` moves its R to before the compute action
+of the rank that is so many before the backward, so that it may fill a bubble. (Chen et al., 2016; where to put the
+recomputation: Mario, PPoPP 2025, and Lynx, 2024.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipefit.errors import UsageError
+from pipefit.plans import Decision, Plan, Run, Stage, What
+from pipefit.program import Action, Kind
+from pipefit.schedule.order import Order
+
+Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
+
+
+def recomputed(orders: Sequence[Order], plan: Plan) -> list[Order]:
+    """The orders with every decision to recompute carried out.
+
+    Raises:
+        UsageError: two decisions recompute one layer for one microbatch, or pieces share a parameter.
+    """
+    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions):
+        return list(orders)
+    return [_of_rank(order, plan) for order in orders]
+
+
+def _of_rank(order: Order, plan: Plan) -> Order:
+    """One rank's order: every forward and backward in pieces, and the recomputations where they belong."""
+    units: list[list[Action]] = []
+    early: list[list[Action]] = [[] for _ in order]  # recomputations that stand before an earlier unit
+    forward_of: dict[tuple[int, int | None], int] = {}
+    for number, action in enumerate(order):
+        stage, unit = plan.stages[action.stage], list[Action]()
+        pieces = pieces_of(plan, action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            forward_of[action.stage, action.microbatch] = number
+            unit += [_piece(action, stage, p, Kind.FORWARD_ONLY if p[2] else Kind.FORWARD) for p in pieces]
+        for piece in reversed(pieces) if action.kind is Kind.BACKWARD else ():
+            if piece[2] is not None:
+                place = max(number - piece[2].ahead, forward_of[action.stage, action.microbatch] + 1)
+                (early[place] if place < number else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
+            unit.append(_piece(action, stage, piece, Kind.BACKWARD))
+        units.append(unit)
+    return [action for before, unit in zip(early, units, strict=True) for action in (*before, *unit)]
+
+
+def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
+    """The layers of a stage, cut where recomputation for this microbatch begins and ends.
+
+    Raises:
+        UsageError: two decisions recompute one layer, or two pieces share a parameter: their gradients would be added
+            up in another order than in one backward.
+    """
+    assert microbatch is not None
+    place = plan.stages[stage]
+    runs = [d for d in plan.decisions_of(stage, What.RECOMPUTE) if microbatch in d.microbatches]
+    pieces: list[Piece] = []
+    at = place.start
+    for decision in sorted(runs, key=_start):
+        assert isinstance(decision.subject, Run)
+        start, stop = decision.subject.start, decision.subject.stop
+        if start < at:
+            raise UsageError(f"{decision}: layer {start} is recomputed already for microbatch {microbatch}")
+        pieces += [(at, start, None)] if at < start else []
+        pieces.append((start, stop, decision))
+        at = stop
+    pieces += [(at, place.stop, None)] if at < place.stop else []
+    _check_shared(plan, stage, pieces)
+    return pieces
+
+
+def _start(decision: Decision) -> int:
+    assert isinstance(decision.subject, Run)
+    return decision.subject.start
+
+
+def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
+    """No parameter is used in two pieces of a stage.
+
+    Raises:
+        UsageError: one is.
+    """
+    for shared in plan.measurement.shared if len(pieces) > 1 else ():
+        users = [[user for user in shared.users if start <= user < stop] for start, stop, _ in pieces]
+        if sum(map(bool, users)) > 1:
+            layers = ", ".join(str(user) for part in users for user in part)
+            raise UsageError(
+                f"stage {stage} cannot be recomputed in pieces between layers {layers}, which share parameter "
+                f"{shared.name!r}: its gradients would be added up in another order. Recompute the whole stage, or a "
+                "run that holds all of these layers or none"
+            )
+
+
+def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
+    """The action for one piece; a piece that is the whole stage is written without layers."""
+    layers = piece[:2]
+    return action._replace(kind=kind, layers=None if layers == (stage.start, stage.stop) else layers)
