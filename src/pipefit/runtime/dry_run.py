@@ -7,10 +7,11 @@ certifies a plan before anyone pays for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipefit.capture.sample import sample
 from pipefit.capture.shared import shared_parameters
@@ -21,61 +22,111 @@ from pipefit.meter.cpu import Meter
 from pipefit.plans import Plan
 from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble, check_model
-from pipefit.runtime.runner import DeviceRunner, run_in_turn
+from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
+from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.transport import Mailroom
 from pipefit.schedule import lower
-from pipefit.trace import DeviceTrace, Source, Trace
+from pipefit.trace import Category, DeviceTrace, MemorySample, Trace
 
 
-def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None) -> Trace:
+def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None, fold: bool = True) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
     The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the
     trace are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the
-    cluster's.
+    cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), unless `fold` is False: the
+    bytes are the same, and it takes as many times longer.
 
     Raises:
         FileError: the plan was made for another model.
     """
     target = target or plan.profile.assumptions.target
     threads = plan.profile.assumptions.threads if target == "cpu" else None
-    training, program, mailroom = plan.training, lower(plan), Mailroom()
+    training, program = plan.training, lower(plan)
+    folding = Folding.of(program) if fold else Folding.none(program)
     like = sample(task, training.microbatch_size)
     with torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         check_model(plan, chain)
-        shared = shared_parameters([layer.module for layer in chain.layers])
-        ticks: Iterator[int] = count()
         site = Site(
             task=task,
             chain=chain,
             plan=plan,
             program=program,
-            shared=shared,
-            transport=mailroom,
-            clock=lambda: float(next(ticks)),
+            shared=shared_parameters([layer.module for layer in chain.layers]),
+            transport=Mailroom(),
+            clock=lambda: 0.0,
             seed=0,
         )
+        meters = [_LevelMeter(Meter(plan.stages[stages[0]].device, threads=threads)) for stages in plan.ranks]
         runners = [
-            assemble(site, stages, device=fake.device, meter=Meter(plan.stages[stages[0]].device, threads=threads))
-            for stages in plan.ranks
+            assemble(site, stages, device=fake.device, meter=meter)
+            for stages, meter in zip(plan.ranks, meters, strict=True)
         ]
         data = [[fake.fake(t) for t in chain.flatten(like[0])]] * training.microbatches
         wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * training.microbatches
-        for _ in range(steps):
-            run_in_turn(runners, data, wanted)
-    return gather(plan, runners, "dry run", steps, (0.0,) * steps)
-
-
-def gather(
-    plan: Plan, runners: Sequence[DeviceRunner], source: Source, steps: int, seconds: tuple[float, ...]
-) -> Trace:
-    """The trace of the devices that this process runs; the others are empty."""
-    mine = {runner.number: runner for runner in runners}
-    devices = tuple(
-        mine[number].trace(device.memory_bytes)
-        if number in mine
-        else DeviceTrace(device=number, budget_bytes=device.memory_bytes, events=(), memory=())
-        for number, device in enumerate(plan.cluster.devices)
+        unfoldings = [Unfolding(folding, meter.level) for meter in meters]
+        samples: list[list[MemorySample]] = [[] for _ in plan.cluster.devices]
+        for step in range(steps):
+            run_in_turn(runners, data, wanted, program=shortened(program, folding.later if step else folding.first))
+            for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
+                samples[runner.number] += unfolding.step(step, program.actions[runner.number], meter.changes())
+    return Trace(
+        source="dry run",
+        steps=steps,
+        devices=tuple(
+            DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=tuple(samples[n]))
+            for n, device in enumerate(plan.cluster.devices)
+        ),
+        step_seconds=(0.0,) * steps,
     )
-    return Trace(source=source, steps=steps, devices=devices, step_seconds=seconds)
+
+
+class _LevelMeter:
+    """A meter that also remembers the level at which every action began."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._began: list[Bytes] = []
+        self._peaks: list[Bytes] = []
+
+    @property
+    def level(self) -> Bytes:
+        """The bytes of every category now."""
+        return tuple(self._meter.bytes)
+
+    def changes(self) -> list[Change]:
+        """What every action since the last call did."""
+        self._meter.begin("the next step")
+        began = [*self._began, self.level]
+        changes = [
+            Change(_minus(peak, before), _minus(after, before))
+            for before, peak, after in zip(began, self._peaks, began[1:], strict=False)
+        ]
+        self._began, self._peaks = [], []
+        return changes
+
+    def __enter__(self) -> None:
+        self._meter.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._meter.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def begin(self, action: str) -> None:
+        self._meter.begin(action)
+        self._began.append(self.level)
+
+    def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
+        found = self._meter.end(step, seconds, category)
+        self._peaks.append(found.bytes)
+        return found
+
+    def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+        self._meter.tag(tensors, category)
+
+    def forget_graphs(self) -> None:
+        self._meter.forget_graphs()
+
+
+def _minus(one: Bytes, other: Bytes) -> Bytes:
+    return tuple(a - b for a, b in zip(one, other, strict=True))

@@ -33,14 +33,13 @@ from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble, check_model, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
-from pipefit.runtime.dry_run import gather
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import Mailroom, Network, Transport
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
-from pipefit.trace import Trace
+from pipefit.trace import DeviceTrace, Trace
 
 
 class Trainer:
@@ -153,8 +152,15 @@ class Trainer:
     @property
     def trace(self) -> Trace:
         """What this process has seen so far; devices of other workers are empty."""
+        mine = {runner.number: runner for runner in self.runners}
+        devices = tuple(
+            mine[n].trace(device.memory_bytes)
+            if n in mine
+            else DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
+            for n, device in enumerate(self.plan.cluster.devices)
+        )
         seconds = tuple(self._step_seconds)
-        return gather(self.plan, self.runners, "measured", len(seconds), seconds)
+        return Trace(source="measured", steps=len(seconds), devices=devices, step_seconds=seconds)
 
     @property
     def stages(self) -> Iterator[StageRunner]:

@@ -1,0 +1,81 @@
+"""Dry runs of a few microbatches tell the memory of all of them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import certify
+from pipefit.runtime.folding import Folding, shortened
+from pipefit.schedule import SCHEDULES, lower
+from pipefit.training import Training
+from tiny import task_of
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    """Layers with buffers, in place, with dropout, and of unequal sizes."""
+    layers = (nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 4))
+    return task_of(lambda: layers, optimizer=torch.optim.AdamW)
+
+
+@pytest.fixture(scope="module")
+def found(task: Task) -> ModelProfile:
+    """What they cost."""
+    return profile(task, microbatch_size=2)
+
+
+def drawn(found: ModelProfile, seed: int) -> Plan:
+    """Any split over up to three devices, any schedule, up to nine microbatches, and any run of layers recomputed."""
+    rng = Random(seed)
+    layers, count, number = len(found.layers), rng.randint(1, 3), rng.randint(1, 9)
+    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(device))
+        for device, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+    )
+    decisions = []
+    for stage, place in enumerate(stages):
+        start = rng.randint(place.start, place.stop - 1)
+        run = Run(start=start, stop=rng.randint(start + 1, place.stop))
+        share = Microbatches(rng.randint(1, 3), 3, rng.randint(0, 2))
+        ahead = rng.randint(0, 2)
+        decision = Decision(stage=stage, subject=run, what=What.RECOMPUTE, microbatches=share, ahead=ahead)
+        decisions += [decision] * (rng.random() < 0.6)
+    return Plan(
+        profile=found,
+        cluster=Cluster.emulated((3, 1 << 30)),
+        training=Training(batch_size=2 * number, microbatches=number, schedule=rng.choice(sorted(SCHEDULES))),
+        stages=stages,
+        decisions=tuple(decisions),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelProfile, seed: int) -> None:
+    """Every sample of every action is the same, by category, in three steps."""
+    plan = drawn(found, seed)
+    assert certify(task, plan, steps=3) == certify(task, plan, steps=3, fold=False)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_the_microbatches_that_are_run_do_not_grow_with_those_of_a_step(found: ModelProfile, schedule: str) -> None:
+    """A thousand microbatches need no more of them than fifty."""
+    stages = tuple(Stage(start=n, stop=n + 2, grid=Grid.of(n // 2)) for n in range(0, 6, 2))
+    cluster, counts = Cluster.emulated((3, 1 << 30)), []
+    for number in (50, 1000):
+        training = Training(batch_size=2 * number, microbatches=number, schedule=schedule)
+        program = lower(Plan(profile=found, cluster=cluster, training=training, stages=stages))
+        folding = Folding.of(program)
+        assert folding.later <= folding.first
+        assert {a.microbatch for d in shortened(program, folding.first).actions for a in d} == {None, *folding.first}
+        counts.append(len(folding.first))
+    assert counts[0] == counts[1] <= 5
