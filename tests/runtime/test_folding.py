@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import pytest
@@ -23,8 +24,12 @@ from tiny import task_of
 @pytest.fixture(scope="module")
 def task() -> Task:
     """Layers with buffers, in place, with dropout, and of unequal sizes."""
-    layers = (nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 4))
-    return task_of(lambda: layers, optimizer=torch.optim.AdamW)
+    return task_of(
+        lambda: (
+            nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 4)
+        ),
+        optimizer=torch.optim.AdamW,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def drawn(found: ModelProfile, seed: int) -> Plan:
     cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
     stages = tuple(
         Stage(start=start, stop=stop, grid=Grid.of(device))
-        for device, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False))
+        for device, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
     decisions = []
     for stage, place in enumerate(stages):
