@@ -197,7 +197,8 @@ class Program:
     """What every device does in one step. `placement[stage]` are the devices that hold the stage.
 
     Raises:
-        UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner.
+        UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner,
+            or an order of messages in which devices would wait for each other for ever (`message_order`).
     """
 
     placement: Placement
@@ -211,6 +212,9 @@ class Program:
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
         _check_messages(self)
+        from pipefit.message_order import check_order  # it reads actions, which this module defines
+
+        check_order(self)
 
     @property
     def stages(self) -> int:

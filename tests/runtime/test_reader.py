@@ -182,24 +182,6 @@ def with_program(
     return trainer_of(task, split, microbatches=microbatches)
 
 
-def test_a_program_that_waits_in_a_circle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that wait for each other are named; nothing is left behind."""
-    text = """
-        device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0
-            0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1 0RECV_B1 0WAIT_RECV_B1 0B1 0STEP
-        device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1RECV_F1 1WAIT_RECV_F1 1LOAD1 1F1
-            1B0 1SEND_B0 1WAIT_SEND_B0 1B1 1SEND_B1 1WAIT_SEND_B1 1STEP
-    """
-    text = "\n".join(" ".join(line.split()) for line in text.replace("\n            ", " ").splitlines())
-    task = fused()
-    stuck = with_program(monkeypatch, task, text, [2, 3], 2)
-    levels = [reader.meter.total for reader in stuck.readers]
-    message = failure(lambda: stuck.step(batch_of(task, stuck.plan)), UsageError)
-    assert "the program is stuck: devices [0, 1] wait for each other" in message
-    gc.collect()
-    assert [reader.meter.total for reader in stuck.readers] == levels
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [

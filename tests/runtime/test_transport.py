@@ -1,17 +1,27 @@
-"""Transports: the letter inside one process, and what a lost peer looks like between processes."""
+"""Transports: the letter inside one process, the channels between processes, and what a lost peer looks like."""
 
 from __future__ import annotations
 
+import multiprocessing as mp
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import PeerLost
+from network_workers import talk, what_is_sent
+from pipefit.errors import PeerLost, UsageError
+from pipefit.message_order import Channel
+from pipefit.plans import Grid, Stage
 from pipefit.program import parse_action
-from pipefit.runtime.transport import Mailroom, Network
+from pipefit.runtime.transport import Mailroom, Network, connect
+from pipefit.schedule import lower
+from pipefit.training import Training
+from pipelines import equal_profile, make_plan
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 
@@ -69,13 +79,28 @@ def test_an_abandoned_letter_is_never_delivered() -> None:
 class Broken:
     """A transfer whose other end is gone."""
 
-    def wait(self, timeout: timedelta) -> None:
-        raise RuntimeError(f"Connection closed by peer after {timeout.total_seconds():g} s\nlong trace")
+    def wait(self, *timeout: timedelta) -> None:
+        patience = f"{timeout[0].total_seconds():g} s" if timeout else "no time of ours"
+        raise RuntimeError(f"Connection closed by peer after {patience}\nlong trace")
 
 
-def network() -> Network:
+def network(timeout: timedelta | None = timedelta(seconds=2)) -> Network:
     """A network of two devices with a short patience."""
-    return Network(timedelta(seconds=2), {0: 0, 1: 1})
+    here: Any = "a process group"
+    placement, workers = ((0,), (1,), (0,)), {0: 0, 1: 1}
+    return Network(
+        timeout=timeout, device=0, placement=placement, workers=workers, channels={Channel(0, 1, 0, 1): here}
+    )
+
+
+def test_messages_inside_a_device_do_not_leave_it() -> None:
+    """Between two stages of one worker's device there is no communicator: both ends meet in its memory."""
+    here = Network(timeout=None, device=0, placement=((0,), (0,)), workers={0: 0}, channels={})
+    sent, buffer = torch.arange(4.0), torch.zeros(4)
+    handles = [here.start(SEND, [sent], 0), here.start(RECEIVE, [buffer], 0)]
+    for action, handle in zip((SEND, RECEIVE), handles, strict=True):
+        here.join(action, handle)
+    assert torch.equal(buffer, sent)
 
 
 def test_a_transfer_that_fails_is_a_lost_peer() -> None:
@@ -84,10 +109,16 @@ def test_a_transfer_that_fails_is_a_lost_peer() -> None:
         network().join(SEND, [Broken()])  # type: ignore[list-item]
 
 
+def test_a_join_on_a_gpu_gives_no_timeout() -> None:
+    """With one, NCCL would make the process wait; without, only the device does."""
+    with pytest.raises(PeerLost, match="after no time of ours"):
+        network(timeout=None).join(SEND, [Broken()])  # type: ignore[list-item]
+
+
 def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A send that is refused at once names the device that is gone."""
 
-    def refuse(tensor: Tensor, rank: int, tag: int) -> None:
+    def refuse(tensor: Tensor, rank: int, group: object) -> None:
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(dist, "isend", refuse)
@@ -95,16 +126,37 @@ def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyP
         network().start(SEND, [torch.zeros(1)], 1)
 
 
-def test_no_two_messages_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a message, microbatches and directions between the same two workers have tags of their own."""
-    tags: list[int] = []
+def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backend is NCCL, CUDA_DEVICE_MAX_CONNECTIONS=1 is refused by name before any worker connects."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    plan = make_plan(equal_profile(2), [1, 1])
+    with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .* unset it, or set it to 8 or more"):
+        connect(plan, lower(plan), torch.device("cuda", 0), timedelta(seconds=1))
 
-    def note(tensor: Tensor, rank: int, tag: int) -> Broken:
-        tags.append(tag)
-        return Broken()
 
-    monkeypatch.setattr(dist, "isend", note)
-    for microbatch in range(20):
-        for kind in ("SEND_F", "SEND_B"):
-            network().start(parse_action(f"1{kind}{microbatch}"), [torch.zeros(1)] * 5, 0)
-    assert len(set(tags)) == len(tags) == 200
+def test_channels_cross_and_keep_their_order(tmp_path: Path) -> None:
+    """Three workers start 20 messages in every direction before they join one: each receive gets its own, in order.
+
+    Devices are not numbered as the stages are, messages hold two tensors, and an agreement is under way meanwhile.
+    """
+    stages = tuple(Stage(start=n, stop=n + 1, grid=Grid.of(device)) for n, device in enumerate((2, 0, 1)))
+    training = Training(batch_size=4, microbatches=4, clip_norm=1.0)
+    plan = replace(make_plan(equal_profile(3), [1, 1, 1]), training=training, stages=stages)
+    context = mp.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(3):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=talk, args=(rank, plan, str(tmp_path / "store"), theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    told = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    for rank, (total, received) in enumerate(told):
+        assert total == 0 + 1 + 2
+        senders = [("F", rank - 1)] * (rank > 0) + [("B", rank + 1)] * (rank < 2)
+        assert received == {
+            f"{rank}RECV_{way}{m}": ([what_is_sent(sender, way, m)], m) for way, sender in senders for m in range(20)
+        }

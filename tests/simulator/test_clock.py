@@ -291,27 +291,19 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
 # -------------------------------------------------------------------- refusals
 
 
-def test_a_deadlock_names_every_stuck_device_and_what_it_waits_for() -> None:
-    """Two devices that both wait before they send are both named, with the action and its partner."""
-    text = """
-    device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
-    device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1RECV_F1 1WAIT_RECV_F1 1B0 1SEND_B0 1WAIT_SEND_B0
-    """
-    plan = make_plan(equal_profile(2), [1, 1], microbatches=2)
-    with pytest.raises(UsageError) as caught:
-        simulate(
-            plan,
-            program=parse_program(
-                text,
-                placement=(
-                    (0,),
-                    (1,),
-                ),
-                microbatches=2,
-            ),
-        )
-    assert "device 0 waits at 0WAIT_RECV_B0 for 1SEND_B0" in str(caught.value)
-    assert "device 1 waits at 1WAIT_RECV_F1 for 0SEND_F1" in str(caught.value)
+def test_agreements_that_come_twice_are_two() -> None:
+    """Every stage joins its first agreement before its second: they take twice the time of one."""
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(2, latency_seconds=1.0))
+    lines = [" ".join(map(str, actions)) for actions in lower(plan).actions]
+
+    def seconds(times: int) -> float:
+        agrees = [" ".join([f"{stage}AGREE {stage}WAIT_AGREE"] * times) for stage in range(2)]
+        text = "\n".join(line.replace(f"{n}STEP", f"{agrees[n]} {n}STEP") for n, line in enumerate(lines))
+        program = parse_program(text, placement=((0,), (1,)), microbatches=1)
+        return simulate(plan, program=program).step_seconds[0]
+
+    assert seconds(2) - seconds(1) == pytest.approx(seconds(1) - seconds(0))
+    assert seconds(1) > seconds(0)
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -193,15 +193,20 @@ class DeviceRunner:
         ]
 
     def _send(self, action: Action) -> None:
-        self.transfers.send(action, self._peer(action))
+        self.transfers.send(action, self._peer(action), self._values(action))
 
     def _receive(self, action: Action) -> None:
-        stage, known = self.stages[action.stage], self._variants[action.microbatch or 0].boundaries
-        values: Sequence[Value] = known[stage.start]
-        if action.kind is Kind.RECV_BACKWARD:
-            values = [value for value in known[stage.stop] if value.requires_grad]
-        buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=stage.device) for v in values]
+        device = self.stages[action.stage].device
+        buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=device) for v in self._values(action)]
         self.transfers.receive(action, buffers, self._peer(action))
+
+    def _values(self, action: Action) -> Sequence[Value]:
+        """What the plan says of the tensors in a message: the values at the boundary, or gradients of some of them."""
+        stage, known = self.stages[action.stage], self._variants[action.microbatch or 0].boundaries
+        values = known[stage.stop if action.neighbour > action.stage else stage.start]
+        if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
+            return values
+        return [value for value in values if value.requires_grad]
 
     def _received(self, action: Action) -> None:
         """What came waits for the stage; a gradient for every output, None for those that need none."""
@@ -337,10 +342,9 @@ def _stream(action: Action) -> Stream:
 def run_in_turn(
     runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **variant: Any
 ) -> None:
-    """One step of every device inside this process: each runs until it would wait for another; `variant` as in `step`.
+    """One step of every device inside this process: each runs until it would wait for another.
 
-    Raises:
-        UsageError: the program cannot go on: every device waits.
+    `variant` is handed on to `step`.
     """
     running = {runner.number: runner.step(inputs, targets, **variant) for runner in runners}
     try:
@@ -349,8 +353,8 @@ def run_in_turn(
             for number, step in list(running.items()):
                 if next(step, StopIteration) is StopIteration:
                     del running[number]
-            if running and before == [len(runner.record.events) for runner in runners]:
-                raise UsageError(f"the program is stuck: devices {sorted(running)} wait for each other")
+            moved = before != [len(runner.record.events) for runner in runners]
+            assert moved or not running, "every program ends: message_order saw to it"
     except BaseException:
         for runner in runners:
             runner.abandon()

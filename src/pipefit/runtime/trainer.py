@@ -36,7 +36,7 @@ from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import Mailroom, Network, Transport
+from pipefit.runtime.transport import Mailroom, Transport, connect
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
@@ -79,6 +79,10 @@ class Trainer:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
+        program = lower(plan)
+        transport: Transport = Mailroom()
+        if self.distributed:  # first of all, while the workers are together: building may take one longer than another
+            transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
         with torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
             torch.manual_seed(seed)
             training = replace(task, module=in_mode(task.build(), True))
@@ -86,15 +90,11 @@ class Trainer:
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         ranks = plan.ranks
-        transport: Transport = Mailroom()
-        if self.distributed:
-            workers = {plan.stages[stages[0]].device: number for number, stages in enumerate(ranks)}
-            transport = Network(timedelta(seconds=timeout_seconds), workers, _groups(plan))
         site = Site(
             task=task,
             chain=chain,
             plan=plan,
-            program=lower(plan),
+            program=program,
             shared=shared,
             transport=transport,
             clock=self._clock,
@@ -249,15 +249,6 @@ class Trainer:
             loss_scale=None if scale is None else scale.value,
             skipped=agreement is not None and agreement.overflow,
         )
-
-
-def _groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups that add something up; every worker makes all of them, in one order."""
-    members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
-    if plan.training.agrees:
-        members[tuple(stages[0] for stages in plan.ranks)] = None
-    worker_of = {stage: number for number, stages in enumerate(plan.ranks) for stage in stages}
-    return {stages: dist.new_group([worker_of[stage] for stage in stages]) for stages in members}
 
 
 def backend_of(plan: Plan) -> str:

@@ -6,10 +6,13 @@ is under way belongs to nobody else: with the join it is handed on or freed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from pipefit.errors import UsageError
+from pipefit.profiles import Value
 from pipefit.program import Action
 from pipefit.runtime.transport import Transport
 
@@ -26,9 +29,20 @@ class Transfers:
         """Tensors that `action` will send, once it is its turn."""
         self._waiting[action] = tensors
 
-    def send(self, action: Action, peer: int) -> None:
-        """Begin to send what was handed over to device `peer`."""
+    def send(self, action: Action, peer: int, values: Sequence[Value]) -> None:
+        """Begin to send what was handed over to device `peer`, which allocates `values`.
+
+        Raises:
+            UsageError: what was handed over has other shapes or dtypes.
+        """
         tensors = self._waiting.pop(action)
+        sent = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+        planned = [(value.shape, value.dtype) for value in values]
+        if sent != planned:
+            raise UsageError(
+                f"{action} would send {_told(sent)}, but by the plan device {peer} allocates {_told(planned)}: the "
+                "model made other tensors than when it was profiled; profile and plan it again with such inputs"
+            )
         self._under_way[action] = tensors, self._transport.start(action, tensors, peer)
 
     def receive(self, action: Action, buffers: list[Tensor], peer: int) -> None:
@@ -54,3 +68,8 @@ class Transfers:
         self._transport.abandon()
         self._under_way.clear()
         self._waiting.clear()
+
+
+def _told(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    """Shapes and dtypes, as people read them."""
+    return ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors) or "nothing"

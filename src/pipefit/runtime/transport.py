@@ -6,15 +6,20 @@ receiver allocates its buffers before the transfer starts, the sender keeps its 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import PeerLost
-from pipefit.program import Action, Kind, message_partner
+from pipefit.errors import PeerLost, UsageError
+from pipefit.message_order import Channel, channel, channels
+from pipefit.plans import Plan
+from pipefit.program import SENDS, Action, Kind, Placement, Program, message_partner
 
 
 class Transport(Protocol):
@@ -110,51 +115,153 @@ class Mailroom:
         self.sums.clear()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Network:
-    """The transport between processes: `torch.distributed` point to point, with a timeout on every wait."""
+    """The transport between processes: `torch.distributed` point to point, first in first out in every channel.
 
-    timeout: timedelta
-    ranks: dict[int, int]  # device -> the worker that runs it
+    Messages between two stages of this process's device never leave it. `timeout` is how long a join waits. None on
+    GPUs, where a join makes the device wait, not the process: with a timeout the process would poll instead, and could
+    not run ahead.
+    """
+
+    timeout: timedelta | None
+    device: int  # the cluster's device that this process runs
+    placement: Placement
+    workers: dict[int, int]  # device -> the worker that runs it
+    channels: dict[Channel, dist.ProcessGroup]
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the stages that add up
+    inside: Mailroom = field(default_factory=Mailroom)
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work]:
-        sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        backward = action.kind in (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
-        begin = dist.isend if sending else dist.irecv
-        handles = []
-        for number, tensor in enumerate(tensors):
-            tag = ((action.microbatch or 0) * 2 + backward) * 64 + number
-            try:
-                work = begin(tensor, self.ranks[peer], tag=tag)
-            except RuntimeError as error:
-                raise PeerLost(f"{action} failed: device {peer} is gone ({_first_line(error)})") from error
-            assert work is not None
-            handles.append(work)
-        return handles
+    def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work] | _Letter:
+        name = channel(self.device, action, self.placement)
+        if name is None:
+            return self.inside.start(action, tensors, peer)
+        begin = dist.isend if action.kind in SENDS else dist.irecv
+        try:
+            return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
+        except RuntimeError as error:
+            raise PeerLost(f"{action} failed: device {peer} is gone ({_first_line(error)})") from error
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
         try:
-            work = dist.all_reduce(tensor, group=self.groups[members], async_op=True)
+            return [_under_way(dist.all_reduce(tensor, group=self.groups[members], async_op=True))]
         except RuntimeError as error:
             raise PeerLost(f"{action} failed: another stage is gone ({_first_line(error)})") from error
-        assert work is not None
-        return [work]
 
-    def ready(self, handle: list[dist.Work]) -> bool:
+    def ready(self, handle: list[dist.Work] | _Letter) -> bool:
         return True  # joining may block: nothing else runs in this process
 
-    def join(self, action: Action, handle: list[dist.Work]) -> None:
+    def join(self, action: Action, handle: list[dist.Work] | _Letter) -> None:
+        if isinstance(handle, _Letter):
+            return self.inside.join(action, handle)
         for work in handle:
             try:
-                work.wait(self.timeout)
+                self._wait(work)
             except RuntimeError as error:
                 raise PeerLost(
                     f"{action} failed: the device at its other end is gone or hangs ({_first_line(error)})"
                 ) from error
+        return None
 
     def abandon(self) -> None:
-        """Nothing to forget: a worker whose step failed ends, and its connections with it."""
+        """Forget the messages inside; a worker whose step failed ends, and its connections with it."""
+        self.inside.abandon()
+
+    def greet(self, device: torch.device) -> None:
+        """Send one number through every channel and group, in one order on all workers.
+
+        NCCL makes a communicator with its first operation, and the process waits there for the other end. In the
+        middle of a step that other end may wait for us.
+        """
+        mine, number = dist.get_rank(), torch.zeros(1, device=device)
+        for name, group in self.channels.items():
+            source, target = self.workers[name.source], self.workers[name.target]
+            if mine == source:
+                self._wait(_under_way(dist.isend(number, target, group=group)))
+            elif mine == target:
+                self._wait(_under_way(dist.irecv(number, source, group=group)))
+        for group in self.groups.values():
+            if mine in dist.get_process_group_ranks(group):
+                self._wait(_under_way(dist.all_reduce(number, group=group, async_op=True)))
+
+    def _wait(self, work: dist.Work) -> None:
+        if self.timeout is None:
+            work.wait()
+        else:
+            work.wait(self.timeout)
+
+
+def connect(plan: Plan, program: Program, device: torch.device, timeout: timedelta) -> Network:
+    """The network of a plan's workers, one a device, of which this one computes on `device`. All must call it.
+
+    Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of stages
+    that add something up.
+
+    Raises:
+        UsageError: the GPU is set up in a way that would make messages block computations.
+        PeerLost: another worker did not come.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        _check_queues()
+    workers = {plan.stages[stages[0]].device: number for number, stages in enumerate(plan.ranks)}
+    # NCCL counts from the start of a message, not from its join, and ends the process that waits, not the one that is
+    # to blame: there its own default of ten minutes stands, and the launcher finds the culprit before.
+    patience = None if on_gpu else timeout
+
+    def group(devices: Iterable[int]) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group([workers[device] for device in devices], timeout=patience)
+        return made
+
+    try:
+        network = Network(
+            timeout=patience,
+            device=plan.stages[plan.ranks[dist.get_rank()][0]].device,
+            placement=program.placement,
+            workers=workers,
+            channels={name: group((name.source, name.target)) for name in channels(program)},
+            groups={stages: group(plan.stages[stage].device for stage in stages) for stages in _members(plan)},
+        )
+        network.greet(device)
+    except RuntimeError as error:
+        raise PeerLost(f"the workers did not find each other ({_first_line(error)})") from error
+    return network
+
+
+def _members(plan: Plan) -> dict[tuple[int, ...], None]:
+    """The sets of stages that add something up: gradients of shared parameters, and what all agree on.
+
+    Raises:
+        UsageError: two of them are on one device.
+    """
+    members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
+    if plan.training.agrees:
+        members[tuple(stages[0] for stages in plan.ranks)] = None
+    for stages in members:
+        if len({plan.stages[stage].device for stage in stages}) < len(stages):
+            raise UsageError(
+                f"stages {', '.join(map(str, stages))} share a parameter, and two of them are on one device: workers "
+                "cannot add up such gradients yet; put the layers that share it in one stage or on different devices"
+            )
+    return members
+
+
+def _check_queues() -> None:
+    """Messages and computations of a GPU must not share one queue: a receive that waits would block what it waits for.
+
+    Raises:
+        UsageError: the environment says that they do.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UsageError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue for everything, in which a receive would block the "
+            "computation whose result it waits for: unset it, or set it to 8 or more"
+        )
+
+
+def _under_way(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this worker is in the group"
+    return work
 
 
 def _first_line(error: Exception) -> str:

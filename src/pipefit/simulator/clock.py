@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from pipefit.errors import UsageError
-from pipefit.program import Program, message_partner
 from pipefit.simulator.script import COMPUTE, COPY, JOIN, POST, Script
 
 
@@ -26,8 +24,8 @@ class Clock:
     that step.
     """
 
-    def __init__(self, program: Program, script: Script, steps: int) -> None:
-        self._program, self._script, self._steps = program, script, steps
+    def __init__(self, script: Script, steps: int) -> None:
+        self._script, self._steps = script, steps
         self._count = len(script.parts)
         devices = len(script.devices)
         self._now, self._at, self._step = [0.0] * devices, [0] * devices, [0] * devices
@@ -56,7 +54,8 @@ class Clock:
             ready, transfer = heappop(heap)
             self._place(ready, transfer)
             runnable = waiting.pop(transfer, [])
-        self._refuse_deadlock()
+        steps = [step for step, script in zip(self._step, self._script.devices, strict=True) if script.codes]
+        assert min(steps, default=self._steps) == self._steps, "every program ends: message_order saw to it"
 
     def _advance(self, device: int) -> None:
         """Run `device` until it blocks or has done all its steps."""
@@ -130,18 +129,3 @@ class Clock:
         if queue:
             issued, transfer = queue.popleft()
             heappush(self._heap, (max(issued, end), transfer))
-
-    def _refuse_deadlock(self) -> None:
-        """Raise if a device never reached the end of its program."""
-        stuck = [d for d, s in enumerate(self._script.devices) if s.codes and self._step[d] < self._steps]
-        if stuck:
-            raise UsageError(
-                "the program deadlocks: "
-                + "; ".join(self._stuck(device) for device in stuck)
-                + ". Change the order so that every message is sent and received before both ends wait for it"
-            )
-
-    def _stuck(self, device: int) -> str:
-        action = self._program.actions[device][self._at[device]]
-        partner = message_partner(action.start)
-        return f"device {device} waits at {action}" + (f" for {partner}" if partner else "")

@@ -6,6 +6,7 @@ device queue in two streams, one each way; messages do not queue but on wires.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class Script:
         self._program, self._cluster, self._stages, self._moved_bytes = program, cluster, stages, moved_bytes
         self._wires: dict[str, int] = {}
         self._messages: dict[tuple[Kind, int, int | None], int] = {}
-        self._collectives: dict[tuple[Kind, Subject | Bundle | None], int] = {}
+        self._collectives: dict[tuple[Kind, Subject | Bundle | None, int], int] = {}
+        self._turns: Counter[tuple[Kind, Subject | Bundle | None, int]] = Counter()  # how often a stage started it
         self._members = _members(program)
         self._route = cache(cluster.route)
         self._message_parts = cache(self._new_message_parts)
@@ -108,10 +110,12 @@ class Script:
 
     def _collective(self, action: Action) -> int:
         """The number of the sum or exchange that this stage takes part in."""
-        key = action.kind, action.subject
+        own = action.kind, action.subject, action.stage
+        key = action.kind, action.subject, self._turns[own]
+        self._turns[own] += 1
         number = self._collectives.get(key)
         if number is None:
-            members = self._members[key]
+            members = self._members[key[:2]]
             nbytes = self._stages[action.stage].collective_bytes(action)
             number = self._collectives[key] = self._add(self._ring(members, nbytes), ends=len(members))
         return number
@@ -152,10 +156,10 @@ class Script:
 
 
 def _members(program: Program) -> dict[tuple[Kind, Subject | Bundle | None], list[int]]:
-    """The devices of every collective."""
-    found: dict[tuple[Kind, Subject | Bundle | None], list[int]] = {}
+    """The devices of every collective, one for each stage in it."""
+    found: dict[tuple[Kind, Subject | Bundle | None], dict[int, int]] = {}
     for device, actions in enumerate(program.actions):
         for action in actions:
-            if action.kind in COLLECTIVE and not action.wait:
-                found.setdefault((action.kind, action.subject), []).append(device)
-    return found
+            if action.kind in COLLECTIVE:
+                found.setdefault((action.kind, action.subject), {})[action.stage] = device
+    return {key: list(devices.values()) for key, devices in found.items()}

@@ -29,7 +29,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int = 1) -> T
     A memory sample is dated by the start of its action. What a device lends to others it has reserved from the start.
 
     Raises:
-        UsageError: the program does not belong to the plan, uses what is not there, or deadlocks.
+        UsageError: the program does not belong to the plan or uses what is not there.
     """
     return Simulation(plan, program=program, steps=steps).trace()
 
@@ -87,7 +87,7 @@ class Simulation:
     @cached_property
     def clock(self) -> Clock:
         """When everything happens."""
-        return Clock(self.program, self._script, self.steps)
+        return Clock(self._script, self.steps)
 
     @cached_property
     def _script(self) -> Script:

@@ -1,0 +1,49 @@
+"""Workers that do nothing but talk, over gloo: what `tests/runtime/test_transport.py` starts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from pipefit.plans import Plan
+from pipefit.program import parse_action
+from pipefit.runtime.transport import connect
+from pipefit.schedule import lower
+
+PATIENCE = timedelta(seconds=30)
+
+
+def talk(rank: int, plan: Plan, store: str, pipe: Connection) -> None:
+    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came."""
+    torch.set_num_threads(1)
+    world = len(plan.stages)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE)
+    network = connect(plan, lower(plan), torch.device("cpu"), PATIENCE)
+    total = torch.tensor([float(rank)])
+    sums = [(parse_action(f"{rank}AGREE"), network.collect(parse_action(f"{rank}AGREE"), total, tuple(range(world))))]
+    sent, received, handles = [], {}, []
+    for microbatch in range(20):
+        for word, other in (("RECV_F", rank - 1), ("RECV_B", rank + 1), ("SEND_B", rank - 1), ("SEND_F", rank + 1)):
+            if not 0 <= other < world:
+                continue
+            action = parse_action(f"{rank}{word}{microbatch}")
+            size = 100_000 if microbatch % 3 == 0 else 5
+            if word.startswith("SEND"):
+                tensors = [torch.full((size,), what_is_sent(rank, word, microbatch)), torch.tensor([microbatch])]
+                sent.append(tensors)
+            else:
+                tensors = [torch.empty(size), torch.empty(1, dtype=torch.int64)]
+                received[str(action)] = tensors
+            handles.append((action, network.start(action, tensors, plan.stages[other].device)))
+    for action, handle in [*handles, *sums]:
+        network.join(action, handle)
+    pipe.send((total.item(), {text: (big.unique().tolist(), small.item()) for text, (big, small) in received.items()}))
+    dist.destroy_process_group()
+
+
+def what_is_sent(rank: int, word: str, microbatch: int) -> float:
+    """What stage `rank` sends: it tells stage, direction and microbatch."""
+    return 1000.0 * rank + 100.0 * (word[-1] == "B") + microbatch
