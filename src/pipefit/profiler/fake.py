@@ -150,6 +150,6 @@ class _Survey:
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
-        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True)
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads)
         with _named("(loss)", nn.Module(), [*values, *targets]):
             return meter.measure(self.task.optimizer)

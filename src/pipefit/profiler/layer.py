@@ -23,16 +23,10 @@ Call = Callable[[Values], Values]
 
 
 class LayerMeter:
-    """Measures `call` (a layer, or the `loss`) with the parameters of `module`, on inputs like `inputs`.
+    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
 
-    The gradient that a loss starts from is the stage's constant seed: it outlives the backward, a layer's gradients do
-    not.
-    """
-
-    def __init__(
-        self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None, *, loss: bool = False
-    ) -> None:
-        self.call, self.module, self.loss = call, module, loss
+    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None) -> None:
+        self.call, self.module = call, module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.gauge = Gauge(threads)
@@ -157,10 +151,8 @@ class LayerMeter:
         self.gauge.start(arrived)
         cell.incoming = incoming
         given = [None if gradient is None else self.gauge.storages([gradient])[0] for gradient in incoming]
-        seed = incoming if self.loss else None
         del incoming
         backward(cell)
-        del seed
         work, spans = self.gauge.work, self.gauge.spans
         self._trace_gradients(cell.outgoing, given)
         return peak, spans, forward, work
