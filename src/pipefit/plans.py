@@ -17,6 +17,7 @@ from pipefit.errors import UsageError
 from pipefit.places import Place
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.training import Training
+from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
@@ -66,6 +67,7 @@ class Stage:
     grid: Grid
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.start < self.stop:
             raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
 
@@ -260,6 +262,7 @@ class Plan:
     provenance: Provenance | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         edges = [0, *(stage.stop for stage in self.stages)]
         if [stage.start for stage in self.stages] != edges[:-1] or edges[-1] != len(self.profile.layers):
             raise UsageError(
