@@ -184,7 +184,7 @@ class Cluster:
     def emulated(*groups: tuple[int, int]) -> Cluster:
         """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
         for count, _ in groups:
-            whole("the number of emulated devices", count, 1, _MOST_DEVICES)
+            whole("the number of emulated devices", count, 1)
         devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
         members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
 _SHOWN = 60  # characters of a refused value that a message repeats
 _MEANINGS = {
     "unexpected_keyword_argument": "this key is not known",
@@ -44,7 +45,7 @@ def check_types(instance: Any) -> None:
     Raises:
         UsageError: one does not; names the field, its type and the value.
     """
-    for name, fits, meant in _fields(type(instance)):
+    for name, fits, meant in _fields(cast("Any", type(instance))):
         if not fits(value := getattr(instance, name)):
             raise UsageError(f"{type(instance).__name__}.{name} must be {meant}, not {_repeated(value)}")
 
@@ -59,6 +60,15 @@ def whole(name: str, value: int, least: int, most: int | None = None) -> int:
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name} must be a whole number {span}, not {_repeated(value)}")
     return value
+
+
+def seed_number(seed: int) -> int:
+    """`seed`, one that torch's generators take, with room for the number of a step.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    return whole("seed", seed, -(1 << 63), (1 << 63) - 1)
 
 
 def number(name: str, value: float, *, below: float) -> float:
@@ -109,7 +119,7 @@ _Fits = Callable[[Any], bool]
 
 
 @cache
-def _fields(kind: type) -> tuple[tuple[str, _Fits, str], ...]:
+def _fields(kind: Any) -> tuple[tuple[str, _Fits, str], ...]:
     """For every field of a dataclass its name, whether a value fits it, and what belongs there, in words."""
     hints = get_type_hints(kind)
     return tuple((field.name, _fits(hints[field.name]), _meant(hints[field.name])) for field in fields(kind))

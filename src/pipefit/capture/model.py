@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from pipefit.capture.caller import refuse_inference
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
@@ -28,6 +29,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it.
     """
     module = task.build()
+    refuse_inference(module, task.name)
     wanted = None if targets is None else Tree.of("the targets", targets)
     if isinstance(module, nn.Sequential):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
@@ -57,7 +58,7 @@ class Variants:
 
     def _make(self, size: int, *, training: bool) -> Variant:
         like = sample(self.task, size)
-        with FakeTarget("cpu") as fake:
+        with torch.inference_mode(mode=False), FakeTarget("cpu") as fake:  # an evaluation may be inside of it
             chain = fake_chain(self.task, fake, like, training=training)
             found = _run(chain, tuple(fake.fake(value) for value in chain.flatten(like[0])))
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
