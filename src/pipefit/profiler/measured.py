@@ -52,7 +52,7 @@ class _Clock:
         self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.inputs, self.targets = sample(task, measurement.microbatch_size)
-        self.chain = capture(task, self.inputs, self.targets)
+        self.chain = capture(task, self.inputs, self.targets).measured(measurement)
 
     def measure(self) -> Measurement:
         """The measurement, with seconds."""
