@@ -113,7 +113,7 @@ class Chain:
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
-        return result
+        return result if result.ndim == 0 else result.reshape(())
 
     @property
     def fingerprint(self) -> str:
