@@ -12,14 +12,18 @@ import pytest
 
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
+from pipefit.places import Member
 from pipefit.planner import Options, plan
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Decision, Grid, Plan, Run, SavedTensors, Stage, State, What
 from pipefit.training import Training
 from pipefit.validation import check_types, number, whole
 from pipelines import KIND, equal_profile, make_cluster, make_plan
 
 TRAINING = {"batch_size": 8, "microbatches": 4}
 CLUSTER = {"name": "c", "backend": "emulated", "devices": (Device(kind=KIND, memory_bytes=9),), "hosts": ()}
+LINK = {"members": (Member.device(0), Member.host(0)), "bytes_per_second": 1.0}
+STAGE = {"start": 0, "stop": 1, "grid": Grid.of(0)}
+DECISION = {"stage": 0, "subject": Run(start=0, stop=1), "what": What.RECOMPUTE}
 
 
 @pytest.mark.parametrize(
@@ -39,16 +43,26 @@ CLUSTER = {"name": "c", "backend": "emulated", "devices": (Device(kind=KIND, mem
         (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": {"float32": "1"}}),
         (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": 1e12}),
         (DeviceKind, {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}, {"flops": {32: 1e12}}),
-        (Link, {"members": ("device0", "host0"), "bytes_per_second": 1.0}, {"lanes": 2.0}),
-        (Link, {"members": ("device0", "host0"), "bytes_per_second": 1.0}, {"members": "device0"}),
-        (Link, {"members": ("device0", "host0"), "bytes_per_second": 1.0}, {"wire": 3}),
+        (Link, LINK, {"lanes": 2.0}),
+        (Link, LINK, {"members": ("device0", "host0")}),
+        (Link, LINK, {"wire": 3}),
         (Cluster, CLUSTER, {"devices": [CLUSTER["devices"][0]]}),
         (Cluster, CLUSTER, {"devices": (9,)}),
         (Cluster, CLUSTER, {"backend": "tpu"}),
-        (Stage, {"start": 0, "stop": 1, "devices": (0,)}, {"stop": 1.0}),
-        (Stage, {"start": 0, "stop": 1, "devices": (0,)}, {"devices": 0}),
-        (Stage, {"start": 0, "stop": 1, "devices": (0,)}, {"devices": (False,)}),
+        (Stage, STAGE, {"stop": 1.0}),
+        (Stage, STAGE, {"grid": 0}),
+        (Grid, {"devices": (0,)}, {"devices": 0}),
+        (Grid, {"devices": (0,)}, {"devices": (False,)}),
+        (Grid, {"devices": (0,)}, {"shard": "all"}),
+        (Run, {"start": 0, "stop": 1}, {"stop": 1.0}),
+        (SavedTensors, {"tensors": ((0, 1),)}, {"tensors": ((0, 1, 2),)}),
+        (State, {"start": 0, "stop": 1, "kind": "gradients"}, {"kind": "weights"}),
+        (Decision, DECISION, {"stage": 0.0}),
+        (Decision, DECISION, {"subject": (0, 1)}),
+        (Decision, DECISION, {"what": "recompute"}),
         (Options, {}, {"stages": 2.0}),
+        (Options, {}, {"recompute": "INVALID"}),
+        (Options, {}, {"recompute": True}),
         (Options, {}, {"allow_infeasible": 1}),
     ],
 )
@@ -145,7 +159,7 @@ def test_what_a_field_does_not_mean_is_refused(given: dict[str, Any]) -> None:
 
 def test_checking_costs_about_a_microsecond() -> None:
     """Planners make stages by the thousand: checking one takes about half a microsecond, and less than ten anywhere."""
-    stage = Stage(start=0, stop=3, devices=(0,))
+    stage = Stage(start=0, stop=3, grid=Grid.of(0))
     seconds = min(timeit.repeat(lambda: check_types(stage), number=2000, repeat=5)) / 2000
     assert seconds < 1e-5
 

@@ -218,7 +218,7 @@ def test_batches_that_make_an_update_together_keep_their_gradients() -> None:
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
-    return [p.detach() for reader in trainer.readers for p in reader.runner.parameters]
+    return [p.detach() for stage in trainer.stages for p in stage.parameters]
 
 
 # ---------------------------------------------------------------- a profile leaves everything as it was

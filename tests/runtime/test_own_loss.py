@@ -15,7 +15,7 @@ from huggingface_models import TINY
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
@@ -123,7 +123,7 @@ def plans(task: Task) -> Iterator[Plan]:
             profile=found,
             cluster=Cluster.emulated((len(edges) - 1, 1 << 30)),
             training=Training(batch_size=6, microbatches=3, precision=found.assumptions.precision),
-            stages=tuple(Stage(start=a, stop=b, devices=(n,)) for n, (a, b) in enumerate(pairwise(edges))),
+            stages=tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges))),
         )
 
 

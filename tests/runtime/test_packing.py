@@ -15,6 +15,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
+from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import simulate
 from tiny import SGD, plan_of
 
@@ -103,7 +104,8 @@ def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: A
     task = task_of(forms)
     layers = len(forms) - 1
     made = plan_of(task, [1] * layers)
-    plan = replace(made, training=replace(made.training, recompute=recompute))
+    training = made.training
+    plan = replace(made, decisions=whole_stages(made.stages, recompute, training.schedule, training.microbatches))
     torch.manual_seed(0)
     trainer = Trainer(task, plan)
     for step in range(2):
