@@ -19,8 +19,10 @@ from typing import Literal, NamedTuple
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind, parse_member
 from pipefit.units import format_bytes, parse_bytes
+from pipefit.validation import check_types, whole
 
 Backend = Literal["emulated", "cpu", "cuda"]
+_MOST_DEVICES = 4096  # of an emulated cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,8 @@ class DeviceKind:
     memory_bandwidth: float
 
     def __post_init__(self) -> None:
-        if self.memory_bandwidth <= 0 or not self.flops or min(self.flops.values()) <= 0:
+        check_types(self)
+        if not self.memory_bandwidth > 0 or not self.flops or not all(rate > 0 for rate in self.flops.values()):
             raise UsageError(
                 f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
             )
@@ -58,6 +61,7 @@ class Device:
     host: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.memory_bytes < 1:
             raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
 
@@ -72,6 +76,7 @@ class Host:
     disk_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.memory_bytes < 1 or self.disk_bytes < 0:
             raise UsageError("a host needs positive memory_bytes, and disk_bytes of zero or more")
 
@@ -92,12 +97,13 @@ class Link:
     wire: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
             raise UsageError(
                 "a link joins two or more different members, each with its number, such as device0 and host0, not "
                 f"{', '.join(map(str, self.members)) or 'nobody'}"
             )
-        if self.bytes_per_second <= 0 or self.latency_seconds < 0 or self.lanes < 1:
+        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0 or self.lanes < 1:
             raise UsageError(
                 f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, latency not "
                 "negative"
@@ -151,6 +157,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.devices:
             raise UsageError(f"cluster {self.name!r} has no devices")
         for number, device in enumerate(self.devices):
@@ -176,8 +183,8 @@ class Cluster:
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:
         """CPU workers with capped memory, from pairs of count and bytes: `Cluster.emulated((2, 256 * MIB))`."""
-        if any(count < 1 for count, _ in groups):
-            raise UsageError("an emulated cluster needs at least one device in every group")
+        for count, _ in groups:
+            whole("the number of emulated devices", count, 1)
         devices = tuple(Device(kind=_EMULATED, memory_bytes=nbytes) for count, nbytes in groups for _ in range(count))
         members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
@@ -234,8 +241,8 @@ def parse_emulated(text: str) -> Cluster:
                 "or emulated:2x256MiB+2x128MiB"
             )
         groups.append((int(count), parse_bytes(size)))
-    if sum(count for count, _ in groups) > 4096:
-        raise UsageError(f"{text!r} asks for more than 4096 devices")
+    if sum(count for count, _ in groups) > _MOST_DEVICES:
+        raise UsageError(f"{text!r} asks for more than {_MOST_DEVICES} devices")
     return Cluster.emulated(*groups)
 
 

@@ -17,6 +17,7 @@ from pipefit.errors import UsageError
 from pipefit.places import Place
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.training import Training
+from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
@@ -41,6 +42,7 @@ class Grid:
     shard: Sharding = "none"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.data < 1 or self.tensor < 1 or self.data * self.tensor != len(self.devices):
             raise UsageError(
                 f"a grid of {self.data} replicas with {self.tensor} shards each has {self.data * self.tensor} devices, "
@@ -66,6 +68,7 @@ class Stage:
     grid: Grid
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.start < self.stop:
             raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
 
@@ -105,6 +108,9 @@ class Run:
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
     def __str__(self) -> str:
         return f"layer {self.start}" if self.stop == self.start + 1 else f"layers {self.start} to {self.stop - 1}"
 
@@ -116,6 +122,9 @@ class SavedTensors:
     __pydantic_config__ = {"extra": "forbid"}
 
     tensors: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def __str__(self) -> str:
         return "saved " + ", ".join(f"{layer}.{index}" for layer, index in self.tensors)
@@ -130,6 +139,9 @@ class State:
     start: int
     stop: int
     kind: StateKind
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def __str__(self) -> str:
         return f"{self.kind} of layers {self.start} to {self.stop - 1}"
@@ -179,6 +191,7 @@ class Decision:
     why: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
             raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
         if (self.place is None) != (self.what is What.RECOMPUTE):
@@ -260,6 +273,7 @@ class Plan:
     provenance: Provenance | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         edges = [0, *(stage.stop for stage in self.stages)]
         if [stage.start for stage in self.stages] != edges[:-1] or edges[-1] != len(self.profile.layers):
             raise UsageError(

@@ -21,6 +21,7 @@ from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
+Packing = Literal["bare", "tuple", "list"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,8 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
+    packing: Packing = "bare"  # how it takes its inputs: one as itself and several as a tuple, or in a tuple or list
+    # even if there is one; of a loss, how it takes the outputs
 
     def __post_init__(self) -> None:
         sizes = (

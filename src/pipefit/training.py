@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.validation import check_types
 
 MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take seconds to read
 
@@ -31,6 +32,7 @@ class Training:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.batch_size < 1 or self.microbatches < 1:
             raise UsageError(
                 f"batch size and microbatches must be positive, not {self.batch_size} and {self.microbatches}"

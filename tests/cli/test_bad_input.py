@@ -92,7 +92,7 @@ TABLE: list[tuple[str, int, list[str]]] = [
     # the cluster
     ("plan profile.json --cluster dgx1", 2, ["'dgx1'", "did you mean dgx"]),
     ("plan profile.json --cluster emulated:4", 2, ["emulated:4x256MiB"]),
-    ("plan profile.json --cluster emulated:0x1MiB", 2, ["at least one device"]),
+    ("plan profile.json --cluster emulated:0x1MiB", 2, ["number of emulated devices", "at least 1"]),
     ("plan profile.json --cluster emulated:4x0MiB", 2, ["at least one byte"]),
     ("plan profile.json --cluster emulated:99999x1MiB", 2, ["4096"]),
     ("plan profile.json --cluster none.toml", 6, ["no file none.toml"]),

@@ -213,8 +213,8 @@ def test_a_profile_says_what_it_took_for_granted() -> None:
 @pytest.mark.parametrize(
     ("question", "words"),
     [
-        ({"microbatch_size": 0}, "at least one sample, not 0"),
-        ({"microbatch_size": 1, "threads": 0}, "at least one thread, not 0"),
+        ({"microbatch_size": 0}, "microbatch_size must be a whole number of at least 1, not 0"),
+        ({"microbatch_size": 1, "threads": 0}, "threads must be a whole number of at least 1, not 0"),
         ({"microbatch_size": 1, "device": "tpu"}, "no device 'tpu'"),
         ({"microbatch_size": 1, "target": "tpu"}, "'tpu' is not a target"),
     ],

@@ -141,7 +141,7 @@ def test_what_cannot_start_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="not a Task"):
         pipefit.train(accidents.make(), plan, steps=1)  # type: ignore[arg-type]
     for numbers in ({"steps": 0}, {"steps": 1, "timeout_seconds": 0}, {"steps": 1, "timeout_seconds": float("nan")}):
-        with pytest.raises(UsageError, match="must be above 0"):
+        with pytest.raises(UsageError, match="must be a "):
             pipefit.train(accidents.make, plan, **numbers)  # type: ignore[arg-type]
     assert time.monotonic() - began < 3
 

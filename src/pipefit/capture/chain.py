@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,24 +17,30 @@ from torch import Tensor, nn
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
+from pipefit.profiles import Measurement, Packing
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
     """One layer: its name in the model, the module, and what names in its state dict are called in the model's.
 
-    `autocast` is what it computes in under autocast; None without.
+    `autocast` is what it computes in under autocast; None without. `packing` is how the module takes its inputs.
     """
 
     name: str
     module: nn.Module
     originals: Mapping[str, str] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    packing: Packing = "bare"
+
+    def outputs(self, values: Values) -> Any:
+        """What the module returns for the values from the layer before, as it is."""
+        with autocasting(self.autocast, values):
+            return self.module(packed(values, self.packing))
 
     def __call__(self, values: Values) -> Values:
-        """What the layer makes of the values from the layer before: of the tensor, or of the tuple of several."""
-        with autocasting(self.autocast, values):
-            return as_values(self.module(single(values)), self.name)
+        """What the layer makes of the values from the layer before."""
+        return as_values(self.outputs(values), self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Chain:
     """A model as layers in order, and the shape of what goes in and comes out.
 
     `outputs` is None where the last layer's own values, a tensor or a tuple of them, are what the model returns.
-    `criterion` is the task's loss, None where the last layer returns it.
+    `criterion` is the task's loss, None where the last layer returns it; `packing` is how it takes the outputs.
     """
 
     name: str
@@ -52,6 +58,14 @@ class Chain:
     targets: Tree | None = field(kw_only=True, default=None)
     criterion: Callable[[Any, Any], Tensor] | None = field(kw_only=True, default=None)
     autocast: torch.dtype | None = field(kw_only=True, default=None)
+    packing: Packing = field(kw_only=True, default="bare")
+
+    def measured(self, measurement: Measurement) -> Chain:
+        """The chain with what only a run tells: how each module, and the loss, takes what the one before returns."""
+        layers = tuple(
+            replace(layer, packing=cost.packing) for layer, cost in zip(self.layers, measurement.costs, strict=True)
+        )
+        return replace(self, layers=layers, packing=measurement.loss.packing)
 
     @property
     def traced(self) -> bool:
@@ -85,7 +99,7 @@ class Chain:
 
     def rebuild(self, values: Values) -> Any:
         """What the model returns, from the values of the last layer."""
-        return single(values) if self.outputs is None else self.outputs.rebuild(values)
+        return packed(values, self.packing) if self.outputs is None else self.outputs.rebuild(values)
 
     def loss(self, values: Values, targets: Values) -> Tensor:
         """The loss of one microbatch: of the last layer's values, or, where the model computes it, the value itself.
@@ -99,7 +113,7 @@ class Chain:
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
-        return result
+        return result if result.ndim == 0 else result.reshape(())
 
     @property
     def fingerprint(self) -> str:
@@ -121,17 +135,28 @@ def autocasting(dtype: torch.dtype | None, values: Values) -> AbstractContextMan
     return nullcontext() if dtype is None else torch.autocast(values[0].device.type, dtype)
 
 
-def single(values: Values) -> Tensor | Values:
-    """What a layer or a user's function expects: the tensor itself when there is one, else the tuple."""
-    return values[0] if len(values) == 1 else values
+def packed(values: Values, packing: Packing) -> Tensor | Values | list[Tensor]:
+    """`values` as a module of the chain, or a user's function, takes them."""
+    if packing == "bare":
+        return values[0] if len(values) == 1 else values
+    return values if packing == "tuple" else list(values)
+
+
+def packing_of(outputs: Any) -> Packing:
+    """How `outputs`, a tensor or a tuple or list of tensors, are packed."""
+    if isinstance(outputs, list):
+        return "list"
+    return "tuple" if isinstance(outputs, tuple) and len(outputs) == 1 else "bare"
 
 
 def as_values(outputs: Any, where: str) -> Values:
     """`outputs` as a tuple of tensors.
 
     Raises:
-        UsageError: something other than a tensor or a tuple of tensors.
+        UsageError: something other than a tensor or a tuple of tensors, or none.
     """
+    if isinstance(outputs, tuple | list) and not outputs:
+        raise UsageError(f"{where} returns an empty {type(outputs).__name__}; layers pass at least one tensor")
     values = outputs if isinstance(outputs, tuple) else tuple(outputs) if isinstance(outputs, list) else (outputs,)
     strange = next((value for value in values if not isinstance(value, Tensor)), None)
     if strange is not None:

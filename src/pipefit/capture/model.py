@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.caller import refuse_inference
+from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
@@ -28,11 +29,14 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it.
     """
     module = task.build()
+    refuse_inference(module, task.name)
+    if isinstance(inputs, tuple | list | dict) and not inputs:
+        raise UsageError(f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut")
     wanted = None if targets is None else Tree.of("the targets", targets)
     if isinstance(module, nn.Sequential):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
-        if len(given.taken) < len(given.leaves):
-            raise UsageError(f"the inputs of {task.name} must be tensors alone: its first layer takes nothing else")
+        _check_inputs(task.name, inputs, given)
+        layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
         found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
     else:
         found = traced_chain(task, module, inputs, wanted)
@@ -45,7 +49,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     """Modules, or (name, module) pairs, in the order they run, as a model for `Task`: each becomes a layer.
 
-    Each takes what the one before returned: a tensor, or a tuple of tensors as one argument.
+    Each takes what the one before returned: a tensor, or a tuple or list of tensors as one argument.
     """
     named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
     return nn.Sequential(OrderedDict(named))
@@ -57,6 +61,17 @@ def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:
     if not parts:
         raise UsageError(f"{name} has no layers")
     return tuple(ChainLayer(name, _own_module(part, met), _prefixed(name, part)) for name, part in parts)
+
+
+def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
+    """The first part of a Sequential takes one argument: what it would get in another form is refused."""
+    if len(given.taken) < len(given.leaves):
+        raise UsageError(f"the inputs of {name} must be tensors alone: its first layer takes nothing else")
+    if not given.plain:
+        raise UsageError(
+            f"the inputs of {name} must be a tensor, or a tuple or list of tensors, not a {type(inputs).__name__} of "
+            "others: its first layer takes them as one argument"
+        )
 
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:

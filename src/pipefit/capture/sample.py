@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.caller import refuse_gradients
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
@@ -23,12 +24,13 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone.
 
     Raises:
-        UsageError: the task's batch function returns something else than a pair.
+        UsageError: the task's batch function returns something else than a pair, or tensors that wait for a gradient.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         batch = task.batch(size)
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
+    refuse_gradients((inputs, targets), task.name)
     return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
 
 

@@ -29,7 +29,7 @@ class Tree:
     spec: pytree.TreeSpec
     taken: tuple[int, ...]
     leaves: tuple[Any, ...]
-    plain: bool = False  # tensors and tuples of them; a tuple of one is given back as its tensor
+    plain: bool = False  # a tensor, or a tuple or list of tensors: either will do for the other
 
     @staticmethod
     def of(what: str, tree: Any) -> Tree:
@@ -42,13 +42,13 @@ class Tree:
         taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         strange = next((leaf for leaf in constants if not isinstance(leaf, int | float | str | None)), None)
-        plain = isinstance(tree, Tensor | tuple | list) and len(taken) == len(leaves)
-        if strange is not None or (not taken and not (isinstance(tree, tuple) and not tree)):
+        empty = isinstance(tree, tuple | list | dict) and not tree
+        if strange is not None or (not taken and not empty):
             raise UsageError(
                 f"{what} of a batch must be a tensor, or a tuple or dictionary of tensors, not a "
                 f"{type(tree if strange is None else strange).__name__}"
             )
-        return Tree(what, spec, taken, constants, plain)
+        return Tree(what, spec, taken, constants, _is_flat(tree))
 
     def flatten(self, tree: Any) -> Values:
         """The tensors of `tree`.
@@ -57,7 +57,7 @@ class Tree:
             UsageError: it is not of this shape; says what differs.
         """
         leaves, spec = pytree.tree_flatten(self._ordered(tree))
-        if self.plain and len(leaves) == len(self.taken) and all(isinstance(leaf, Tensor) for leaf in leaves):
+        if self.plain and len(leaves) == len(self.taken) and _is_flat(tree):
             return tuple(leaves)
         if spec != self.spec:
             raise UsageError(f"{self.what} changed: the model was captured with {_told(self.spec)}, not {_told(spec)}")
@@ -73,8 +73,6 @@ class Tree:
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """What the user knows, from the flat tuple."""
-        if self.plain:
-            return values[0] if len(values) == 1 else tuple(values)
         leaves = list(self.leaves)
         for number, tensor in zip(self.taken, values, strict=True):
             leaves[number] = tensor
@@ -85,6 +83,11 @@ class Tree:
         if self.spec.type is dict and isinstance(tree, Mapping) and set(tree) == set(self.spec.context):
             return {key: tree[key] for key in self.spec.context}
         return tree
+
+
+def _is_flat(tree: Any) -> bool:
+    """Whether it is a tensor, or a tuple or list of tensors."""
+    return isinstance(tree, Tensor) or (isinstance(tree, tuple | list) and all(isinstance(t, Tensor) for t in tree))
 
 
 def tensors(tree: Any, what: str) -> Values:

@@ -22,10 +22,11 @@ class Task:
 
     Args:
         module: any `nn.Module` that `torch.export` can follow, or a function that builds one. An `nn.Sequential` is
-            taken as it stands, each part a layer; its parts pass a tensor or a tuple of tensors. A function is called
-            under the reader's own mode, so that a model too large for this machine is never allocated.
+            taken as it stands, each part a layer; its parts pass a tensor, or a tuple or list of tensors. A function is
+            called under the reader's own mode, so that a model too large for this machine is never allocated.
         batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries of
-            such. A tuple of inputs is the module's positional arguments, a dictionary its keyword arguments. Draws from
+            such, none of which requires a gradient. A tuple of inputs is the module's positional arguments, a
+            dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. Draws from
             torch's default generator, so that a seed before the call fixes the batch.
         loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs as the module returns them. None
             where the module computes it: it returns a scalar, or outputs whose `loss` is one; targets may be None.

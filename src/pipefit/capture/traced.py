@@ -40,6 +40,8 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     if not flow.order:
         raise UsageError(f"{task.name} computes nothing: there is no layer to make")
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
+    if not first:
+        raise UsageError(f"{task.name} uses none of its inputs: what it returns is the same for every batch")
     return Chain(
         task.name,
         tuple(_layers(flow, module, task, program, first)),

@@ -157,7 +157,7 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
     storages, holders = working.storages, working.holders
     shift = AGAIN * len(storages.sizes) if piece.again else 0
     known = instance_of(storages, piece.first, piece.inputs, 0)
-    entry, born = storages.gradients(piece.end), 0
+    entry, born = storages.arrived_gradients(piece.end), 0
     added = _added(storages, piece)
     for position in reversed(range(piece.first, piece.end)):
         layer = storages.layers[position]

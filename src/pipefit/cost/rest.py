@@ -27,8 +27,8 @@ class StageRest:
 
     @property
     def loss_bytes(self) -> int:
-        """On the last stage, the losses of all microbatches and the seed of the backward, four bytes each."""
-        return 4 * (self.microbatches + 1) if self.storages.last else 0
+        """On the last stage, the losses of all microbatches, four bytes each."""
+        return 4 * self.microbatches if self.storages.last else 0
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -191,6 +191,12 @@ class StageStorages:
             return 0
         return sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
 
+    def arrived_gradients(self, boundary: int) -> int:
+        """Those that exist before the backward of what ends at a boundary; the one that a loss starts from is made in
+        it.
+        """
+        return 0 if self.last and boundary == self.count else self.gradients(boundary)
+
     def unlike_gradients(self) -> list[tuple[int, int]]:
         """Boundaries at which a value has no gradient of its own, but a slice of one, or none because a later layer
         drops it; with the boundary up to which a stage that ends before it is handed a whole one.
@@ -226,7 +232,8 @@ class StageStorages:
     def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
         """The gradients of the values at every boundary, and the bytes of the storages that they live in.
 
-        Followed from the end: a layer may pass a gradient on, or hand out slices of one, or have none for a value.
+        Followed from the end: a layer may pass a gradient on, or hand out slices of one, or have none for a value. The
+        gradient that a loss starts from is one like any other.
         """
         sizes: list[int] = []
 
@@ -234,7 +241,7 @@ class StageStorages:
             sizes.append(nbytes)
             return len(sizes) - 1
 
-        leaving = () if self.last else self.outputs
+        leaving = self.costs[-1].outputs
         values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.requires_grad else None for v in leaving]
         boundaries = [values]
         for cost in reversed(self.costs):
@@ -270,8 +277,8 @@ def gradient_bytes(values: Sequence[Value]) -> int:
 def _gradient(
     origin: GradientOrigin, nbytes: int, own: Sequence[int], behind: Sequence[GradientValue | None]
 ) -> GradientValue | None:
-    """The gradient of a value of `nbytes`, from those behind the layer; the loss starts from a constant."""
+    """The gradient of a value of `nbytes`, from those behind the layer."""
     if origin.kind == "own":
         return GradientValue(own[origin.index], origin.contiguous, nbytes)
-    passed = behind[origin.index] if origin.kind == "output" and origin.index < len(behind) else None
+    passed = behind[origin.index] if origin.kind == "output" else None
     return None if passed is None else GradientValue(passed.storage, passed.contiguous and origin.contiguous, nbytes)

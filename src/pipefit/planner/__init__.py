@@ -24,6 +24,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
+from pipefit.validation import whole
 
 __all__ = [
     "PLANNERS",
@@ -106,6 +107,8 @@ def _training(
     clip_norm: float | None,
 ) -> Training:
     size = profile.measurements[0].microbatch_size
+    if batch_size is not None:
+        whole("batch_size", batch_size, 1)
     if microbatches is None:
         microbatches = 4 * len(cluster.devices) if batch_size is None else max(1, batch_size // size)
     if batch_size is None:

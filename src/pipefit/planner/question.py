@@ -14,6 +14,7 @@ from pipefit.plans import Objective
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
+from pipefit.validation import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class Options:
     stages: int | None = None
     recompute: Recompute = "never"
     allow_infeasible: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 class DeviceClass(NamedTuple):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.profiler.fake import Progress, profile_fake
 from pipefit.profiler.measured import add_seconds
 from pipefit.profiles import ModelProfile, Target
+from pipefit.validation import whole
 
 __all__ = ["Progress", "profile"]
 
@@ -22,7 +24,8 @@ def profile(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """What every layer of `task` costs for one microbatch of `microbatch_size` samples.
+    """What every layer of `task` costs for one microbatch of `microbatch_size` samples. A module that exists is left as
+    it is, its gradients, buffers and modes included, and so are torch's random generators.
 
     Args:
         device: `fake` allocates nothing and measures bytes and FLOPs; `cpu` and `cuda` also measure seconds there.
@@ -30,13 +33,15 @@ def profile(
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         progress: called with (layers done, layers in all, name of the next one).
     """
-    if microbatch_size < 1:
-        raise UsageError(f"a microbatch has at least one sample, not {microbatch_size}")
-    if threads < 1:
-        raise UsageError(f"a worker needs at least one thread, not {threads}")
+    whole("microbatch_size", microbatch_size, 1)
+    whole("threads", threads, 1)
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
-    found = profile_fake(task, microbatch_size=microbatch_size, target=followed, threads=threads, progress=progress)
-    return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress) if real else found
+    generators = range(torch.cuda.device_count()) if real == "cuda" else ()
+    with recording("profiling"), torch.random.fork_rng(generators):
+        found = profile_fake(task, microbatch_size=microbatch_size, target=followed, threads=threads, progress=progress)
+        if real is None:
+            return found
+        return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture.chain import Chain
+from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.sample import sample
 from pipefit.capture.shared import shared_parameters
+from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
@@ -24,7 +26,7 @@ from pipefit.fake.target import FakeTarget
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.likeness import likeness
-from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, SharedParameter, Target
+from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
 from pipefit.training import Precision
 
 Progress = Callable[[int, int, str], None]
@@ -39,11 +41,14 @@ def profile_fake(
         chain = fake_chain(task, fake, like)
         survey = _Survey(task, threads if target == "cpu" else None)
         values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
+        packing = chain.layers[0].packing
         for number, layer in enumerate(chain.layers):
             if progress is not None:
                 progress(number, len(chain.layers), layer.name)
-            values = survey.layer(layer.name, layer.module, layer, values)
-        loss = survey.loss(chain, values, [fake.fake(value) for value in chain.flatten_targets(like[1])])
+            values, packing = survey.layer(replace(layer, packing=packing), values)
+        loss = survey.loss(
+            replace(chain, packing=packing), values, [fake.fake(value) for value in chain.flatten_targets(like[1])]
+        )
         measurement = Measurement(
             microbatch_size=microbatch_size,
             kinds=tuple(survey.kinds),
@@ -107,25 +112,32 @@ class _Survey:
         self.task, self.threads = task, threads
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
-        self._known: dict[object, tuple[int, Sequence[Tensor]]] = {}
+        self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
 
-    def layer(
-        self,
-        name: str,
-        module: nn.Module,
-        call: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
-        values: Sequence[Tensor],
-    ) -> Sequence[Tensor]:
-        """What the layer returns for `values`; its cost is looked up or measured."""
-        key = (likeness(module), tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values))
+    def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
+        """What the layer returns for `values`, and how packed; its cost is looked up or measured."""
+        given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
+        key = likeness(layer.module), layer.packing, given
         if key not in self._known:
-            meter = LayerMeter(call, module, values, self.threads)
-            with _named(name, module, values):
-                self.kinds.append(meter.measure(self.task.optimizer))
-            self._known[key] = len(self.kinds) - 1, meter.outputs
-        kind, outputs = self._known[key]
+            self._known[key] = self._measure(layer, values)
+        kind, outputs, packing = self._known[key]
         self.layers.append(kind)
-        return outputs
+        return outputs, packing
+
+    def _measure(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[int, Sequence[Tensor], Packing]:
+        """A new kind: its number, what it returns, and how packed."""
+        packing: Packing = "bare"
+
+        def call(values: Values) -> Values:
+            nonlocal packing
+            outputs = layer.outputs(values)
+            packing = packing_of(outputs)
+            return as_values(outputs, layer.name)
+
+        meter = LayerMeter(call, layer.module, values, self.threads)
+        with _named(layer.name, layer.module, values):
+            self.kinds.append(replace(meter.measure(self.task.optimizer), packing=layer.packing))
+        return len(self.kinds) - 1, meter.outputs, packing
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
@@ -150,6 +162,6 @@ class _Survey:
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
-        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads, loss=True)
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads)
         with _named("(loss)", nn.Module(), [*values, *targets]):
-            return meter.measure(self.task.optimizer)
+            return replace(meter.measure(self.task.optimizer), packing=chain.packing)

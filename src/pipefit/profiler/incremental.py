@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from pipefit.capture.caller import apart
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
@@ -65,13 +66,13 @@ def profile_incrementally(
 
 
 def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
-    """The peaks of `plan`'s stages in so many steps of training, all in this process.
+    """The peaks of `plan`'s stages in so many steps of training, all in this process, of a copy where a module exists.
 
     Raises:
         OutOfMemory: a device passed its cap.
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
-        trainer = Trainer(task, plan)
+        trainer = Trainer(apart(task), plan)
         torch.manual_seed(0)
         for _ in range(steps):
             trainer.step(task.batch(plan.training.batch_size))

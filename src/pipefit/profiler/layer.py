@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,23 @@ from pipefit.trace import Category
 Call = Callable[[Values], Values]
 
 
-class LayerMeter:
-    """Measures `call` (a layer, or the `loss`) with the parameters of `module`, on inputs like `inputs`.
+class _Held:
+    """A saved tensor as the graph holds it: gone with its node, where a forward drops a result that it does not use.
 
-    The gradient that a loss starts from is the stage's constant seed: it outlives the backward, a layer's gradients do
-    not.
+    Detached, because an output that its own node saves would keep the node alive.
     """
 
-    def __init__(
-        self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None, *, loss: bool = False
-    ) -> None:
-        self.call, self.module, self.loss = call, module, loss
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+class LayerMeter:
+    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
+
+    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None) -> None:
+        self.call, self.module = call, module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.gauge = Gauge(threads)
@@ -84,11 +91,12 @@ class LayerMeter:
 
     def _anatomy(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
         """What the forward leaves: own storages, saved tensors and outputs with their origins."""
-        packed: list[Tensor] = []
+        packed: list[ReferenceType[_Held]] = []
 
-        def pack(tensor: Tensor) -> Tensor:
-            packed.append(tensor)
-            return tensor
+        def pack(tensor: Tensor) -> _Held:
+            held = _Held(tensor)
+            packed.append(ref(held))
+            return held
 
         before = self.gauge.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
@@ -104,10 +112,11 @@ class LayerMeter:
             return where[storage._cdata]
 
         cell = Cell()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(cell, list(inputs))
             values = self.call(values)
         operations = savers(values)
+        kept = [(index, held.tensor) for index, known in enumerate(packed) if (held := known()) is not None]
         saved = [
             SavedTensor(
                 index=index,
@@ -117,13 +126,13 @@ class LayerMeter:
                 dtype=dtype_name(t.dtype),
                 origin=origin(t),
             )
-            for index, t in enumerate(packed)
+            for index, t in kept
         ]
         origins = tuple(origin(value) for value in values)
         hidden = self.gauge.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on a custom function's context, unseen by hooks
             saved.append(
-                SavedTensor(index=len(saved), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own)))
+                SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own)))
             )
             own.append(hidden)
         self.outputs = tuple(_like(value) for value in values)
@@ -157,10 +166,8 @@ class LayerMeter:
         self.gauge.start(arrived)
         cell.incoming = incoming
         given = [None if gradient is None else self.gauge.storages([gradient])[0] for gradient in incoming]
-        seed = incoming if self.loss else None
         del incoming
         backward(cell)
-        del seed
         work, spans = self.gauge.work, self.gauge.spans
         self._trace_gradients(cell.outgoing, given)
         return peak, spans, forward, work

@@ -2,22 +2,22 @@
 
 Bytes come from the fake profiler, which is exact; this adds the time of each kind's forward, backward and update.
 Layers run one after the other on the task's own data, so the device needs room for one layer at a time, the host for
-the model.
+the model; for two where the task has a module that exists, which is copied, so that it stays as it is.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture import capture
-from pipefit.capture.sample import sample
+from pipefit.capture.caller import apart
+from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -37,30 +37,12 @@ def add_seconds(
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
-    with threads_of(threads), _restored(task.module):
-        measured = tuple(_Clock(task, m, device, progress).measure() for m in profile.measurements)
+    twin = apart(task)
+    twin = replace(twin, module=in_mode(twin.build(), True))
+    with threads_of(threads):
+        measured = tuple(_Clock(twin, m, device, progress).measure() for m in profile.measurements)
     assumptions = replace(profile.assumptions, device=str(device))
     return replace(profile, measurements=measured, assumptions=assumptions)
-
-
-@contextmanager
-def _restored(module: object) -> Iterator[None]:
-    """Afterwards a module that exists is where and as it was: its buffers and its modes too."""
-    if not isinstance(module, nn.Module):  # a factory builds one for us alone
-        yield
-        return
-    modes = [(part, part.training) for part in module.modules()]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    try:
-        yield
-    finally:
-        if len(places) == 1:
-            module.to(places.pop())
-        for part, training in modes:
-            part.training = training
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 class _Clock:
@@ -70,7 +52,7 @@ class _Clock:
         self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.inputs, self.targets = sample(task, measurement.microbatch_size)
-        self.chain = capture(task, self.inputs, self.targets)
+        self.chain = capture(task, self.inputs, self.targets).measured(measurement)
 
     def measure(self) -> Measurement:
         """The measurement, with seconds."""
@@ -80,7 +62,7 @@ class _Clock:
         for number, (layer, kind) in enumerate(zip(self.chain.layers, measurement.layers, strict=True)):
             if self.progress is not None:
                 self.progress(number, len(self.chain.layers), layer.name)
-            layer.module.to(self.device).train()
+            layer.module.to(self.device)
             if kind not in timed:
                 timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values)
             with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipefit.capture import Chain, capture
+from pipefit.capture.caller import apart, recording
 from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
@@ -22,6 +23,7 @@ from pipefit.program import Action, Kind
 from pipefit.runtime.assembly import Site, assemble, check_model
 from pipefit.runtime.batches import cut_batch
 from pipefit.schedule import lower
+from pipefit.validation import seed_number
 
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
@@ -48,18 +50,19 @@ class Silence:
 
 
 class LoneStages:
-    """A model built once, of which stages are trained alone; each layer may be in one of them.
+    """A model built once, of which stages are trained alone; each layer may be in one of them. A module that exists is
+    copied, and stays as it is.
 
     Raises:
         UsageError: the module cannot be captured.
     """
 
     def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0) -> None:
-        self.task, self.seed = task, seed
-        with torch.random.fork_rng(devices=[]):
+        self.task, self.seed = task, seed_number(seed)
+        with recording("profiling"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            training = replace(task, module=in_mode(task.build(), True))
-        self.chain: Chain = capture(training, *sample(task, microbatch_size))
+            training = replace(task, module=in_mode(apart(task).build(), True))
+            self.chain: Chain = capture(training, *sample(task, microbatch_size))
         self.shared: Sequence[Shared] = self.chain.shared
 
     def train(self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int = 2) -> int:
@@ -82,7 +85,7 @@ class LoneStages:
         )
         runner = assemble(site, [stage], device=device, meter=meter)
         try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with recording("profiling"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(self.seed)
                 for _ in range(steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")

@@ -102,7 +102,7 @@ class Site:
 
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
     """The runner of these stages' device, their layers moved to `device`."""
-    plan, chain = site.plan, site.chain
+    plan, chain = site.plan, site.chain.measured(site.plan.measurement)
     own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
     agreement = _agreement(plan, chain, stages, site.shared) if plan.training.agrees else None
     runners = {}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.capture.caller import recording
 from pipefit.capture.sample import sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
@@ -27,6 +28,7 @@ from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.transport import Mailroom
 from pipefit.schedule import lower
 from pipefit.trace import Category, DeviceTrace, MemorySample, Trace
+from pipefit.validation import whole
 
 
 def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None, fold: bool = True) -> Trace:
@@ -40,12 +42,13 @@ def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = N
     Raises:
         FileError: the plan was made for another model.
     """
+    whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
     threads = plan.profile.assumptions.threads if target == "cpu" else None
     training, program = plan.training, lower(plan)
     folding = Folding.of(program) if fold else Folding.none(program)
     like = sample(task, training.microbatch_size)
-    with torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
+    with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         check_model(plan, chain)
         site = Site(

@@ -31,11 +31,11 @@ from pipefit.plans import Plan
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Order, Pulse, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
+from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 OnStep = Callable[[int, float], None]
 _POLL_SECONDS = 0.5  # between two looks at the pulses
 _GRACE_SECONDS = 3.0  # for the other workers to report, once one has failed
-_LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
 _SITUATIONS = {
     STARTING: "while it started",
     MEETING: "while it waited for the others to start",
@@ -69,9 +69,10 @@ def train(
         FileError: the plan was made for another model.
         UsageError: the task cannot be sent to the workers, or a number makes no sense.
     """
-    for what, value in (("steps", steps), ("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
-        if not 0 < value < _LONGEST_SECONDS:
-            raise UsageError(f"{what} must be above 0 and below {_LONGEST_SECONDS:g}, not {value}")
+    whole("steps", steps, 1)
+    seed_number(seed)
+    for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
+        number(what, seconds, below=LONGEST_SECONDS)
     watch = _Watch(plan, steps, timeout_seconds, start_seconds, on_step)
     pickled, meeting = _pickled(task), tempfile.mkdtemp(prefix="pipefit-")
     try:

@@ -63,13 +63,12 @@ class StageRunner:
         self.scheduler = task.scheduler(self.optimizer) if task.scheduler is not None and self.optimizer else None
         self.weights = [1.0 / microbatches] * microbatches
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
-        self._seed_gradient = torch.full((), 1.0 / microbatches, device=device) if self.last else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     @property
     def constants(self) -> list[Tensor]:
         """Small tensors that live as long as the stage, beside parameters and buffers."""
-        return [t for t in (self.losses, self._seed_gradient) if t is not None]
+        return [] if self.losses is None else [self.losses]
 
     # ---------------------------------------------------------------- forward
 
@@ -198,11 +197,14 @@ class StageRunner:
         flight.gradients = list(cell.outgoing or (None,) * len(flight.boundaries[piece.first]))
         cell.outgoing = ()
 
-    def _loss_gradient(self, flight: Flight) -> Tensor:
+    def _loss_gradient(self, flight: Flight) -> Tensor | None:
         """What the backward of a loss starts from: the microbatch's part of the mean, times the loss scale."""
-        assert self._seed_gradient is not None
+        loss = self.storages.costs[-1].outputs[0]
+        if not loss.requires_grad:
+            return None
         scale = self.agreement.scale if self.agreement is not None else None
-        return self._seed_gradient.fill_(self.weights[flight.microbatch] * (scale.value if scale else 1.0))
+        part = self.weights[flight.microbatch] * (scale.value if scale else 1.0)
+        return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
 
     def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:
         """A gradient in one piece for every value that needs one; zeros for those that no layer used."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.capture import capture
+from pipefit.capture.caller import recording, refuse_gradients
 from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
@@ -40,6 +41,7 @@ from pipefit.runtime.transport import Mailroom, Transport, connect
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
+from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 
 class Trainer:
@@ -71,8 +73,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         on_action: Callable[[int], None] | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise UsageError(f"gradients are added up over at least one batch, not {accumulate}")
+        whole("accumulate", accumulate, 1)
+        number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._batches = 0
         self._peaks: dict[int, int] = {}
@@ -83,10 +85,10 @@ class Trainer:
         transport: Transport = Mailroom()
         if self.distributed:  # first of all, while the workers are together: building may take one longer than another
             transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
-        with torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
-            torch.manual_seed(seed)
+        with recording("training"), torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
+            torch.manual_seed(seed_number(seed))
             training = replace(task, module=in_mode(task.build(), True))
-        self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
+            self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         ranks = plan.ranks
@@ -120,18 +122,25 @@ class Trainer:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
         A batch may be smaller than the plan's, as the last one of an epoch is. With `accumulate`, every so many batches
-        make one update. Leaves torch's random generators as they were: workers that draw their batches draw the same.
+        make one update. What parameters hold as gradients before the first of them is dropped, so that a step is that
+        of a plain loop which sets gradients to zero. A graph is recorded under `torch.no_grad()` too. Leaves torch's
+        random generators as they were: workers that draw their batches draw the same.
 
         Raises:
-            UsageError: the batch is larger than the plan's, or unlike those the model was captured with.
+            UsageError: the batch is larger than the plan's, unlike those the model was captured with, or waits for
+                gradients; or the call is in inference mode or under autocast.
             OutOfMemory: a device passed its cap.
             WorkerFailed: another worker died or hangs.
         """
         began = self._clock()
-        self._batches += 1
-        update = self._batches % self.accumulate == 0
-        given = self._cut(batch)
-        loss = self._run(given, self._program(len(given.sizes), update), self.accumulate, training=True)
+        with recording("training"):
+            given = self._cut(pair(batch, "a step takes"))
+            refuse_gradients(batch, self.task.name)
+            if self._batches % self.accumulate == 0:
+                self._drop_gradients()
+            self._batches += 1
+            update = self._batches % self.accumulate == 0
+            loss = self._run(given, self._program(len(given.sizes), update), self.accumulate, training=True)
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         if self.callbacks:
@@ -142,7 +151,7 @@ class Trainer:
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The mean loss on `batch` without training: dropout is off, batch norm uses what it has learned."""
-        given = self._cut(batch)
+        given = self._cut(pair(batch, "an evaluation takes"))
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(stage.evaluating())
@@ -184,8 +193,14 @@ class Trainer:
 
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
         """`batch` in microbatches."""
-        given, wanted = pair(batch, "a step takes")
+        given, wanted = batch
         return cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+
+    def _drop_gradients(self) -> None:
+        """Those of before the trainer, or of the caller's own backward between two steps, enter no update."""
+        for stage in self.stages:
+            for layer in stage.layers:
+                layer.module.zero_grad(set_to_none=True)
 
     def _program(self, microbatches: int, update: bool) -> Program:
         """The program for so many microbatches; each is made once."""

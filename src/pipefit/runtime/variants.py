@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
@@ -57,20 +58,24 @@ class Variants:
 
     def _make(self, size: int, *, training: bool) -> Variant:
         like = sample(self.task, size)
-        with FakeTarget("cpu") as fake:
+        with torch.inference_mode(mode=False), FakeTarget("cpu") as fake:  # an evaluation may be inside of it
             chain = fake_chain(self.task, fake, like, training=training)
-            found = _run(chain, tuple(fake.fake(value) for value in chain.flatten(like[0])))
+            self._check(chain, size, training=training)
+            found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
+        values = tuple(
+            tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
+            for known, tensors in zip(self._usual.boundaries, found, strict=True)
+        )
+        return Variant(values, self._rebound(chain) if self.traced else self._usual.layers)
+
+    def _check(self, chain: Chain, size: int, *, training: bool) -> None:
+        """The chain has the plan's layers."""
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
             mode = "training" if training else "evaluation"
             raise UsageError(
                 f"{self.task.name} falls into other layers when it is traced for {mode} with {size} samples: "
                 "use batches that divide into the plan's microbatches, and evaluate with a module of your own"
             )
-        values = tuple(
-            tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
-            for known, tensors in zip(self._usual.boundaries, found, strict=True)
-        )
-        return Variant(values, self._rebound(chain) if self.traced else self._usual.layers)
 
     def _rebound(self, chain: Chain) -> dict[int, Layers]:
         """The new layers of this process's stages, with the tensors of the old."""

@@ -21,6 +21,7 @@ from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, peaks
 from pipefit.simulator.script import COMPUTE, COPY, JOIN, NOTHING, Script
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.validation import whole
 
 
 def simulate(plan: Plan, *, program: Program | None = None, steps: int = 1) -> Trace:
@@ -180,8 +181,7 @@ class Simulation:
 
 def _check(plan: Plan, program: Program, steps: int) -> None:
     """Refuse a program of another plan."""
-    if steps < 1:
-        raise UsageError(f"a simulation needs at least one step, not {steps}")
+    whole("steps", steps, 1)
     for what, of_plan, of_program in (
         ("stages", len(plan.stages), program.stages),
         ("microbatches", plan.training.microbatches, program.microbatches),

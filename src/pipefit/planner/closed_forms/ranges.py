@@ -43,7 +43,7 @@ class Ranges:
         model = lives(measurement)
         costs = model.layers
         self.count = len(costs) - 1
-        self.loss_bytes = 4 * (microbatches + 1)
+        self.loss_bytes = 4 * microbatches
         self.static = _cumulated(cost.parameter_bytes + cost.buffer_bytes for cost in costs)
         self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
         self.state = _cumulated(cost.state_bytes for cost in costs)
@@ -57,7 +57,7 @@ class Ranges:
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
         whole = StageStorages(measurement, 0, self.count)
-        self.inner_gradients = _array([*map(whole.gradients, range(self.count + 1)), 0])
+        self.inner_gradients = _array(map(whole.gradients, range(self.count + 2)))
         self.unlike = whole.unlike_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]

@@ -1,0 +1,81 @@
+"""What a caller may have around a call or in a batch, and what must not change because of it.
+
+Training records a graph under `torch.no_grad()` too. What a pipeline cannot honour is refused by name: inference mode
+and autocast around a call, gradients that the caller's own tensors wait for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+
+
+@contextmanager
+def recording(what: str) -> Iterator[None]:
+    """Inside, autograd records, whether or not the caller turned it off.
+
+    Raises:
+        UsageError: the caller is in inference mode or under autocast; begins with `what`.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{what} inside torch.inference_mode() is not possible, for no graph can be made there: leave it"
+        )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UsageError(
+            f"{what} inside torch.autocast is not what the plan says: leave it, and use Task(..., "
+            "precision='mixed-bfloat16') or 'mixed-float16', which plans know"
+        )
+    with torch.enable_grad():
+        yield
+
+
+def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
+    """A batch whose tensors wait for a gradient cannot be trained on: none comes back through a pipeline.
+
+    Raises:
+        UsageError: one does; says where, and what to do.
+    """
+    for what, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise UsageError(
+                    f"{what}{pytree.keystr(path)} of a batch of {name} requires a gradient, and a pipeline returns "
+                    "none to the caller: pass its detach(), or, if a module that is to be trained made it, make that "
+                    "module a part of the task's"
+                )
+
+
+def refuse_inference(module: nn.Module, name: str) -> None:
+    """Tensors that were made in inference mode cannot be trained.
+
+    Raises:
+        UsageError: a parameter or buffer is one; names it.
+    """
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_inference():
+            raise UsageError(
+                f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: make the "
+                "model outside of it"
+            )
+
+
+def apart(task: Task) -> Task:
+    """`task` over a copy of a module that exists, without its gradients: whatever is done to it, the caller's own stays
+    as it is. A function builds a module for us alone anyway.
+    """
+    if not isinstance(task.module, nn.Module):
+        return task
+    copied = copy.deepcopy(task.module)
+    copied.zero_grad(set_to_none=True)
+    return replace(task, module=copied)

@@ -1,0 +1,157 @@
+"""Losses that are computed inside the model, or hand their gradient on: peaks are the allocator's, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from huggingface_models import TINY
+from oracle import measured_peaks
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
+from pipefit.training import Training
+from pipefit.zoo.huggingface import hf
+from tiny import SGD
+
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Kernels' temporary memory depends on the threads; profiles assume one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Own(nn.Module):
+    """Computes its own loss in its last layer, which is small."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reduce, self.body, self.head = reduce, nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduce(self.head(torch.tanh(self.body(x))))
+
+
+class Apply(nn.Module):
+    """A function as a part of a chain."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Dropping(nn.Module):
+    """Computes what it does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        hidden.tanh()
+        return hidden
+
+
+def chain(*ends: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), *ends)
+
+
+def alone(size: int) -> tuple[Tensor, None]:
+    return torch.randn(size, 8), None
+
+
+def aimed(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 8), torch.randn(size, 1)
+
+
+def squared(outputs: Any, targets: Any) -> Tensor:
+    found: Tensor = (outputs - targets).pow(2).mean()
+    return found
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "mean inside": lambda: Task(lambda: Own(torch.mean), batch=alone, loss=None, optimizer=SGD),
+    "sum inside": lambda: Task(lambda: Own(torch.sum), batch=alone, loss=None, optimizer=SGD),
+    "a part that sums": lambda: Task(chain(Apply(torch.sum)), batch=alone, loss=None, optimizer=SGD),
+    "a part that averages": lambda: Task(chain(Apply(torch.mean)), batch=alone, loss=None, optimizer=SGD),
+    "parts behind the loss": lambda: Task(
+        chain(Apply(torch.mean), Apply(lambda x: x.view(1)), Apply(torch.neg)),
+        batch=alone,
+        loss=None,
+        optimizer=SGD,
+    ),
+    "in double precision": lambda: Task(
+        chain(Apply(lambda x: x.double().pow(2).mean())), batch=alone, loss=None, optimizer=SGD
+    ),
+    "in half precision": lambda: Task(chain(), batch=aimed, loss=squared, optimizer=SGD, precision="bfloat16"),
+    "mixed": lambda: Task(chain(), batch=aimed, loss=squared, optimizer=SGD, precision="mixed-bfloat16"),
+    "a loss outside that only takes the value": lambda: Task(
+        chain(Apply(torch.mean)), batch=aimed, loss=lambda output, target: output, optimizer=SGD
+    ),
+    "a loss outside": lambda: Task(chain(), batch=aimed, loss=F.mse_loss, optimizer=SGD),
+    "a result that is dropped": lambda: Task(
+        lambda: nn.Sequential(Dropping(), nn.Linear(8, 1)), batch=aimed, loss=F.mse_loss, optimizer=SGD
+    ),
+    "gpt2": lambda: hf("gpt2", **TINY["gpt2"]),
+}
+
+
+def plans(task: Task) -> Iterator[Plan]:
+    """One stage, and a last layer alone."""
+    found = profile(task, microbatch_size=2)
+    count = len(found.layers)
+    for edges in ((0, count), (0, count - 1, count)):
+        yield Plan(
+            profile=found,
+            cluster=Cluster.emulated((len(edges) - 1, 1 << 30)),
+            training=Training(batch_size=6, microbatches=3, precision=found.assumptions.precision),
+            stages=tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges))),
+        )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_seed_of_a_backward_is_counted_as_it_lives(name: str) -> None:
+    """The gradient that a loss starts from has the loss's dtype and is freed as soon as nothing needs it, whichever
+    layer it is handed on to: simulator, dry run and meter equal the allocator on every stage, in every step.
+    """
+    task = TASKS[name]()
+    for plan in plans(task):
+        dry, predicted, trainer = certify(task, plan), simulate(plan, steps=STEPS), Trainer(task, plan)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            trainer.step(task.batch(plan.training.batch_size))
+        for stage, peaks in enumerate(measured_peaks(task, plan, steps=STEPS)):
+            for step, nbytes in enumerate(peaks):
+                found = [trace.devices[stage].step_peak_bytes(step) for trace in (predicted, dry, trainer.trace)]
+                assert found == [nbytes] * 3, f"{plan.split}, stage {stage}, step {step}"
+
+
+def test_a_plan_that_just_fits_trains() -> None:
+    """With budgets of exactly the predicted peaks a GPT-2 with its own loss trains."""
+    task = TASKS["gpt2"]()
+    *_, plan = plans(task)
+    peaks = simulate(plan, steps=STEPS).peak_bytes
+    cluster = Cluster.emulated(*((1, peak) for peak in peaks))
+    tight = Plan(profile=plan.profile, cluster=cluster, training=plan.training, stages=plan.stages)
+    trainer = Trainer(task, tight)
+    for _ in range(STEPS):
+        trainer.step(task.batch(plan.training.batch_size))
+    assert trainer.trace.peak_bytes == peaks
