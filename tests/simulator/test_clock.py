@@ -84,11 +84,7 @@ def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float
         plan,
         program=parse_program(
             text,
-            placement=(
-                (0,),
-                (1,),
-                (2,),
-            ),
+            placement=((0,), (1,), (2,)),
             microbatches=microbatches,
         ),
     )
@@ -303,10 +299,7 @@ def test_a_deadlock_names_every_stuck_device_and_what_it_waits_for() -> None:
             plan,
             program=parse_program(
                 text,
-                placement=(
-                    (0,),
-                    (1,),
-                ),
+                placement=((0,), (1,)),
                 microbatches=2,
             ),
         )

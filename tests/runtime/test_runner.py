@@ -1,4 +1,4 @@
-"""Reading a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
+"""Executing a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
     batch = batch_of(task, broken.plan)
     broken.step(batch)
     gc.collect()
-    levels, tensors = [reader.meter.total for reader in broken.readers], living()
-    fuse = broken.readers[1].runner.layers[0].module
+    levels, tensors = [runner.meter.total for runner in broken.runners], living()
+    fuse = broken.runners[1].stages[1].layers[0].module
     fuse.calls, fuse.at = {"forward": 0, "backward": 0}, at
     assert "the fuse blew" in failure(lambda: broken.step(batch), RuntimeError)
     gc.collect()
-    assert [reader.meter.total for reader in broken.readers] == levels
+    assert [runner.meter.total for runner in broken.runners] == levels
     # gone too: the gradients, which a finished step has freed as well
     assert living() <= tensors
 
@@ -162,7 +162,7 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
     """No letter and no gradient of the failed step gets into the next: its numbers are those without the failure."""
     task = fused()
     broken, sound = (Trainer(task, three_stages(schedule)) for _ in range(2))
-    fuse = broken.readers[1].runner.layers[0].module
+    fuse = broken.runners[1].stages[1].layers[0].module
     fuse.at = at
     failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
     fuse.at = None
@@ -176,8 +176,8 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
 def with_program(
     monkeypatch: pytest.MonkeyPatch, task: Task, text: str, split: list[int], microbatches: int
 ) -> Trainer:
-    """A trainer that reads the program in `text`."""
-    program = parse_program(text, placement=tuple(range(len(split))), microbatches=microbatches)
+    """A trainer that executes the program in `text`."""
+    program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr(trainer, "lower", lambda plan, **_: program)
     return trainer_of(task, split, microbatches=microbatches)
 
@@ -193,11 +193,11 @@ def test_a_program_that_waits_in_a_circle_is_refused(monkeypatch: pytest.MonkeyP
     text = "\n".join(" ".join(line.split()) for line in text.replace("\n            ", " ").splitlines())
     task = fused()
     stuck = with_program(monkeypatch, task, text, [2, 3], 2)
-    levels = [reader.meter.total for reader in stuck.readers]
+    levels = [runner.meter.total for runner in stuck.runners]
     message = failure(lambda: stuck.step(batch_of(task, stuck.plan)), UsageError)
     assert "the program is stuck: devices [0, 1] wait for each other" in message
     gc.collect()
-    assert [reader.meter.total for reader in stuck.readers] == levels
+    assert [runner.meter.total for runner in stuck.runners] == levels
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_a_program_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, t
     """A second backward, one without its forward, or an action that is unknown here: the error names it; no leak."""
     task = fused()
     wrong = with_program(monkeypatch, task, text, [5], 1)
-    level = wrong.readers[0].meter.total
+    level = wrong.runners[0].meter.total
     message = failure(lambda: wrong.step(batch_of(task, wrong.plan)), UsageError)
     assert named in message
     gc.collect()
-    assert wrong.readers[0].meter.total == level
+    assert wrong.runners[0].meter.total == level
 
 
 @pytest.mark.parametrize("size", [5, 8, 0])
@@ -268,8 +268,8 @@ def test_events_and_samples_are_the_program() -> None:
     run = trainer_of(fused(), [2, 2, 1], microbatches=3)
     for step in range(2):
         run.step(batch_of(run.task, run.plan, step))
-    for reader, device in zip(run.readers, run.trace.devices, strict=True):
-        program = [str(action) for action in lower(run.plan).actions[reader.number]]
+    for runner, device in zip(run.runners, run.trace.devices, strict=True):
+        program = [str(action) for action in lower(run.plan).actions[runner.number]]
         assert [sample.action for sample in device.memory] == program * 2
         assert [event.action for event in device.events] == [text for text in program if "LOAD" not in text] * 2
         times = [time for event in device.events for time in (event.start_seconds, event.end_seconds)]
