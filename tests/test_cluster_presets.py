@@ -100,17 +100,16 @@ def links_of(text: str) -> tuple[Link, ...]:
 
 def test_links_are_written_in_three_ways() -> None:
     """A switch by pattern, a link for each pair with its lanes, and one from each of a range to one member."""
-    assert [link.members for link in links_of('members = ["device*", "host0"]')] == [
-        ("device0", "device1", "device2", "host0")
-    ]
+    first, second, third, host = *map(Member.device, range(3)), Member.host(0)
+    assert [link.members for link in links_of('members = ["device*", "host0"]')] == [(first, second, third, host)]
     assert [(link.members, link.lanes) for link in links_of('pairs = ["0-1:4", "1-2"]')] == [
-        (("device0", "device1"), 4),
-        (("device1", "device2"), 1),
+        ((first, second), 4),
+        ((second, third), 1),
     ]
     spokes = links_of('each = "device1-2"\nto = "host0"\nwire = "bus"')
     assert [(link.members, link.wire) for link in spokes] == [
-        (("device1", "host0"), "bus"),
-        (("device2", "host0"), "bus"),
+        ((second, host), "bus"),
+        ((third, host), "bus"),
     ]
 
 
