@@ -9,7 +9,8 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.fit.growth import Demand
 from pipefit.profiles import ModelProfile, Target
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 from pipefit.zoo import build
 
 

@@ -67,7 +67,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.report.fit import Attempt, Fit
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from torchgpipe_balance import torchgpipe_times
 
 FILTERS, SMALLER = 544, 256  # where splits are compared; where torchgpipe measures, too

@@ -51,7 +51,7 @@ from pipefit.fit.search import edge
 from pipefit.plans import Plan
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import Trainer, certify
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.units import MIB
 
 STEPS = 2

@@ -36,7 +36,8 @@ from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
 from pipefit.profiles import AdditiveCosts
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 from pipefit.zoo import build
 
 MODELS: dict[str, tuple[dict[str, Any], int]] = {  # settings, devices

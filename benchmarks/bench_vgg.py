@@ -60,7 +60,8 @@ from pipefit.profiles import AdditiveCosts, Target
 from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify
 from pipefit.schedule import lower
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 from pipefit.zoo import vgg11
 
 MICROBATCHES, MICROBATCH = 12, 92

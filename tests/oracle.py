@@ -24,32 +24,33 @@ from pipefit.runtime.runner import DeviceRunner
 
 
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
-    """Highest allocated bytes of every stage in every step, by the allocator's own account: `[stage][step]`."""
+    """Highest allocated bytes of every device in use in every step, by the allocator's own account: `[rank][step]`."""
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
     trainer = Trainer(task, unmetered, seed=seed)
-    levels = [_resident(reader) for reader in trainer.readers]
-    peaks: list[list[int]] = [[] for _ in trainer.readers]
+    levels = [_resident(runner) for runner in trainer.runners]
+    peaks: list[list[int]] = [[] for _ in trainer.runners]
     for step in range(steps):
         torch.manual_seed(seed + step)
         batch = task.batch(plan.training.batch_size)
         with _uncollected(), _marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
             trainer.step(batch)
-        for stage, reader in enumerate(trainer.readers):
-            changes = _changes(observed, reader.number)
-            highest, levels[stage] = _walk(levels[stage], changes)
-            peaks[stage].append(highest)
+        for rank, runner in enumerate(trainer.runners):
+            changes = _changes(observed, runner.number)
+            highest, levels[rank] = _walk(levels[rank], changes)
+            peaks[rank].append(highest)
     return peaks
 
 
-def _resident(reader: DeviceRunner) -> int:
+def _resident(runner: DeviceRunner) -> int:
     """Bytes of what exists before the first step, counted from the tensors themselves."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for stage in runner.stages.values()
         for t in (
-            *reader.runner.parameters,
-            *reader.runner.buffers,
-            *reader.runner.constants,
-            *reader.runner.optimizer_state(),
+            *stage.parameters,
+            *stage.buffers,
+            *stage.constants,
+            *stage.optimizer_state(),
         )
     }
     return sum(storages.values())
@@ -76,7 +77,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """Every action of a reader becomes a range in the profile, named after its device."""
+    """Every action of a runner becomes a range in the profile, named after its device."""
     original = DeviceRunner._timed
 
     def marked(self: DeviceRunner, *args: object) -> None:

@@ -8,7 +8,8 @@ from random import Random
 
 from chains import hostile, profile
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.places import parse_place
+from pipefit.plans import Decision, Grid, Plan, Stage
 from pipefit.profiles import (
     GradientOrigin,
     LayerCost,
@@ -23,6 +24,7 @@ from pipefit.profiles import (
 )
 from pipefit.program import Action, Kind, Program, Subject
 from pipefit.schedule import lower
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
@@ -167,18 +169,25 @@ def make_plan(
     microbatches: int = 4,
     schedule: str = "1f1b",
     cluster: Cluster | None = None,
+    devices: int | None = None,
+    recompute: Recompute = "never",
+    decisions: tuple[Decision, ...] = (),
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s."""
-    starts = [sum(split[:number]) for number in range(len(split) + 1)]
+    """Stage s holds `split[s]` layers on device s, or s modulo `devices`. Whole stages are recomputed as `recompute`
+    says, besides what `decisions` say.
+    """
+    starts, devices = [sum(split[:number]) for number in range(len(split) + 1)], devices or len(split)
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(number % devices))
+        for number, (start, stop) in enumerate(itertools.pairwise(starts))
+    )
     size = profile.measurements[0].microbatch_size
     return Plan(
         profile=profile,
-        cluster=cluster or make_cluster(len(split)),
+        cluster=cluster or make_cluster(devices),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
-        stages=tuple(
-            Stage(start=start, stop=stop, grid=Grid.of(number))
-            for number, (start, stop) in enumerate(itertools.pairwise(starts))
-        ),
+        stages=stages,
+        decisions=(*whole_stages(stages, recompute, schedule, microbatches), *decisions),
     )
 
 
@@ -208,7 +217,7 @@ def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Seq
 def _moved(action: Action, stage: Stage, place: str, tensor: int) -> Iterator[Action]:
     layers = range(stage.start, stage.stop)
     moves = {
-        layer: Action(Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=place)
+        layer: Action(Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=parse_place(place))
         for layer in layers
     }
     if action.kind is Kind.FORWARD:

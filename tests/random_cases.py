@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
+from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
 
 MODELS = ("mlp", "gpt", "bert", "vgg11")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "torchgpipe", "1f1b")
 STEPS = 2  # the first, in which optimizer state is born, and a steady one
 ROOM = 1 << 34
 
@@ -41,7 +42,10 @@ class Case:
         training = self.plan.training
         settings = " ".join(f"{key}={value}" for key, value in self.settings.items())
         split = "-".join(map(str, self.plan.split))
-        return f"{self.name} {settings} {training.microbatches}x{training.microbatch_size} {training.schedule} {split}"
+        batch = f"{training.microbatches}x{training.microbatch_size}"
+        devices = "" if len(self.plan.ranks) == len(self.plan.stages) else f" on {len(self.plan.ranks)} devices"
+        decisions = "".join(f"; {one} of microbatches {tuple(one.microbatches)}" for one in self.plan.decisions)
+        return f"{self.name} {settings} {batch} {training.schedule} {split}{devices}{decisions}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,40 +78,80 @@ def random_case(rng: Random, *, model: str | None = None) -> Case:
 
 
 def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, Any] | None = None) -> Case:
-    """Any plan of up to four stages for `task`, on devices in any order."""
+    """Any plan for `task`."""
     found = profile(task, microbatch_size=rng.choice([1, 2, 3, 4]))
     return Case(name=name or task.name, settings=settings or {}, task=task, plan=random_plan(found, rng))
 
 
 def random_plan(found: ModelProfile, rng: Random, *, microbatches: int | None = None) -> Plan:
-    """Any split of the layers over up to four devices, under any schedule, for one to six `microbatches`."""
+    """Any split of the layers over up to four devices in any order, under any schedule, for one to six `microbatches`,
+    with any recomputation. Under GPipe's schedules devices may hold several stages.
+    """
     layers, size = len(found.layers), found.measurements[0].microbatch_size
-    count = rng.randint(1, min(4, layers))
-    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
-    devices = rng.sample(range(4), count)
-    number = microbatches or rng.choice([1, 2, 3, 4, 6])
-    return Plan(
+    schedule, number = rng.choice(SCHEDULES), microbatches or rng.choice([1, 2, 3, 4, 6])
+    ranks = rng.randint(1, min(4, layers))
+    chunks = rng.choice([1, 1, 2, 3]) if schedule != "1f1b" else 1
+    chunks = chunks if ranks * chunks <= layers else 1
+    cuts = [0, *sorted(rng.sample(range(1, layers), ranks * chunks - 1)), layers]
+    devices = rng.sample(range(4), ranks)
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(devices[stage % ranks]))
+        for stage, (start, stop) in enumerate(itertools.pairwise(cuts))
+    )
+    if not _holds_copies_apart(found, stages):  # two copies of a parameter on one device are refused
+        stages = (*stages[: ranks - 1], replace(stages[ranks - 1], stop=layers))
+    plan = Plan(
         profile=found,
         cluster=Cluster.emulated((4, ROOM)),
-        training=Training(batch_size=size * number, microbatches=number, schedule=rng.choice(SCHEDULES)),
-        stages=tuple(
-            Stage(start=start, stop=stop, grid=Grid.of(device))
-            for (start, stop), device in zip(itertools.pairwise(cuts), devices, strict=True)
-        ),
+        training=Training(batch_size=size * number, microbatches=number, schedule=schedule),
+        stages=stages,
     )
+    return replace(plan, decisions=random_decisions(plan, rng))
+
+
+def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
+    """Nothing, whole stages, or in some stages a run of layers for some microbatches, early or just in time."""
+    if rng.random() < 0.5:
+        return whole_stages(plan.stages, rng.choice(RECOMPUTE), plan.training.schedule, plan.training.microbatches)
+    runs = []
+    for number, stage in enumerate(plan.stages):
+        start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
+        if rng.random() < 0.3 or _cuts_a_shared_parameter(plan, stage, start, stop):
+            continue
+        every = rng.randint(1, 3)
+        which = Microbatches(taken=rng.randint(1, every), every=every, first=rng.randrange(every))
+        subject = Run(start=start, stop=stop)
+        ahead = rng.choice([0, 0, 1, 2])
+        runs.append(Decision(stage=number, subject=subject, what=What.RECOMPUTE, microbatches=which, ahead=ahead))
+    return tuple(runs)
+
+
+def _cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:
+    """Whether recomputing layers `start` to `stop - 1` puts users of one parameter into two pieces of the stage."""
+    pieces = ((stage.start, start), (start, stop), (stop, stage.stop))
+    return any(sum(any(a <= user < b for user in one.users) for a, b in pieces) > 1 for one in plan.measurement.shared)
+
+
+def _holds_copies_apart(found: ModelProfile, stages: tuple[Stage, ...]) -> bool:
+    """Whether no device has two stages that share a parameter."""
+    for shared in found.measurements[0].shared:
+        holders = [stage.device for stage in stages if any(stage.start <= user < stage.stop for user in shared.users)]
+        if len(set(holders)) != len(holders):
+            return False
+    return True
 
 
 def accounts(case: Case) -> Iterator[Account]:
-    """Every device that holds a stage, in every step."""
+    """Every device in use, in every step."""
     dry, virtual = certify(case.task, case.plan, steps=STEPS), simulate(case.plan, steps=STEPS)
     measured = measured_peaks(case.task, case.plan, steps=STEPS)
-    for stage, step in itertools.product(range(len(case.plan.stages)), range(STEPS)):
-        device = case.plan.stages[stage].device
+    for (rank, stages), step in itertools.product(enumerate(case.plan.ranks), range(STEPS)):
+        device = case.plan.stages[stages[0]].device
         yield Account(
             case=case,
             device=device,
             step=step,
-            oracle_bytes=measured[stage][step],
+            oracle_bytes=measured[rank][step],
             dry_run_bytes=dry.devices[device].step_peak_bytes(step),
             simulated_bytes=virtual.devices[device].step_peak_bytes(step),
         )

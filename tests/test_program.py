@@ -97,10 +97,7 @@ def test_a_program_that_cannot_be_is_refused(lines: tuple[str, str], message: st
     with pytest.raises(UsageError, match=message):
         parse_program(
             text,
-            placement=(
-                (0,),
-                (1,),
-            ),
+            placement=((0,), (1,)),
             microbatches=1,
         )
 

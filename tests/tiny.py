@@ -16,6 +16,7 @@ from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -44,18 +45,22 @@ def plan_of(
     size: int = 2,
     microbatches: int = 2,
     schedule: str = "1f1b",
+    recompute: Recompute = "never",
     memory_bytes: int = 1 << 30,
+    devices: int | None = None,
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s, each of which has `memory_bytes`."""
-    cuts = [0, *itertools.accumulate(split)]
+    """Stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has `memory_bytes`."""
+    cuts, devices = [0, *itertools.accumulate(split)], devices or len(split)
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(number % devices))
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts))
+    )
     return Plan(
         profile=profile(task, microbatch_size=size),
-        cluster=Cluster.emulated((len(split), memory_bytes)),
+        cluster=Cluster.emulated((devices, memory_bytes)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
-        stages=tuple(
-            Stage(start=start, stop=stop, grid=Grid.of(number))
-            for number, (start, stop) in enumerate(itertools.pairwise(cuts))
-        ),
+        stages=stages,
+        decisions=whole_stages(stages, recompute, schedule, microbatches),
     )
 
 

@@ -113,10 +113,10 @@ def test_gradients_equal_plain_training(name: str) -> None:
         loss = task.loss(outputs, targets) if task.loss else outputs if isinstance(outputs, Tensor) else outputs.loss
         (loss / 4).backward()
     expected = {name: p.grad for name, p in theirs.named_parameters(remove_duplicate=False)}
-    for reader in trainer.readers:
-        for layer in reader.runner.layers:
+    for stage in trainer.stages:
+        for layer in stage.layers:
             for local, parameter in layer.module.named_parameters():
-                if any(parameter is tied for tied in reader.runner.shared.values()):
+                if any(parameter is tied for tied in stage.shared.values()):
                     continue  # summed over the stages only when an update follows
                 wanted = expected[layer.originals[local]]
                 assert (parameter.grad is None) == (wanted is None), layer.originals[local]

@@ -13,6 +13,7 @@ from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.schedule.whole_stages import whole_stages
 from pipefit.training import Training
 from pipefit.zoo.huggingface import hf
 
@@ -26,8 +27,10 @@ def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
     stages = tuple(
         Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate([(0, 2), (2, last - 1), (last - 1, last)])
     )
-    training = Training(batch_size=6, microbatches=3, clip_norm=0.5, recompute="except_last")
-    plan = Plan(profile=costs, cluster=Cluster.emulated((3, 1 << 30)), training=training, stages=stages)
+    training = Training(batch_size=6, microbatches=3, clip_norm=0.5)
+    decisions = whole_stages(stages, "except_last", "1f1b", 3)
+    cluster = Cluster.emulated((3, 1 << 30))
+    plan = Plan(profile=costs, cluster=cluster, training=training, stages=stages, decisions=decisions)
     assert plan.holders == ((0, 2),)
     losses, measured = train(factory, plan, steps=3, timeout_seconds=60)
     before = torch.get_num_threads()

@@ -11,7 +11,8 @@ from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import simulate
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 from pipefit.zoo import build
 
 
@@ -25,9 +26,9 @@ def costs() -> ModelProfile:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_exact_finds_what_trying_all_splits_finds(costs: ModelProfile, schedule: str, recompute: Recompute) -> None:
     """The same split, ties included, and the peaks that the simulator finds for it."""
-    training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule, recompute=recompute)
+    training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule)
     cluster = Cluster.emulated((4, 1 << 40))
-    found, best = (plan(costs, cluster, training, planner=name) for name in ("exact", "exhaustive"))
+    found, best = (plan(costs, cluster, training, recompute=recompute, planner=name) for name in ("exact", "exhaustive"))
     assert found.split == best.split
     assert found.prediction == best.prediction
     assert best.provenance is not None

@@ -22,6 +22,7 @@ from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
 from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 from tiny import task_of
 
@@ -113,23 +114,25 @@ def small() -> Task:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: str) -> None:
+def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: Recompute) -> None:
     """Every layer alone and every pair, to the byte, as in the dry run of a whole pipeline with that stage; and alone,
     as the incremental profiler finds it.
     """
-    task, training = small(), replace(GPIPE, recompute=recompute)
+    task = small()
     chain, cluster = profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 26))
     state = torch.get_rng_state()
-    costs = profile_trimmed(task, chain, cluster, training, store=tmp_path / "trimmed.json")
+    costs = profile_trimmed(task, chain, cluster, GPIPE, store=tmp_path / "trimmed.json", recompute=recompute)
     assert torch.equal(state, torch.get_rng_state())
     for run in json.loads((tmp_path / "trimmed.json").read_text())["runs"]:
         for (start, stop), peak in zip(run["stages"], run["peaks"], strict=True):
             ends = [(a, b) for a, b in ((0, start), (start, stop), (stop, 6)) if a < b]
             stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(ends))
-            plan = Plan(profile=chain, cluster=cluster, training=training, stages=stages)
+            decisions = whole_stages(stages, recompute, "gpipe", GPIPE.microbatches)
+            plan = Plan(profile=chain, cluster=cluster, training=GPIPE, stages=stages, decisions=decisions)
             assert certify(task, plan).peak_bytes[ends.index((start, stop))] == peak
             assert costs.peak(start, stop) == peak
-    whole = profile_incrementally(task, chain, cluster, training, store=tmp_path / "incremental.json")
+    store = tmp_path / "incremental.json"
+    whole = profile_incrementally(task, chain, cluster, GPIPE, store=store, recompute=recompute)
     assert whole.mem_isolated == costs.mem_isolated
 
 

@@ -18,16 +18,18 @@ from pipefit.planner import plan as make_plan
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
-from pipefit.runtime.stage import StageRunner
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipefit.simulator import simulate
-from pipefit.training import Recompute, Training
+from pipefit.training import Training
 from pipefit.zoo import build
 from random_cases import accounts, plan_for, random_case
+from tiny import plan_of
 
 
 def recomputed(plan: Plan, mode: Recompute) -> Plan:
-    """The same plan with another mode of recomputation."""
-    return replace(plan, training=replace(plan.training, recompute=mode))
+    """The same plan with whole stages recomputed, or kept."""
+    training = plan.training
+    return replace(plan, decisions=whole_stages(plan.stages, mode, training.schedule, training.microbatches))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -35,7 +37,7 @@ def test_peaks_are_exact(seed: int) -> None:
     """Dry run, simulator and allocator agree to the byte on random models, splits and schedules."""
     rng = Random(1000 + seed)
     case = random_case(rng)
-    case = replace(case, plan=recomputed(case.plan, rng.choice(["except_last", "always"])))
+    case = replace(case, plan=recomputed(case.plan, rng.choice(["except_last", "except_one", "always"])))
     for account in accounts(case):
         assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
 
@@ -49,13 +51,13 @@ def test_peaks_of_other_models(name: str) -> None:
         assert abs(account.simulator_error) < 0.01
 
 
-@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("mode", ["except_last", "except_one", "always"])
 @pytest.mark.parametrize("name", ["resnet", "encoder", "vgg11", "gpt"])
 def test_the_numbers_stay_the_same(name: str, mode: Recompute) -> None:
     """Losses, parameters and batch-norm statistics, with dropout: bitwise those of training without recomputation."""
     task = OWN_MODELS[name]() if name in OWN_MODELS else _zoo(name)
     case = plan_for(task, Random(3))
-    plain, again = Trainer(task, case.plan), Trainer(task, recomputed(case.plan, mode))
+    plain, again = (Trainer(task, recomputed(case.plan, kept)) for kept in ("never", mode))
     for step in range(3):
         torch.manual_seed(step)
         batch = task.batch(case.plan.training.batch_size)
@@ -75,27 +77,27 @@ def test_gpipe_with_recomputation_holds_inputs_instead_of_activations() -> None:
     task = build("gpt", layers=4, hidden=64, heads=4, vocabulary=64, sequence=64)
     costs, cluster = profile(task, microbatch_size=2), Cluster.emulated((3, 1 << 30))
     peaks = {}
-    modes: tuple[Recompute, ...] = ("never", "except_last", "always")
-    for mode in modes:
-        plan = make_plan(costs, cluster, Training(batch_size=16, microbatches=8, schedule="gpipe", recompute=mode))
+    for mode in RECOMPUTE:
+        plan = make_plan(costs, cluster, batch_size=16, microbatches=8, schedule="gpipe", recompute=mode)
         assert plan.prediction is not None
         assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes == certify(task, plan).peak_bytes
         peaks[mode] = max(plan.prediction.peak_bytes)
-    assert peaks["always"] <= peaks["except_last"] < 0.5 * peaks["never"]
+    assert peaks["always"] <= peaks["except_one"] <= peaks["except_last"] < 0.5 * peaks["never"]
 
 
 def test_recomputation_takes_time() -> None:
-    """A recomputed step runs every forward twice, the last microbatch's once under except_last."""
+    """A recomputed step runs every forward twice, but for one microbatch's under except_last and except_one."""
     costs = profile(build("mlp"), microbatch_size=2)
     seconds = {}
-    for mode in ("never", "except_last", "always"):
-        training = Training(batch_size=8, microbatches=4, schedule="gpipe", recompute=mode)  # type: ignore[arg-type]
-        stage = Stage(start=0, stop=len(costs.layers), grid=Grid.of(0))
-        plan = Plan(profile=costs, cluster=Cluster.emulated((1, 1 << 30)), training=training, stages=(stage,))
-        seconds[mode] = simulate(plan).step_seconds[0]
+    training = Training(batch_size=8, microbatches=4, schedule="gpipe")
+    stage = Stage(start=0, stop=len(costs.layers), grid=Grid.of(0))
+    plan = Plan(profile=costs, cluster=Cluster.emulated((1, 1 << 30)), training=training, stages=(stage,))
+    for mode in RECOMPUTE:
+        seconds[mode] = simulate(recomputed(plan, mode)).step_seconds[0]
     forward = (seconds["always"] - seconds["never"]) / 4
     assert forward > 0
     assert seconds["except_last"] == pytest.approx(seconds["never"] + 3 * forward)
+    assert seconds["except_one"] == pytest.approx(seconds["except_last"])
 
 
 def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +107,10 @@ def test_inputs_that_a_layer_overwrites_unnoticed_are_refused(monkeypatch: pytes
         batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
         loss=F.mse_loss,
     )
-    costs = profile(task, microbatch_size=2)
-    stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=3, grid=Grid.of(1)))
-    training = Training(batch_size=4, microbatches=2, recompute="always")
-    plan = Plan(profile=costs, cluster=Cluster.emulated((2, 1 << 30)), training=training, stages=stages)
+    plan = plan_of(task, [1, 2], recompute="always")
     Trainer(task, plan).step(task.batch(4))  # copies are made where the profile knows
     trainer = Trainer(task, plan)
-    runner: StageRunner = trainer.readers[1].runner
-    monkeypatch.setattr(runner, "copies_inputs", False)
+    storages = trainer.runners[1].stages[1].storages
+    monkeypatch.setattr(storages, "costs", tuple(replace(cost, mutates_inputs=False) for cost in storages.costs))
     with pytest.raises(UsageError, match="in place"):
         trainer.step(task.batch(4))

@@ -128,7 +128,7 @@ def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
     losses = []
     for batch in batches(task, plan.training.batch_size):
         seen: dict[int, list[Tensor]] = {}
-        mean, (own,) = trainer.step(batch), [r.runner.losses for r in trainer.readers if r.runner.losses is not None]
+        mean, (own,) = trainer.step(batch), [stage.losses for stage in trainer.stages if stage.losses is not None]
         losses.append(own.tolist())
         assert mean == pytest.approx(own.mean().item(), rel=1e-6)
         gradients.append([gradient for start in sorted(seen) for gradient in seen[start]])

@@ -180,10 +180,9 @@ def test_a_step_leaves_what_it_found() -> None:
     trainer = trainer_of(task, [1, 3], microbatches=3)
     for step in range(3):
         trainer.step(batch_of(task, trainer.plan, step))
-        for reader in trainer.readers:
-            runner = reader.runner
-            kept = [*runner.parameters, *runner.buffers, *runner.constants, *runner.optimizer_state()]
-            assert reader.meter.total == sum(tensor.nbytes for tensor in kept)
+        for runner, stage in zip(trainer.runners, trainer.stages, strict=True):
+            kept = [*stage.parameters, *stage.buffers, *stage.constants, *stage.optimizer_state()]
+            assert runner.meter.total == sum(tensor.nbytes for tensor in kept)
 
 
 @pytest.mark.parametrize(

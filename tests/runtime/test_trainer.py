@@ -219,7 +219,7 @@ def test_evaluation_changes_nothing() -> None:
         expected = sum(F.mse_loss(plain.module(a), b).item() * len(a) / 7 for a, b in pieces)
     assert trainer.evaluate((x, y)) == pytest.approx(expected, abs=1e-6)
     assert same_state(trainer, plain)
-    assert all(layer.module.training for reader in trainer.readers for layer in reader.runner.layers)
+    assert all(layer.module.training for stage in trainer.stages for layer in stage.layers)
 
 
 def test_a_part_kept_in_evaluation_stays_there() -> None:

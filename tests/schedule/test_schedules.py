@@ -91,10 +91,7 @@ def test_a_lowered_gpipe_is_the_program_written_by_hand() -> None:
     plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
     assert lower(plan) == parse_program(
         GPIPE_PROGRAM,
-        placement=(
-            (0,),
-            (1,),
-        ),
+        placement=((0,), (1,)),
         microbatches=2,
     )
 

@@ -84,11 +84,7 @@ def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float
         plan,
         program=parse_program(
             text,
-            placement=(
-                (0,),
-                (1,),
-                (2,),
-            ),
+            placement=((0,), (1,), (2,)),
             microbatches=microbatches,
         ),
     )

@@ -213,10 +213,7 @@ def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str)
             plan,
             program=parse_program(
                 text,
-                placement=(
-                    (0,),
-                    (1,),
-                ),
+                placement=((0,), (1,)),
                 microbatches=1,
             ),
         )
@@ -230,11 +227,7 @@ def test_a_middle_stage_has_nothing_to_load() -> None:
             plan,
             program=parse_program(
                 "device 0:\ndevice 1: 1LOAD0\ndevice 2:",
-                placement=(
-                    (0,),
-                    (1,),
-                    (2,),
-                ),
+                placement=((0,), (1,), (2,)),
                 microbatches=1,
             ),
         )

@@ -132,10 +132,7 @@ def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tup
         plan,
         program=parse_program(
             text,
-            placement=(
-                (0,),
-                (1,),
-            ),
+            placement=((0,), (1,)),
             microbatches=1,
         ),
     )
@@ -306,10 +303,7 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
             plan,
             program=parse_program(
                 text.format(*joins),
-                placement=(
-                    (0,),
-                    (1,),
-                ),
+                placement=((0,), (1,)),
                 microbatches=1,
             ),
         )
@@ -317,10 +311,7 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
         plan,
         program=parse_program(
             text.format(*reversed(joins)),
-            placement=(
-                (0,),
-                (1,),
-            ),
+            placement=((0,), (1,)),
             microbatches=1,
         ),
     )

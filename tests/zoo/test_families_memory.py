@@ -12,7 +12,8 @@ from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
-from pipefit.training import Recompute, Training
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.training import Training
 from pipefit.zoo import build
 from random_cases import Account, Case, accounts
 
@@ -64,7 +65,7 @@ def test_three_accounts_agree(name: str, settings: dict[str, Any], schedule: str
     assert max(abs(account.simulator_error) for account in found) <= 0.001
 
 
-@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_the_simulator_is_exact_wherever_the_model_is_cut(recompute: Recompute) -> None:
     """AmoebaNet, every layer a stage's first and last once, also the classifier alone, which uses one of two values:
     the simulator's peaks are those of the dry run, to the byte; batch norm's buffers are copied and freed as counted.
@@ -72,15 +73,19 @@ def test_the_simulator_is_exact_wherever_the_model_is_cut(recompute: Recompute) 
     task = build("amoebanet", **AMOEBANET)
     found = profile(task, microbatch_size=2)
     layers = len(found.layers)
-    training = Training(batch_size=6, microbatches=3, schedule="gpipe", recompute=recompute)
+    training = Training(batch_size=6, microbatches=3, schedule="gpipe")
     for cut in range(1, layers):
         ends = sorted({0, cut, min(cut + 1, layers - 1), layers - 1, layers})
-        stages = enumerate(itertools.pairwise(ends))
+        stages = tuple(
+            Stage(start=start, stop=stop, grid=Grid.of(number))
+            for number, (start, stop) in enumerate(itertools.pairwise(ends))
+        )
         plan = Plan(
             profile=found,
             cluster=Cluster.emulated((4, 1 << 34)),
             training=training,
-            stages=tuple(Stage(start=start, stop=stop, grid=Grid.of(number)) for number, (start, stop) in stages),
+            stages=stages,
+            decisions=whole_stages(stages, recompute, "gpipe", 3),
         )
         assert certify(task, plan).peak_bytes == simulate(plan, steps=2).peak_bytes
 

@@ -108,6 +108,7 @@ def _with_runs(
             cluster,
             training,
             store=store,
+            recompute=recompute,
             progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),
         )
     return replace(found, additive=costs)

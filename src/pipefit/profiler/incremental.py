@@ -25,6 +25,7 @@ from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 Run = Callable[[Plan], tuple[int, ...]]
@@ -37,6 +38,7 @@ def profile_incrementally(
     training: Training,
     *,
     store: str | os.PathLike[str],
+    recompute: Recompute = "never",
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
@@ -45,6 +47,7 @@ def profile_incrementally(
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
+        recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
 
@@ -55,10 +58,10 @@ def profile_incrementally(
     """
     layers, devices = len(profile.layers), len(cluster.devices)
     planned = [intervals(edges) for edges in partitionings(layers, devices)]
-    runs = Runs(store, "incremental", profile, cluster, training, progress)
+    runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages)), layers, devices)
+    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)), layers, devices)
     for stages in planned:
         told.attempt(stages)
     isolated = tuple(map(told.alone, range(layers)))
@@ -80,14 +83,13 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
     return tuple(peaks[stage.device] for stage in plan.stages)
 
 
-def plan_of(profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages) -> Plan:
-    """Stages that adjoin, each on the device of its number."""
-    return Plan(
-        profile=profile,
-        cluster=cluster,
-        training=training,
-        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(stages)),
-    )
+def plan_of(
+    profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages, recompute: Recompute = "never"
+) -> Plan:
+    """Stages that adjoin, each on the device of its number, and recomputed as asked."""
+    placed = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(stages))
+    decisions = whole_stages(placed, recompute, training.schedule, training.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=training, stages=placed, decisions=decisions)
 
 
 class _Told:

@@ -13,6 +13,7 @@ from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError
 from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
 
@@ -48,6 +49,7 @@ class Runs:
         profile: ModelProfile,
         cluster: Cluster,
         training: Training,
+        recompute: Recompute,
         progress: RunProgress | None,
     ) -> None:
         self.path, self.progress, self.profile, self.cluster = Path(path), progress, profile, cluster
@@ -55,6 +57,7 @@ class Runs:
             "runs": how,
             "model": profile.fingerprint,
             "training": asdict(training),
+            "recompute": recompute,
             "budgets": list(cluster.budgets),
         }
         self.expected = 0

@@ -24,6 +24,7 @@ from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.assembly import local_device, meter_of
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 Run = Callable[[Plan, int], int]
@@ -36,6 +37,7 @@ def profile_trimmed(
     training: Training,
     *,
     store: str | os.PathLike[str],
+    recompute: Recompute = "never",
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
@@ -44,6 +46,7 @@ def profile_trimmed(
     Args:
         profile: of `task`, by any profiler; tells the shapes at the cuts.
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
+        recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
         run: trains a plan's stage of this number alone and returns its peak; by default two steps in this process.
 
@@ -59,25 +62,24 @@ def profile_trimmed(
         )
     layers = len(profile.layers)
     planned = trimmed(layers, len(cluster.devices))
-    runs = Runs(store, "trimmed", profile, cluster, training, progress)
+    runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
+    cut = partial(_cut, profile, cluster, training, recompute)
+    train = run or partial(_train, LoneStages(task, training.microbatch_size))
     for stages in planned:
-        runs.attempt(stages, partial(_outcome, task, profile, cluster, training, stages, run))
+        runs.attempt(stages, partial(_outcome, cut, train, stages))
     isolated = tuple(runs.needed((layer, layer + 1)) for layer in range(layers))
     added = (runs.needed((layer - 1, layer + 1)) - isolated[layer - 1] for layer in range(1, layers))
     return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added))
 
 
-def _outcome(
-    task: Task, profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages, run: Run | None
-) -> Outcome:
+def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
     """Every stage alone, on the device of its number. One that does not fit hinders no other."""
-    run = run or partial(_train, LoneStages(task, training.microbatch_size))
     peaks: list[int | None] = []
     failure = ""
     for number, interval in enumerate(stages):
         try:
-            peaks.append(run(*_cut(profile, cluster, training, number, interval)))
+            peaks.append(run(*cut(number, interval)))
         except OutOfMemory as error:
             peaks.append(None)
             failure = str(error)
@@ -85,7 +87,12 @@ def _outcome(
 
 
 def _cut(
-    profile: ModelProfile, cluster: Cluster, training: Training, number: int, interval: Interval
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    recompute: Recompute,
+    number: int,
+    interval: Interval,
 ) -> tuple[Plan, int]:
     """A plan with the stage of these layers on device `number`, and the stage's number. What is before and behind it is
     on devices that are not there.
@@ -93,9 +100,10 @@ def _cut(
     start, stop = interval
     layers, here = len(profile.layers), len(cluster.devices)
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
-    stages = [Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b]
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b)
     wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
-    plan = Plan(profile=profile, cluster=wider, training=training, stages=tuple(stages))
+    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
+    plan = Plan(profile=profile, cluster=wider, training=training, stages=stages, decisions=decisions)
     return plan, int(start > 0)
 
 

@@ -131,6 +131,7 @@ class DeviceRunner:
         for flight in self._flights.values():
             flight.abandon()
         self._flights.clear()
+        self._inputs = self._targets = ()
         for stage in self.stages.values():
             stage.abandon()
         self.transfers.abandon()

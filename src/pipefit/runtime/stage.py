@@ -167,13 +167,14 @@ class StageRunner:
         """The backward of all pieces from `first` to `end`; the gradients to send where they begin the stage.
 
         Raises:
-            UsageError: these layers have no graph: no forward, or a backward already.
+            UsageError: these layers have no graph, or others come first.
         """
-        pieces = [piece for piece in flight.pieces.values() if first <= piece.first < end]
-        if not pieces or not all(piece.has_graph for piece in pieces) or pieces[-1].end != end:
+        pieces = [piece for piece in flight.pieces.values() if piece.first >= first]
+        edges = [(piece.first, piece.end) for piece in pieces if piece.has_graph]
+        if len(edges) < len(pieces) or flight.values or not edges or (edges[0][0], edges[-1][1]) != (first, end):
             raise UsageError(
                 f"microbatch {flight.microbatch} cannot go backward through layers {first} to {end - 1}: it has no "
-                "forward of just these layers, or went backward already"
+                "forward of just these layers, later ones come first, or it went backward already"
             )
         for piece in reversed(pieces):
             self._backward_of(flight, piece)

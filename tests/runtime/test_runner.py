@@ -1,4 +1,4 @@
-"""Reading a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
+"""Executing a program: caps that bind to the byte, failures that leave nothing behind, programs that cannot run."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
     batch = batch_of(task, broken.plan)
     broken.step(batch)
     gc.collect()
-    levels, tensors = [reader.meter.total for reader in broken.readers], living()
-    fuse = broken.readers[1].runner.layers[0].module
+    levels, tensors = [runner.meter.total for runner in broken.runners], living()
+    fuse = broken.runners[1].stages[1].layers[0].module
     fuse.calls, fuse.at = {"forward": 0, "backward": 0}, at
     assert "the fuse blew" in failure(lambda: broken.step(batch), RuntimeError)
     gc.collect()
-    assert [reader.meter.total for reader in broken.readers] == levels
+    assert [runner.meter.total for runner in broken.runners] == levels
     # gone too: the gradients, which a finished step has freed as well
     assert living() <= tensors
 
@@ -162,7 +162,7 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
     """No letter and no gradient of the failed step gets into the next: its numbers are those without the failure."""
     task = fused()
     broken, sound = (Trainer(task, three_stages(schedule)) for _ in range(2))
-    fuse = broken.readers[1].runner.layers[0].module
+    fuse = broken.runners[1].stages[1].layers[0].module
     fuse.at = at
     failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
     fuse.at = None
@@ -176,8 +176,8 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
 def with_program(
     monkeypatch: pytest.MonkeyPatch, task: Task, text: str, split: list[int], microbatches: int
 ) -> Trainer:
-    """A trainer that reads the program in `text`."""
-    program = parse_program(text, placement=tuple(range(len(split))), microbatches=microbatches)
+    """A trainer that executes the program in `text`."""
+    program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr(trainer, "lower", lambda plan, **_: program)
     return trainer_of(task, split, microbatches=microbatches)
 
@@ -187,19 +187,54 @@ def with_program(
     [
         ("device 0: 0LOAD0 0F0 0B0 0B0 0STEP", "microbatch 0 cannot go backward"),
         ("device 0: 0LOAD0 0B0 0STEP", "microbatch 0 cannot go backward"),
-        ("device 0: 0LOAD0 0R0 0B0 0STEP", "0R0"),
-        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0 0STEP", r"0F0[0:2]"),
+        ("device 0: 0LOAD0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 have nothing to run again"),
+        ("device 0: 0LOAD0 0F0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 have nothing to run again"),
+        ("device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP", "layers 0 to 1 of microbatch 0 have nothing to run"),
+        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[1:5] 0B0[0:1] 0STEP", "cannot go backward through layers 1 to 4"),
+        ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[0:2] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
+        ("device 0: 0LOAD0 0F0[0:2] 0B0[0:2] 0F0[2:5] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
+        ("device 0: 0LOAD0 0F0 0I0 0W0 0STEP", "the runtime cannot execute 0I0 yet"),
+        ("device 0: 0LOAD0 0F0 0W0 0STEP", "the runtime cannot execute 0W0 yet"),
+        ("device 0: 0LOAD0 0F0 0B0 0STEP0", "the runtime cannot execute 0STEP0 yet"),
+        ("device 0: 0LOAD0{0:1} 0F0 0B0 0STEP", "the runtime cannot execute 0LOAD0{0:1} yet"),
+        ("device 0: 0GATHER_F0 0WAIT_GATHER_F0", "the runtime cannot execute 0GATHER_F0 yet"),
+        (
+            "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host 0RELOAD0[1.0]@host "
+            "0WAIT_RELOAD0[1.0]@host 0B0 0STEP",
+            "the runtime cannot execute 0OFFLOAD0[1.0]@host yet",
+        ),
     ],
 )
 def test_a_program_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, named: str) -> None:
     """A second backward, one without its forward, or an action that is unknown here: the error names it; no leak."""
     task = fused()
     wrong = with_program(monkeypatch, task, text, [5], 1)
-    level = wrong.readers[0].meter.total
+    level = wrong.runners[0].meter.total
     message = failure(lambda: wrong.step(batch_of(task, wrong.plan)), UsageError)
     assert named in message
     gc.collect()
-    assert wrong.readers[0].meter.total == level
+    assert wrong.runners[0].meter.total == level
+
+
+PIECES = (
+    "0F0[0:2] 0F0[2:5] 0B0",
+    "0F0[0:2] 0F0[2:5] 0B0[2:5] 0B0[0:2]",
+    "0F0[0:1] 0N0[1:3] 0F0[3:5] 0R0[1:3] 0B0",
+    "0N0[0:3] 0N0[3:5] 0R0[3:5] 0B0[3:5] 0R0[0:3] 0B0[0:3]",
+)
+
+
+@pytest.mark.parametrize("text", PIECES)
+def test_a_microbatch_in_pieces_trains_the_same_numbers(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """However forwards are cut and run again, a backward gives the gradients of the whole, bit by bit."""
+    task = fused()
+    whole = trainer_of(task, [5], microbatches=1)
+    batches = [batch_of(task, whole.plan, step) for step in range(2)]
+    losses = [whole.step(batch) for batch in batches]
+    pieces = with_program(monkeypatch, task, f"device 0: 0LOAD0 {text} 0STEP", [5], 1)
+    assert [pieces.step(batch) for batch in batches] == losses
+    ours, theirs = pieces.state_dict(), whole.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("size", [5, 8, 0])
@@ -250,8 +285,8 @@ def test_events_and_samples_are_the_program() -> None:
     run = trainer_of(fused(), [2, 2, 1], microbatches=3)
     for step in range(2):
         run.step(batch_of(run.task, run.plan, step))
-    for reader, device in zip(run.readers, run.trace.devices, strict=True):
-        program = [str(action) for action in lower(run.plan).actions[reader.number]]
+    for runner, device in zip(run.runners, run.trace.devices, strict=True):
+        program = [str(action) for action in lower(run.plan).actions[runner.number]]
         assert [sample.action for sample in device.memory] == program * 2
         assert [event.action for event in device.events] == [text for text in program if "LOAD" not in text] * 2
         times = [time for event in device.events for time in (event.start_seconds, event.end_seconds)]
