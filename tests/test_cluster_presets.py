@@ -11,7 +11,7 @@ from pipefit.errors import FileError, UsageError
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
 
-# devices, MiB of memory that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
+# devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
 EXPECTED = {
     "4x-a100-80gb": (4, 81050, 100, 31.5, 312),
     "4x-titan-rtx": (4, 24217, 15.75, 15.75, 130),
