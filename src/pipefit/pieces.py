@@ -36,6 +36,7 @@ _MOST_POOLED = 1 << 16  # equal numbers of a list are one object, up to so many 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _UNUSUAL = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{40}")  # a number that may not be finite, or be absurdly long
+_KEYS = dict[str, Any]  # the type of an object of which only the keys matter
 _MEANINGS = {
     "unexpected_keyword_argument": "this key is not known",
     "missing": "this is missing",
@@ -107,7 +108,8 @@ class JsonText:
         end = self._end(at)
         if end is not None:
             return (None if kind is Any else _checked(kind, self.content[at:end], path)), end
-        kind, first = _without_none(kind), self.content[at : at + 1]
+        first = self.content[at : at + 1]
+        kind = self._member(kind, at) if isinstance(kind, UnionType) else kind
         if first == b"{" and (kind is Any or is_dataclass(kind) or get_origin(kind) is dict):
             return self._object(kind, at, path)
         if first == b"[" and (kind is Any or (get_origin(kind) is tuple and get_args(kind)[-1] is ...)):
@@ -170,6 +172,15 @@ class JsonText:
         except json.JSONDecodeError as error:
             raise self._syntax(error.msg, at + error.pos) from None
         return _checked(kind, match[0], path), match.end()
+
+    def _member(self, kind: UnionType, at: int) -> Any:
+        """Of the types of a union, the one that the long value at `at` is of: of several dataclasses, by its keys."""
+        several = [one for one in get_args(kind) if isinstance(one, type) and is_dataclass(one)]
+        if len(several) > 1 and self.content[at : at + 1] == b"{":
+            keys = set(self._object(_KEYS, at, ())[0])
+            return next((one for one in several if keys <= _fields(one).keys()), several[0])
+        others = [one for one in get_args(kind) if one is not NoneType]
+        return others[0] if len(others) == 1 else kind
 
     def _refuse_unless(self, kind: Any, empty: bytes, at: int, path: Path) -> None:
         """Refuses the long value at `at` where the type does not even take an empty one."""
@@ -307,12 +318,6 @@ _scan_carefully: _Scanner = json.JSONDecoder(
 
 
 # ---------------------------------------------------------------- types
-
-
-def _without_none(kind: Any) -> Any:
-    """`X` of `X | None`, and any other type as it is."""
-    others = [one for one in get_args(kind) if one is not NoneType] if isinstance(kind, UnionType) else []
-    return others[0] if len(others) == 1 else kind
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import comb
 
-from pipefit.plans import Plan, Provenance, Stage
+from pipefit.plans import Plan, Provenance, Stage, What
 from pipefit.report.tables import Table, plain
 from pipefit.simulator import simulate
 from pipefit.units import format_bytes, format_seconds
@@ -117,7 +117,8 @@ def _time(plan: Plan) -> Iterator[str]:
     if plan.prediction is None or plan.prediction.step_seconds <= 0:
         return
     step, busy = plan.prediction.step_seconds, simulate(plan).utilisation()
-    waiting = 1 - sum(busy[stage.device] for stage in plan.stages) / len(plan.stages)
+    used = {device for stage in plan.stages for device in stage.devices}
+    waiting = 1 - sum(busy[device] for device in used) / len(used)
     yield (
         f"A step takes {format_seconds(step)}: {plan.training.batch_size / step:.3g} samples per second. "
         f"Devices wait {100 * max(waiting, 0.0):.0f} % of it{_bubble(plan)}."
@@ -127,10 +128,12 @@ def _time(plan: Plan) -> Iterator[str]:
 def _bubble(plan: Plan) -> str:
     """The ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): what stages of equal time without messages would wait.
 
-    Recomputation has none, as devices run forwards again while they would wait.
+    It is defined for one stage on each device. Under recomputation it is not, as devices run forwards again while they
+    would wait.
     """
     stages, microbatches = len(plan.stages), plan.training.microbatches
-    if stages == 1 or plan.training.recompute != "never":
+    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    if stages == 1 or len(plan.ranks) < stages or recomputes:
         return ""
     share = (stages - 1) / (microbatches + stages - 1)
     return (
