@@ -19,7 +19,7 @@ from pipefit import files, pieces
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
-from pipefit.plans import Plan, Prediction, Provenance
+from pipefit.plans import Objective, Plan, Prediction, Provenance
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
@@ -47,7 +47,7 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
     made_by = Provenance(
         planner="hand",
         options={"a": 1, "b": 0.1, "c": True, "d": "x"},
-        objective="peak",
+        objective=Objective.PEAK,
         value=1.5,
         bound=None,
         evaluated=3,
@@ -93,8 +93,8 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     save(lower(PLAN), tmp_path / "it.json")
     data = json.loads((tmp_path / "it.json").read_text())
     assert list(data)[:2] == ["pipefit", "version"]
-    assert (data["pipefit"], data["version"]) == ("program", 1)
-    assert data["actions"][0].split()[:2] == ["0LOAD0", "0F0"]
+    assert (data["pipefit"], data["version"]) == ("program", 2)
+    assert data["lines"][0].split()[:4] == ["device", "0:", "0LOAD0", "0F0"]
 
 
 def text_with(document: Any, **changes: Any) -> str:
@@ -115,7 +115,7 @@ def changed(document: Any, place: tuple[str | int, ...], value: Any) -> str:
 NESTED: list[Any] = []
 for _ in range(900):
     NESTED = [NESTED]
-STAGE = {"start": 0, "stop": 6, "devices": [0]}
+STAGE = {"start": 0, "stop": 6, "grid": {"devices": [0]}}
 BAD: dict[str, tuple[str, type, list[str]]] = {
     "empty": ("", Plan, ["is empty"]),
     "blanks": (" \n ", Plan, ["is empty"]),
@@ -128,13 +128,13 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "unknown kind": (text_with(PLAN, pipefit="recipe"), Plan, ["recipe", "plan, program, trace"]),
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
     "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
-    "newer version": (text_with(PLAN, version=2), Plan, ["version 2", "reads version 1", "newer pipefit"]),
+    "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
     "older version": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
     "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
     "unknown key inside": (changed(PLAN, ("stages", 1, "colour"), 1), Plan, ["stages[1].colour", "not known"]),
-    "key missing": ('{"pipefit": "plan", "version": 1}', Plan, ["profile: this is missing", "(and more)"]),
+    "key missing": ('{"pipefit": "plan", "version": 2}', Plan, ["profile: this is missing", "(and more)"]),
     "text for a number": (
         changed(PLAN, ("training", "batch_size"), "4"),
         Plan,
@@ -144,8 +144,8 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
     "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
     "a stage without layers": (changed(PLAN, ("stages", 0, "stop"), 0), Plan, ["stages[0]", "at least one layer"]),
-    "a device twice": (changed(PLAN, ("stages", 1, "devices"), [0]), Plan, ["device of its own"]),
-    "a device too many": (changed(PLAN, ("stages", 1, "devices"), [7]), Plan, ["does not have"]),
+    "a device twice": (changed(PLAN, ("stages", 1, "grid", "devices"), [0, 0]), Plan, ["stages[1].grid", "replicas"]),
+    "a device too many": (changed(PLAN, ("stages", 1, "grid", "devices"), [7]), Plan, ["does not have"]),
     "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
     "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["1e999", "finite"]),
     "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["is not a number"]),
@@ -158,8 +158,12 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "unknown dtype of a source": (text_with(TRACE, source="guess"), Trace, ["source", "'dry run'", '"guess"']),
     "samples too short": (changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]), Trace, ["memory[0].bytes"]),
     "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
-    "no such action": (text_with(lower(PLAN), actions=["0F0 0FLY0", ""]), Program, ["actions[0]", "0FLY0"]),
-    "an action elsewhere": (text_with(lower(PLAN), actions=["1F0", ""]), Program, ["stage 1 is not on it"]),
+    "no such action": (text_with(lower(PLAN), lines=["device 0: 0F0 0FLY0", "device 1:"]), Program, ["0FLY0"]),
+    "an action elsewhere": (
+        text_with(lower(PLAN), lines=["device 0: 1F0", "device 1:"]),
+        Program,
+        ["stage 1 is not on it"],
+    ),
     "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
 }
 
@@ -178,7 +182,7 @@ def test_a_wrong_file_is_refused_by_name(text: str, kind: type, words: list[str]
     assert not [word for word in words if word not in message], message
 
 
-@pytest.mark.parametrize("size", [30, 60, 300])
+@pytest.mark.parametrize("size", [70, 150, 300])
 @pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 def test_the_size_of_a_piece_decides_nothing(
     document: Any, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,9 +76,9 @@ def test_equal_stages_wait_for_the_ideal_bubble() -> None:
 def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
     """One device computes all the time, however much of it is recomputation, and no ideal bubble is named for that."""
     for recompute in ("never", "always"):
-        again = replace(training("gpipe", 4), recompute=recompute)
-        assert "Devices wait 0 % of it." in explain(plan(profile(alike(8)), devices(AMPLE), again))
-    shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), again)
+        alone = plan(profile(alike(8)), devices(AMPLE), training("gpipe", 4), recompute=recompute)
+        assert "Devices wait 0 % of it." in explain(alone)
+    shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4), recompute="always")
     assert "ideal bubble" not in explain(shown)
     assert waits(shown) == f"{waits_of(simulate(shown)):.0f}"
 
