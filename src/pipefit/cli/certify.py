@@ -18,7 +18,9 @@ def command(
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     steps: PredictedSteps = PREDICTED_STEPS,
-    target: Annotated[Target | None, typer.Option(help="Whose kernels to follow; the profile's unless given.")] = None,
+    target: Annotated[
+        Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

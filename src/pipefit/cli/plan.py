@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Plan how a model is split over a cluster.
 
-    The split leaves the fullest device as empty as can be; the plan says what limits it.
+    By default, the split whose fullest device is as empty as possible. The plan says which device limits it.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress

@@ -11,7 +11,7 @@ def command(
 ) -> None:
     """Simulate PLAN: predicted peaks and time.
 
-    The first step differs from the others: gradients and optimizer state are born in it.
+    The first step differs from the others: optimizer state is allocated in its update.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress

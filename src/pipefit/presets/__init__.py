@@ -38,6 +38,6 @@ def load_preset(name: str) -> Cluster:
         guess = f"did you mean {closest[0]}? " if closest else ""
         raise UsageError(
             f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
-            f"a .toml file or emulated:4x256MiB will do as well"
+            f"or name a .toml file, or emulated devices such as emulated:4x256MiB"
         )
     return parse_cluster((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")

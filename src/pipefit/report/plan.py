@@ -69,13 +69,15 @@ def _bar(full: float) -> str:
 def _limit(plan: Plan) -> str:
     """The fullest device, and how much room it has or lacks."""
     if plan.prediction is None:
-        return "No peaks were predicted for this plan; simulate it to see them."
+        return "This plan holds no predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
     budget, peak = plan.cluster.budgets[stage.device], plan.prediction.peak_bytes[stage.device]
     room = (
-        f"{format_bytes(budget - peak)} free" if peak <= budget else f"{format_bytes(peak - budget)} too little memory"
+        f"which leaves it {format_bytes(budget - peak)} free"
+        if peak <= budget
+        else f"{format_bytes(peak - budget)} more than it has"
     )
-    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, which leaves it {room}."
+    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, {room}."
 
 
 def _planner(plan: Plan) -> Iterator[str]:
