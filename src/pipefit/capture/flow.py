@@ -93,7 +93,7 @@ class Flow:
 
     @cached_property
     def legal(self) -> list[bool]:
-        """Whether each cut is allowed: only tensors cross it, and no change in place on one side is seen on the other."""
+        """Whether each cut is allowed: only tensors cross it, and no change in place is seen on its other side."""
         closed = [(first, last, 1) for node, first, last in self.crossing if not _can_cross(node)]
         numbers = {node: number for number, node in enumerate(self.order)}
         for root, changes in self._changed.items():
@@ -119,7 +119,7 @@ class Flow:
         return found
 
     def _given(self, node: fx.Node, changed: Iterable[fx.Node]) -> bool:
-        """Whether any layer can have `node` uncomputed: an integer input, or a buffer or constant that never changes."""
+        """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""
         kind = _kind(node)
         if kind == "input":
             return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
