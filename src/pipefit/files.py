@@ -26,7 +26,7 @@ from typing import Any, TypeVar, overload
 
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
-from pipefit.pieces import JsonText, Refusal, adapter
+from pipefit.pieces import JsonText, Refusal, adapter, printable
 from pipefit.plans import Plan
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
@@ -34,7 +34,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
-from pipefit.validation import parsed, printable, told
+from pipefit.validation import parsed, told
 
 __all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
 
