@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 import pytest
 
 from pipefit.cluster import Cluster, Link
@@ -10,15 +12,16 @@ from pipefit.places import Member
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
 
-EXPECTED = {  # devices, GB of memory, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
-    "4x-a100-80gb": (4, 80, 100, 31.5, 312),
-    "4x-titan-rtx": (4, 24, 15.75, 15.75, 130),
-    "dgx-a100": (8, 80, 300, 31.5, 312),
-    "dgx1-v100": (8, 32, 25, 15.75, 125),
-    "dgx2-a100": (8, 40, 300, 31.5, 312),
-    "gh200": (1, 96, None, 450, 990),
-    "hgx-h100": (8, 80, 450, 63, 989.5),
-    "hgx-h200": (8, 141, 450, 63, 989.5),
+# devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
+EXPECTED = {
+    "4x-a100-80gb": (4, 81050, 100, 31.5, 312),
+    "4x-titan-rtx": (4, 24217, 15.75, 15.75, 130),
+    "dgx-a100": (8, 81050, 300, 31.5, 312),
+    "dgx1-v100": (8, 32510, 25, 15.75, 125),
+    "dgx2-a100": (8, 40339, 300, 31.5, 312),
+    "gh200": (1, 96768, None, 450, 990),
+    "hgx-h100": (8, 81082, 450, 63, 989.5),
+    "hgx-h200": (8, 143156, 450, 63, 989.5),
 }
 LANES = (  # the hybrid cube mesh of a DGX-1, row by row
     "01122000",
@@ -38,12 +41,12 @@ def test_every_preset_is_expected() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_preset_has_its_data_sheets_figures(name: str) -> None:
+def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) -> None:
     """Devices, memory, link rates and FLOP/s are those of the table, and the name is the file's."""
     devices, memory, between, to_host, tflops = EXPECTED[name]
     cluster = Cluster.preset(name)
     assert cluster.name == name
-    assert cluster.budgets == (memory * 10**9,) * devices
+    assert cluster.budgets == (memory << 20,) * devices
     assert cluster.devices[0].kind.peak_flops("float16") == tflops * 1e12
     assert cluster.route(Member.device(0), Member.host(0)).bytes_per_second == to_host * 1e9
     if between is not None:
@@ -76,6 +79,24 @@ def test_an_unknown_preset_is_answered_with_the_closest() -> None:
     """The refusal names the presets and the one that was probably meant."""
     with pytest.raises(UsageError, match=r"did you mean hgx-h100.*Presets are 4x-a100-80gb, .*emulated:4x256MiB"):
         Cluster.preset("hgx-h10")
+
+
+SOLD_AS = {"titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "gh200": 96}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_devices_memory_is_not_the_figure_it_is_sold_by(name: str) -> None:
+    """Drivers report some percent less than the figure in GiB, never the round number of GB, and say so in the file."""
+    for device in load_preset(name).devices:
+        sold = SOLD_AS[device.kind.name]
+        assert device.memory_bytes != sold * 10**9
+        assert 0.9 * sold * 2**30 < device.memory_bytes < sold * 2**30
+    assert "\n# Memory is what " in preset_text(name) or "\n# Memory is torch's " in preset_text(name)
+
+
+def preset_text(name: str) -> str:
+    """The preset as it is written, comments included."""
+    return (resources.files("pipefit.presets") / f"{name}.toml").read_text()
 
 
 HEAD = """

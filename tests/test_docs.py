@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import pipefit
-from pipefit.cli import main
+from pipefit.cli import certify, compare, demo, doctor, fit, main, plan, profile, show, simulate, train
 from pipefit.presets import preset_names
 from pipefit.presets.toml import parse_cluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+COMMANDS = (certify, compare, demo, doctor, fit, plan, profile, show, simulate, train)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 CLOCK = re.compile(r"in \d\S* (s|ms|us)\b")
@@ -25,10 +26,15 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def is_slow(line: str) -> bool:
+    """Whether the comment of a line says that it takes a minute or more."""
+    return "minute" in line.partition("#")[2]
+
+
 def run_line(line: str) -> None:
-    """A line of a shell. `pipefit demo` is left to its own test: it starts workers and takes its time."""
+    """A line of a shell, if it is ours and needs no GPUs; slow ones are left to a test of their own."""
     words = shlex.split(line, comments=True)
-    if words[:1] == ["pipefit"] and words[1] != "demo":
+    if words[:1] == ["pipefit"] and not is_slow(line) and "# needs GPUs" not in line:
         assert main(words[1:]) == 0, line
 
 
@@ -61,6 +67,28 @@ def test_the_blocks_of_a_page_run(
             case "sh":
                 for line in block.replace("\\\n", " ").splitlines():
                     run_line(line)
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(1800)
+def test_the_slow_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that take a minute or more, by their own words; there are some, and the demo is one of them."""
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "sh"]
+    slow = [line for block in blocks for line in block.splitlines() if line.startswith("pipefit ") and is_slow(line)]
+    assert any(line.startswith("pipefit demo") for line in slow)
+    for line in slow:
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+
+
+def test_what_the_readme_shows_needs_no_gpu() -> None:
+    """The README shows every command in a block that the tests run; only one line, which trains, says it needs GPUs."""
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    shell = [block.splitlines() for language, block in blocks if language in ("sh", "console")]
+    lines = [line.removeprefix("$ ") for block in shell for line in block]
+    commands = {line.split()[1] for line in lines if line.startswith("pipefit ")}
+    assert commands == {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    assert [line.split()[1] for line in lines if "# needs GPUs" in line] == ["train"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit import files
+from pipefit import files, pieces
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
-from pipefit.plans import Plan, Prediction, Provenance
+from pipefit.plans import Objective, Plan, Prediction, Provenance
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
@@ -45,7 +47,7 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
     made_by = Provenance(
         planner="hand",
         options={"a": 1, "b": 0.1, "c": True, "d": "x"},
-        objective="peak",
+        objective=Objective.PEAK,
         value=1.5,
         bound=None,
         evaluated=3,
@@ -91,8 +93,8 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     save(lower(PLAN), tmp_path / "it.json")
     data = json.loads((tmp_path / "it.json").read_text())
     assert list(data)[:2] == ["pipefit", "version"]
-    assert (data["pipefit"], data["version"]) == ("program", 1)
-    assert data["actions"][0].split()[:2] == ["0LOAD0", "0F0"]
+    assert (data["pipefit"], data["version"]) == ("program", 2)
+    assert data["lines"][0].split()[:4] == ["device", "0:", "0LOAD0", "0F0"]
 
 
 def text_with(document: Any, **changes: Any) -> str:
@@ -110,7 +112,10 @@ def changed(document: Any, place: tuple[str | int, ...], value: Any) -> str:
     return json.dumps(data)
 
 
-STAGE = {"start": 0, "stop": 6, "devices": [0]}
+NESTED: list[Any] = []
+for _ in range(900):
+    NESTED = [NESTED]
+STAGE = {"start": 0, "stop": 6, "grid": {"devices": [0]}}
 BAD: dict[str, tuple[str, type, list[str]]] = {
     "empty": ("", Plan, ["is empty"]),
     "blanks": (" \n ", Plan, ["is empty"]),
@@ -123,13 +128,13 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "unknown kind": (text_with(PLAN, pipefit="recipe"), Plan, ["recipe", "plan, program, trace"]),
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
     "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
-    "newer version": (text_with(PLAN, version=2), Plan, ["version 2", "reads version 1", "newer pipefit"]),
+    "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
     "older version": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
     "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
     "unknown key inside": (changed(PLAN, ("stages", 1, "colour"), 1), Plan, ["stages[1].colour", "not known"]),
-    "key missing": ('{"pipefit": "plan", "version": 1}', Plan, ["profile: this is missing", "3 more"]),
+    "key missing": ('{"pipefit": "plan", "version": 2}', Plan, ["profile: this is missing", "(and more)"]),
     "text for a number": (
         changed(PLAN, ("training", "batch_size"), "4"),
         Plan,
@@ -139,19 +144,26 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
     "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
     "a stage without layers": (changed(PLAN, ("stages", 0, "stop"), 0), Plan, ["stages[0]", "at least one layer"]),
-    "a device twice": (changed(PLAN, ("stages", 1, "devices"), [0]), Plan, ["device of its own"]),
-    "a device too many": (changed(PLAN, ("stages", 1, "devices"), [7]), Plan, ["does not have"]),
+    "a device twice": (changed(PLAN, ("stages", 1, "grid", "devices"), [0, 0]), Plan, ["stages[1].grid", "replicas"]),
+    "a device too many": (changed(PLAN, ("stages", 1, "grid", "devices"), [7]), Plan, ["does not have"]),
     "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
     "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["1e999", "finite"]),
     "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["is not a number"]),
     "key twice": ('{"pipefit": "plan", "pipefit": "trace"}', Plan, ["'pipefit'", "twice"]),
-    "nested deeply": ("[" * 200_000, Plan, ["nested too deeply"]),
+    "nested deeply": ("[" * 200_000, Plan, ["holds no object"]),
+    "nested deeply inside": (text_with(PLAN)[:-1] + ', "training":' + "[" * 200_000, Plan, ["'training'", "twice"]),
+    "nested where nothing nests": (text_with(PLAN.cluster, name=NESTED), Cluster, ["name", "nested too deeply"]),
+    "nested where all is passed over": ('{"note":' + "[" * 200_000, Plan, ["nested too deeply"]),
     "half a character": (text_with(PLAN.cluster, name="\ud800"), Cluster, ["Unicode"]),
     "unknown dtype of a source": (text_with(TRACE, source="guess"), Trace, ["source", "'dry run'", '"guess"']),
     "samples too short": (changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]), Trace, ["memory[0].bytes"]),
     "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
-    "no such action": (text_with(lower(PLAN), actions=["0F0 0FLY0", ""]), Program, ["actions[0]", "0FLY0"]),
-    "an action elsewhere": (text_with(lower(PLAN), actions=["1F0", ""]), Program, ["stage 1 is not on it"]),
+    "no such action": (text_with(lower(PLAN), lines=["device 0: 0F0 0FLY0", "device 1:"]), Program, ["0FLY0"]),
+    "an action elsewhere": (
+        text_with(lower(PLAN), lines=["device 0: 1F0", "device 1:"]),
+        Program,
+        ["stage 1 is not on it"],
+    ),
     "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
 }
 
@@ -168,6 +180,83 @@ def test_a_wrong_file_is_refused_by_name(text: str, kind: type, words: list[str]
     assert "\n" not in message
     assert len(message) < 600
     assert not [word for word in words if word not in message], message
+
+
+@pytest.mark.parametrize("size", [70, 150, 300])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_the_size_of_a_piece_decides_nothing(
+    document: Any, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document that is read value by value, or a few keys at a time, is the same document."""
+    save(document, tmp_path / "it.json")
+    monkeypatch.setattr(pieces, "_GLANCE", size)
+    monkeypatch.setattr(pieces, "_PIECE", size)
+    assert load(tmp_path / "it.json") == document
+
+
+@pytest.mark.parametrize(("text", "kind", "words"), BAD.values(), ids=BAD.keys())
+def test_a_wrong_file_is_refused_in_small_pieces(
+    text: str, kind: type, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mistake lies among the pieces hides it from nobody."""
+    monkeypatch.setattr(pieces, "_GLANCE", 40)
+    monkeypatch.setattr(pieces, "_PIECE", 300)
+    path = tmp_path / "given.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match=r"given\.json") as refused:
+        load(path, kind)
+    assert len(str(refused.value)) < 600
+
+
+def test_keys_in_another_order_are_the_same_document(tmp_path: Path) -> None:
+    """Tools that sort keys put the kind and the version behind the largest values."""
+    data = json.loads(dumps(PLAN))
+    for order in (sorted(data), sorted(data, reverse=True)):
+        (tmp_path / "it.json").write_text(json.dumps({key: data[key] for key in order}, indent=3))
+        assert load(tmp_path / "it.json") == PLAN
+
+
+def hostile(folder: Path, *, size: float, every: int) -> list[dict[str, Any]]:
+    """What reading damaged documents took, in a process that loads no more than it needs."""
+    for name, document in zip(IDS, DOCUMENTS, strict=True):
+        save(document, folder / f"valid-{name}.json")
+    script = Path(__file__).parent / "hostile_files.py"
+    command = [sys.executable, str(script), str(folder), str(size), str(every)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_bounded(readings: list[dict[str, Any]]) -> None:
+    """Ten times the file and 64 MiB, and a sentence or a document."""
+    over = [one["damage"] for one in readings if one["memory"] > 10 * one["size"] + (64 << 20)]
+    assert over == []
+    assert [one for one in readings if one["said"].startswith("raised")] == []
+
+
+def test_a_hostile_file_takes_ten_times_its_size_at_most(tmp_path: Path) -> None:
+    """Whatever is wrong with a file of 4 MB, and wherever, reading it takes ten times the file and 64 MiB at most."""
+    readings = hostile(tmp_path, size=4, every=97)
+    assert len(readings) > 100
+    assert_bounded(readings)
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(3600)
+def test_a_large_hostile_file_takes_ten_times_its_size_at_most(tmp_path: Path) -> None:
+    """The same for files of 30 MB, damaged in more places."""
+    assert_bounded(hostile(tmp_path, size=30, every=9))
+
+
+def test_a_program_of_too_many_actions_is_neither_saved_nor_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both say how many a file can have."""
+    save(lower(PLAN), tmp_path / "it.json")
+    monkeypatch.setattr(files, "MOST_ACTIONS", 30)
+    with pytest.raises(FileError, match="more than the 30 actions"):
+        load(tmp_path / "it.json")
+    with pytest.raises(FileError, match="more than the 30 actions"):
+        save(lower(PLAN), tmp_path / "it.json")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _MOST_DEVICES = 4096  # of an emulated cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What a kind of device can do at best.
+    """The peak figures of a kind of device.
 
     `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
     """

@@ -5,24 +5,28 @@ A document is one object: its kind, its version, and the fields of the dataclass
     {"pipefit": "plan", "version": 1, "profile": {...}, "cluster": {...}, ...}
 
 Loading checks everything: a file that loads is a valid document, and one that does not is refused in one sentence
-that says where. Nothing in a file names code. Saving replaces the file as a whole or leaves it alone. Both cost one
-pass over the text; a thousand layers take milliseconds. Clusters may also be TOML, a name, or emulated: `load_cluster`.
+that says where, and takes at most ten times the size of the file and 64 MiB more. Nothing in a file names code. Saving
+replaces the file as a whole or leaves it alone. Both cost one pass over the text; a thousand layers take milliseconds.
+Clusters may also be TOML, a name, or emulated: `load_cluster`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
+from pipefit.pieces import JsonText, Refusal, adapter, printable
 from pipefit.plans import Plan
 from pipefit.presets import load_preset, preset_names
 from pipefit.presets.toml import parse_cluster
@@ -30,7 +34,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
-from pipefit.validation import adapter, printable, validated
+from pipefit.validation import parsed, told
 
 __all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
 
@@ -38,7 +42,10 @@ Document = Cluster | ModelProfile | Plan | Program | Trace
 Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
-_LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
+LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
+MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
+_WORD = re.compile(r"\S+")
+_HEADER = frozenset({"pipefit", "version"})
 _VERSION = 2
 
 
@@ -150,7 +157,15 @@ def _replace(target: Path, content: bytes) -> None:
 
 def _program_text(program: Program) -> ProgramText:
     lines = tuple(str(program).splitlines())
+    if _words(lines) > MOST_ACTIONS:
+        raise FileError(f"this program has more than the {MOST_ACTIONS} actions that a file can have: save its plan")
     return ProgramText(placement=program.placement, microbatches=program.microbatches, lines=lines)
+
+
+def _words(lines: Iterable[str]) -> int:
+    """How many actions there are at most; counts no further than is allowed."""
+    words = (word for line in lines for word in _WORD.finditer(line))
+    return sum(1 for _ in islice(words, MOST_ACTIONS + 1))
 
 
 # ---------------------------------------------------------------- loading
@@ -168,9 +183,11 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
     """
     source = _named(path)
     expected = None if type_ is None else _kind_of(type_)
-    data = _parse(_read(path, source), source)
-    name = _check_header(data, source, expected)
-    stored: Any = validated(_KINDS[name].stored, data, source)
+    content = _read(path, source)
+    _text(content, source)  # and thrown away: the pieces that are read are bytes
+    text = JsonText(content)
+    name = _check_header(text, source, expected)
+    stored: Any = parsed(_KINDS[name].stored, text, source, ignored=_HEADER)
     return _program(stored, source) if isinstance(stored, ProgramText) else stored
 
 
@@ -186,13 +203,13 @@ def load_cluster(name_or_path: str) -> Cluster:
     suffix = Path(name_or_path).suffix.lower()
     if suffix == ".toml":
         source = _named(name_or_path)
-        return parse_cluster(_decode(_read(name_or_path, source), source), source)
+        return parse_cluster(_text(_read(name_or_path, source, LARGEST_TOML_BYTES), source), source)
     if suffix == ".json" or os.sep in name_or_path:
         return load(name_or_path, Cluster)
     return load_preset(name_or_path)
 
 
-def _read(path: str | os.PathLike[str], source: str) -> bytes:
+def _read(path: str | os.PathLike[str], source: str, most: int = LARGEST_BYTES) -> bytes:
     """The bytes of a file of reasonable size."""
     try:
         status = os.stat(path)
@@ -200,10 +217,10 @@ def _read(path: str | os.PathLike[str], source: str) -> bytes:
             raise FileError(f"{source} is a folder; name a file in it")
         if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{source} is not a regular file; save its content to one first")
-        if status.st_size > LARGEST_BYTES:
-            raise FileError(
-                f"{source} has {format_bytes(status.st_size)}; documents have at most {format_bytes(LARGEST_BYTES)}"
-            )
+        if status.st_size > most:
+            what = "documents have" if most == LARGEST_BYTES else "a cluster in TOML has"
+            other = "" if most == LARGEST_BYTES else ": save a larger one as JSON"
+            raise FileError(f"{source} has {format_bytes(status.st_size)}; {what} at most {format_bytes(most)}{other}")
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise FileError(f"there is no file {source}; check the name and the folder") from None
@@ -211,57 +228,20 @@ def _read(path: str | os.PathLike[str], source: str) -> bytes:
         raise FileError(f"{source} cannot be read: {_reason(error)}") from None
 
 
-def _decode(content: bytes, source: str) -> str:
+def _text(content: bytes, source: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
 
 
-def _parse(content: bytes, source: str) -> dict[str, Any]:
-    """The one object that the text holds, with every key once and every number finite."""
-    text = _decode(content, source)
+def _check_header(text: JsonText, source: str, expected: str | None) -> str:
+    """The kind of a document, when kind and version are what they must be."""
     try:
-        data = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number, parse_int=_whole_number
-        )
-    except json.JSONDecodeError as error:
-        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
-            what = "is cut off" if text.strip() else "is empty"
-            raise FileError(f"{source} {what}: make it again, or copy it again") from None
-        raise FileError(f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-    except RecursionError:
-        raise FileError(f"{source} is not a document: it is nested too deeply") from None
-    except ValueError as error:
-        raise FileError(f"{source} is not valid: {error}") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{source} is JSON, but not a pipefit document: it holds no object")
-    return data
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"the key {printable(twice)!r} appears twice in one object")
-    return found
-
-
-def _number(text: str) -> float:
-    if not isfinite(float(text)):
-        raise ValueError(f"{text[:_LONGEST_NUMBER]} is not a finite number")
-    return float(text)
-
-
-def _whole_number(text: str) -> int:
-    if len(text) > _LONGEST_NUMBER:
-        raise ValueError(f"{text[:_LONGEST_NUMBER]}... is not a number that anything here can have")
-    return int(text)
-
-
-def _check_header(data: dict[str, Any], source: str, expected: str | None) -> str:
-    """Removes kind and version from `data`; the kind, when both are what they must be."""
-    name, version = data.pop("pipefit", None), data.pop("version", None)
+        header = text.header(*_HEADER)
+    except Refusal as refusal:
+        raise FileError(told(refusal, source)) from None
+    name, version = header.get("pipefit"), header.get("version")
     if not isinstance(name, str) or name not in _KINDS:
         said = (
             f"it says it is a {printable(name)!r}" if isinstance(name, str) else 'it has no "pipefit" key with its kind'
@@ -281,6 +261,8 @@ def _check_header(data: dict[str, Any], source: str, expected: str | None) -> st
 
 def _program(stored: ProgramText, source: str) -> Program:
     """The program behind its text form."""
+    if _words(stored.lines) > MOST_ACTIONS:
+        raise FileError(f"{source} is not valid: it has more than the {MOST_ACTIONS} actions that a file can have")
     try:
         text = "\n".join(stored.lines)
         return parse_program(text, placement=stored.placement, microbatches=stored.microbatches)

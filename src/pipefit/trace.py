@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+PREDICTED_STEPS = 2  # the first is when optimizer state is born; from the second on all are alike
+
 Source = Literal["simulated", "dry run", "measured"]
 
 

@@ -1,8 +1,9 @@
-"""Outside data to checked types: what is refused becomes one sentence that names it and its place.
+"""Outside data to checked types: what is wrong becomes one sentence that names it and its place.
 
 Types are the frozen dataclasses themselves. Values are taken strictly: `"3"` is not 3 and `true` is not 1. Documents
-are read by pydantic (`validated`). What people construct in Python is checked where it is born: `check_types(self)` in
-a dataclass's `__post_init__` costs about a microsecond and imports nothing; `whole` and `number` check arguments.
+are read in pieces (`pipefit.pieces`), so that a hostile file costs no more memory than a valid one of its size and the
+first mistake ends the reading. What people construct in Python is checked where it is born: `check_types(self)` in a
+dataclass's `__post_init__` costs about a microsecond and imports nothing; `whole` and `number` check arguments.
 """
 
 from __future__ import annotations
@@ -12,31 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipefit.errors import FileError, UsageError
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
+from pipefit.pieces import JsonText, Refusal, printable
 
 T = TypeVar("T")
 
 LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
 _SHOWN = 60  # characters of a refused value that a message repeats
-_MEANINGS = {
-    "unexpected_keyword_argument": "this key is not known",
-    "missing": "this is missing",
-    "json_invalid": "a text in it is not Unicode",
-}
-
-
-@cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
-    """Pydantic's reader and writer of a type; built once, because that costs milliseconds."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def check_types(instance: Any) -> None:
@@ -83,34 +68,45 @@ def number(name: str, value: float, *, below: float) -> float:
 
 
 def validated(kind: type[T], data: object, source: str) -> T:
-    """`data`, as JSON or TOML gave it, as a `kind`.
+    """`data`, as a TOML file gave it, as a `kind`.
 
     Raises:
-        FileError: naming `source`, the first thing that is wrong, where it is, and how many more there are.
+        FileError: naming `source`, the first thing that is wrong, and where it is.
     """
-    from pydantic import ValidationError
-
-    reader = adapter(cast("Any", kind))
     try:
-        value: T = reader.validate_json(json.dumps(data, allow_nan=False, default=str), strict=True)
-    except ValidationError as refused:
-        raise FileError(f"{source} is not valid: {_sentence(refused)}") from None
+        text = json.dumps(data, allow_nan=False, default=str)
     except ValueError:
         raise FileError(f"{source} is not valid: it holds a number that is not finite") from None
     except RecursionError:
         raise FileError(f"{source} is not valid: it is nested too deeply") from None
-    return value
+    return parsed(kind, JsonText(text.encode()), source)
+
+
+def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str] = frozenset()) -> T:
+    """The one object that `text` holds, as a `kind`; top-level keys in `ignored` are skipped.
+
+    Raises:
+        FileError: naming `source`, the first thing that is wrong, and where it is.
+    """
+    try:
+        return text.read(kind, ignored)
+    except Refusal as refusal:
+        raise FileError(told(refusal, source)) from None
+
+
+def told(refusal: Refusal, source: str) -> str:
+    """The sentence of a refusal."""
+    if refusal.damage:
+        return f"{source} {refusal.what}"
+    where = place(refusal.path)
+    more = " (and more)" if refusal.more else ""
+    return f"{source} is not valid: {f'{where}: ' if where else ''}{refusal.what}{more}"
 
 
 def place(path: Sequence[str | int]) -> str:
     """`stages[1].start` of `("stages", 1, "start")`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
     return text.removeprefix(".")
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which a file could use to rewrite a terminal."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 # ---------------------------------------------------------------- annotations to checks
@@ -188,29 +184,3 @@ def _repeated(value: Any) -> str:
     text = printable(repr(value))
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return shown if value is None or isinstance(value, bool | str) else f"{shown} ({type(value).__name__})"
-
-
-def _sentence(refused: Any) -> str:
-    """The first of pydantic's findings in our words."""
-    errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
-    first = errors[0]  # an unknown key is often the misspelling of a missing one
-    meaning = _MEANINGS.get(first["type"]) or _otherwise(first)
-    if "recursion limit" in str(first.get("ctx")):
-        meaning = "it is nested too deeply"
-    where = place(first["loc"])
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{where}: {meaning}{more}" if where else f"{meaning}{more}"
-
-
-def _otherwise(error: ErrorDetails) -> str:
-    if error["type"] == "value_error":  # raised by a noun's own check
-        return str(error["ctx"]["error"])
-    if error["type"] == "dataclass_type":
-        return f"keys and values are expected, not {_shown(error['input'])}"
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return f"{expected} is expected, not {_shown(error['input'])}"
-
-
-def _shown(value: Any) -> str:
-    text = printable(json.dumps(value, default=str))
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -49,7 +49,7 @@ def test_a_dry_run_has_no_seconds_to_compare() -> None:
     found = compare(trace_of(90, source="dry run"), trace_of(100))
     assert found.predicted_seconds is None
     assert "not compared" in plain(describe_comparison(found))
-    assert "without a clock" in plain(describe_trace(trace_of(90, source="dry run")))
+    assert "without times" in plain(describe_trace(trace_of(90, source="dry run")))
 
 
 def test_traces_of_different_devices_are_refused() -> None:

@@ -44,7 +44,7 @@ def test_the_text_says_where_the_model_ended_the_search() -> None:
     """Without a value beyond, the model's own refusal is told; without that either, that nothing larger was asked."""
     fit = replace(example(), beyond=None)
     assert plain(describe_fit(fit)).endswith("layers=5 is refused: five is odd.")
-    assert plain(describe_fit(replace(fit, refused={}))).endswith("Nothing larger was asked for.")
+    assert plain(describe_fit(replace(fit, refused={}))).endswith("No larger value was to be tried.")
 
 
 def test_the_peaks_of_a_dry_run_count() -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from chains import alike, devices, profile, training, vgg_like
 from pipefit.planner import plan
-from pipefit.plans import Plan
+from pipefit.plans import Plan, Prediction
 from pipefit.report.plan import explain, stage_table
 from pipefit.simulator import simulate
+from pipefit.trace import Stream, Trace
 from pipefit.units import format_bytes
+from pipelines import equal_profile, make_plan
 
 AMPLE = 1 << 40
 
@@ -38,7 +40,7 @@ def test_a_device_that_is_too_small_is_marked() -> None:
     shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), allow_infeasible=True)
     assert any(row[8].endswith("does not fit") for row in stage_table(shown).rows)
     short = max(shown.prediction.peak_bytes) - 9000
-    assert f"which leaves it {format_bytes(short)} too little memory" in explain(shown)
+    assert f"{format_bytes(short)} more than it has." in explain(shown)
 
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
@@ -51,11 +53,11 @@ def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
 def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     """Its sentence names its own measure, and claims nothing of memory."""
     text = explain(made(planner="uniform"))
-    assert "It looks at nothing but the layers of the longest stage: 8, the lowest possible." in text
+    assert "It minimises only the layers of the longest stage: 8 is the lowest possible." in text
     assert "splits of" not in text
 
 
-@pytest.mark.parametrize(("bound", "says"), [(None, "is not known"), (1000.0, "at most 100.0 % above")])
+@pytest.mark.parametrize(("bound", "says"), [(None, "does not tell how far"), (1000.0, "at most 100.0 % above")])
 def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: str) -> None:
     """The gap to the bound, or that there is none."""
     shown = made()
@@ -63,17 +65,40 @@ def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: 
     assert says in explain(replace(shown, provenance=provenance))
 
 
-def test_waiting_is_what_the_simulation_leaves_of_a_step() -> None:
-    """Equal stages on fast links wait as the closed form says; the share agrees with the simulated utilisation."""
-    shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4))
-    busy = simulate(shown).utilisation()
-    waiting = f"Devices wait {100 * (1 - sum(busy) / len(busy)):.0f} % of it"
-    assert f"{waiting}; stages of equal time, which nothing can beat, 43 %." in explain(shown)
+def test_equal_stages_wait_for_the_ideal_bubble() -> None:
+    """Of four equal stages on fast links, with four microbatches under GPipe, (4 - 1) / (4 + 4 - 1) of a step."""
+    made_by_hand = make_plan(equal_profile(4), [1] * 4, microbatches=4, schedule="gpipe")
+    shown = replace(made_by_hand, prediction=Prediction(peak_bytes=(1, 1, 1, 1), step_seconds=1.0))
+    says = "Devices wait 43 % of it; the ideal bubble of gpipe with 4 stages and 4 microbatches is 43 %."
+    assert says in explain(shown)
+
+
+def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
+    """One device computes all the time, however much of it is recomputation, and no ideal bubble is named for that."""
+    for recompute in ("never", "always"):
+        alone = plan(profile(alike(8)), devices(AMPLE), training("gpipe", 4), recompute=recompute)
+        assert "Devices wait 0 % of it." in explain(alone)
+    shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4), recompute="always")
+    assert "ideal bubble" not in explain(shown)
+    assert waits(shown) == f"{waits_of(simulate(shown)):.0f}"
+
+
+def waits(shown: Plan) -> str:
+    """What the explanation says."""
+    return explain(shown).partition("Devices wait ")[2].partition(" %")[0]
+
+
+def waits_of(trace: Trace) -> float:
+    """The percentage of the last step in which no action runs, from the events themselves."""
+    length = trace.step_seconds[-1]
+    events = [event for device in trace.devices for event in device.events if event.stream is Stream.COMPUTE]
+    busy = sum(event.end_seconds - event.start_seconds for event in events if event.step == trace.steps - 1)
+    return 100 * (1 - busy / length / len(trace.devices))
 
 
 def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
     """Without prediction and planner, the stages are shown all the same."""
     text = explain(replace(made(), prediction=None, provenance=None))
     assert "layer0" in text
-    assert "No peaks were predicted" in text
-    assert "Nobody is on record" in text
+    assert "no predicted peaks" in text
+    assert "does not say which planner made it" in text

@@ -28,7 +28,7 @@ def test_equal_stages_and_free_links_leave_the_closed_form_bubble(
 ) -> None:
     """A step takes M+P-1 microbatch times, so that (P-1)/(M+P-1) of it is bubble, on every device."""
     profile = equal_profile(stages, forward_seconds=1.0, backward_seconds=2.0)
-    trace = simulate(make_plan(profile, [1] * stages, microbatches=microbatches, schedule=schedule))
+    trace = simulate(make_plan(profile, [1] * stages, microbatches=microbatches, schedule=schedule), steps=1)
     assert trace.step_seconds == (3.0 * (microbatches + stages - 1),)
     bubble = (stages - 1) / (microbatches + stages - 1)
     assert trace.utilisation() == pytest.approx([1 - bubble] * stages)
@@ -50,7 +50,7 @@ def test_durations_follow_the_device_they_run_on() -> None:
     slow = replace(cluster.devices[0].kind, name="slow", flops={"float32": 5e11}, memory_bandwidth=5e10)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind=slow)))
     profile = equal_profile(2, forward_seconds=None)
-    trace = simulate(make_plan(profile, [1, 1], microbatches=1, cluster=cluster))
+    trace = simulate(make_plan(profile, [1, 1], microbatches=1, cluster=cluster), steps=1)
     fast, half = (d.events[0].end_seconds - d.events[0].start_seconds for d in trace.devices)
     assert half == pytest.approx(2 * fast)
 
@@ -87,6 +87,7 @@ def run(text: str, cluster: Cluster, microbatches: int) -> dict[str, tuple[float
             placement=((0,), (1,), (2,)),
             microbatches=microbatches,
         ),
+        steps=1,
     )
     return {e.action: (e.start_seconds, e.end_seconds) for d in trace.devices for e in d.events}
 
@@ -115,7 +116,7 @@ def test_a_wire_goes_to_the_transfer_that_was_ready_first() -> None:
 def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
     """A message lasts latency and bytes over bandwidth, on the communication streams of sender and receiver."""
     cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
-    trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster))
+    trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=cluster), steps=1)
     sent, received = ([e for e in d.events if e.stream is Stream.COMMUNICATION] for d in trace.devices)
     assert [e.action for e in sent] == ["0SEND_F0", "0RECV_B0"]
     assert [(e.start_seconds, e.end_seconds) for e in sent] == [(1.0, 3.5), (6.5, 9.0)]
@@ -127,7 +128,7 @@ def test_gradients_that_nobody_needs_take_no_bytes() -> None:
     integers = value(8, requires_grad=False)
     layers = [replace(make_layer(), outputs=(integers,)), replace(make_layer(), inputs=(integers,))]
     cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
-    trace = simulate(make_plan(chain_profile(layers), [1, 1], microbatches=1, cluster=cluster))
+    trace = simulate(make_plan(chain_profile(layers), [1, 1], microbatches=1, cluster=cluster), steps=1)
     messages = [e for e in trace.devices[0].events if e.stream is Stream.COMMUNICATION]
     assert [e.end_seconds - e.start_seconds for e in messages] == [2.5, 0.5]
 
@@ -161,6 +162,7 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
             ),
             microbatches=1,
         ),
+        steps=1,
     )
     assert trace.step_seconds == (6.0,)
     assert {e.stream for e in trace.devices[0].events} == {Stream.COMPUTE}
@@ -281,7 +283,7 @@ def test_the_clock_agrees_with_an_oracle_that_ticks(
         cluster=make_cluster(stages, *row, *up),
     )
     program = offload_all(plan) if moving else lower(plan)
-    assert Simulation(plan, program=program).step_seconds == (float(Ticks(plan, program).run()),)
+    assert Simulation(plan, program=program, steps=1).step_seconds == (float(Ticks(plan, program).run()),)
 
 
 # -------------------------------------------------------------------- refusals

@@ -50,7 +50,7 @@ def test_a_small_program_adds_up_as_by_hand() -> None:
 
 def test_categories_say_what_the_bytes_are_for() -> None:
     """At a backward's peak: parameters, the gradients it leaves, what it consumes, what travels, and scratch."""
-    trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe"))
+    trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe"), steps=1)
     found = {sample.action: sample.by_category for sample in trace.devices[0].memory}
     assert found["0F0"] == {
         Category.PARAMETERS: 32, Category.ACTIVATIONS: 24, Category.BOUNDARY: 8, Category.TEMPORARY: 4
@@ -216,6 +216,7 @@ def test_messages_out_of_order_are_refused(lines: tuple[str, str], message: str)
                 placement=((0,), (1,)),
                 microbatches=1,
             ),
+            steps=1,
         )
 
 
@@ -237,6 +238,6 @@ def test_a_step_that_leaves_a_microbatch_in_flight_cannot_be_repeated() -> None:
     """A program without the backward runs once; a second step finds the first one's microbatch still there."""
     plan = make_plan(equal_profile(1), [1], microbatches=1)
     program = parse_program("device 0: 0LOAD0 0F0", placement=((0,),), microbatches=1)
-    assert simulate(plan, program=program).peak_bytes[0] > 0
+    assert simulate(plan, program=program, steps=1).peak_bytes[0] > 0
     with pytest.raises(UsageError, match="0LOAD0 loads what is there already"):
         simulate(plan, program=program, steps=2)

@@ -28,7 +28,7 @@ def run(text: str, cluster: Cluster | None = None, **layer: object) -> Trace:
     cluster = cluster or make_cluster(1)
     plan = make_plan(equal_profile(2, **layer), [2], microbatches=1, cluster=cluster)
     lines = [f"device 0: {text}", *(f"device {number}:" for number in range(1, len(cluster.devices)))]
-    return simulate(plan, program=parse_program("\n".join(lines), placement=((0,),), microbatches=1))
+    return simulate(plan, program=parse_program("\n".join(lines), placement=((0,),), microbatches=1), steps=1)
 
 
 def levels(trace: Trace, category: Category, device: int = 0) -> dict[str, int]:
@@ -135,6 +135,7 @@ def test_two_devices_behind_one_uplink_take_turns(shared: bool, copies: list[tup
             placement=((0,), (1,)),
             microbatches=1,
         ),
+        steps=1,
     )
     events = [e for device in trace.devices for e in device.events if e.stream is Stream.COPY]
     assert [(e.start_seconds, e.end_seconds) for e in events] == copies
@@ -287,9 +288,9 @@ def test_what_the_next_layer_reads_cannot_be_freed() -> None:
     plan = make_plan(saves_output(), [2], microbatches=1)
     early = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0F0[1:2]"
     with pytest.raises(UsageError, match="frees what the forward of layer 1 still reads"):
-        simulate(plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1))
+        simulate(plan, program=parse_program(f"device 0: {early}", placement=((0,),), microbatches=1), steps=1)
     late = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@host 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@host"
-    simulate(plan, program=parse_program(f"device 0: {late}", placement=((0,),), microbatches=1))
+    simulate(plan, program=parse_program(f"device 0: {late}", placement=((0,),), microbatches=1), steps=1)
 
 
 def test_what_is_being_sent_cannot_be_freed() -> None:
@@ -306,6 +307,7 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
                 placement=((0,), (1,)),
                 microbatches=1,
             ),
+            steps=1,
         )
     simulate(
         plan,
@@ -314,6 +316,7 @@ def test_what_is_being_sent_cannot_be_freed() -> None:
             placement=((0,), (1,)),
             microbatches=1,
         ),
+        steps=1,
     )
 
 
@@ -326,7 +329,7 @@ def test_a_storage_that_two_layers_save_moves_once_and_is_needed_by_both() -> No
         (f"{away} 0B0[1:2]", "needs a saved tensor of layer 0 and 1 that is away"),
     ):
         with pytest.raises(UsageError, match=message):
-            simulate(plan, program=parse_program(f"device 0: {text}", placement=((0,),), microbatches=1))
+            simulate(plan, program=parse_program(f"device 0: {text}", placement=((0,),), microbatches=1), steps=1)
     back = f"{away} 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host 0B0 0STEP"
     trace = simulate(plan, program=parse_program(f"device 0: {back}", placement=((0,),), microbatches=1), steps=2)
     assert Category.ACTIVATIONS not in trace.devices[0].memory[-1].by_category

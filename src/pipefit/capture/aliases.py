@@ -1,8 +1,8 @@
 """Which values share memory, and which operations write into it.
 
-A cut between two views of one tensor is harmless until somebody writes into one of them: after the cut they are two
-tensors. So a value that is changed in place may be cut off only from what never sees the change. From the operators'
-schemas and the storages of the traced values; linear.
+Views of one tensor that cross a cut become separate tensors, which makes no difference until an operation writes into
+one of them: the other would no longer change with it. A cut must therefore not lie between a change in place and a
+value that shares its memory. Found from the operators' schemas and the storages of the traced values, in one pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A model's own parameters and buffers, under the names its layers give them.
 
-A layer called `transformer.h.3` names its weight `attn.c_attn.weight`: without its own prefix, so that equal layers
-look equal. What belongs to another module (a tied embedding) keeps its full name, and stays one object in both layers.
+The layer `transformer.h.3` calls its weight `attn.c_attn.weight`, without its own prefix, so that equal blocks have
+equal names and are profiled once. A parameter of another module, such as a tied embedding, keeps its full name; the
+layers that use it hold the same object.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Binding:
         return found
 
     def fill(self, layer: nn.Module, needed: Sequence[Role], names: Mapping[str, str]) -> dict[str, str]:
-        """Register it; the original names of what a state dict holds."""
+        """Registers in `layer` what it needs; returns the original name of everything that its state dict holds."""
         originals = {}
         for role in needed:
             tensor, local = self._tensor(role.name), names[role.name]
@@ -56,7 +57,7 @@ class Binding:
         return originals
 
     def give_the_rest(self, layers: Sequence[ChainLayer]) -> None:
-        """Give what no layer has to the layer nearest by name: other names of tied parameters, and what is not used."""
+        """Gives the layer nearest by name what no layer holds: unused parameters, and other names of tied ones."""
         held = {
             id(t): layer for layer in reversed(layers) for t in (*layer.module.parameters(), *layer.module.buffers())
         }
@@ -103,6 +104,6 @@ def _register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) 
 
 
 def _nearness(layer: str, name: str) -> int:
-    """How many parts of the path they share."""
+    """How many leading parts two paths share; all of them counts as more than any number."""
     pairs = zip(layer.split("."), name.split("."), strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), 1 << 30)

@@ -1,9 +1,9 @@
-"""Where to cut: at the seams between a model's own modules, where few bytes cross.
+"""Where to cut a traced model into layers: between its own modules, where few bytes cross.
 
-Every operation belongs to a unit, a module of the size the granularity asks for. Between two units that hold parameters
-the cut goes where the fewest bytes cross, and as late as that may be, so that blocks stay alike. What holds none
-(reshapes, masks, dropout, the loss) goes along with a neighbour. A seam where many times more bytes cross than at the
-next one is no seam. Linear in the operations.
+Every operation belongs to a unit: a module of the size that the granularity asks for. Between two units that hold
+parameters there is one cut, where the fewest bytes cross; of several such places the last, so that equal blocks become
+equal layers. Operations without parameters (reshapes, masks, dropout, the loss) join a neighbouring layer. A cut where
+many times more bytes cross than at the next one is given up. Linear in the number of operations.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _named(bounds: Sequence[int], names: Sequence[str]) -> tuple[Piece, ...]:
 
 
 class _Units:
-    """The module, of those an operation ran in, whose layer it belongs to."""
+    """For every operation the unit it belongs to: one of the modules that it ran in."""
 
     def __init__(self, module: nn.Module, granularity: Granularity) -> None:
         self.modules = dict(module.named_modules(remove_duplicate=False))
@@ -68,7 +68,7 @@ class _Units:
     def of_all(self, order: Sequence[fx.Node]) -> list[str]:
         """The unit of each operation; "" for those of no unit."""
         lone = self._too_large([self.of(stack(node), frozenset()) for node in order])
-        while lone:  # a module that is nearly the whole model is no unit: its parts are
+        while lone:  # a module that is most of the model is split into its parts
             found = [self.of(stack(node), lone) for node in order]
             more = self._too_large(found) | lone
             if more == lone:
@@ -115,14 +115,14 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 def _alike(container: nn.Module) -> bool:
-    """Whether a container holds blocks: modules of one class, or plain ones."""
+    """Whether the parts of a container are blocks: all of one class, or without blocks inside."""
     children = list(container.children())
     return (len({type(child) for child in children}) == 1 and len(children) > 1) or not any(map(_has_blocks, children))
 
 
 @dataclass(slots=True)
 class _Runs:
-    """Runs of operations of one unit each, and the parameters they need."""
+    """Consecutive operations of one unit, and the parameters that each operation is the first to use."""
 
     flow: Flow
     units: list[str]
@@ -193,7 +193,7 @@ class _Runs:
         return number
 
     def _worthwhile(self, cuts: list[int]) -> list[int]:
-        """Without cuts that cost far more than a neighbour with next to no parameters between."""
+        """The cuts, without those where far more bytes cross than at a neighbour with hardly any parameters between."""
         kept = list(cuts)
         for cut in sorted(cuts, key=self.flow.cost.__getitem__, reverse=True):
             place = kept.index(cut)

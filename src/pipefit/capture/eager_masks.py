@@ -1,4 +1,4 @@
-"""Transformers models traced as they run: without masks that say nothing.
+"""Hugging Face models traced as they run eagerly: without attention masks that mask nothing.
 
 When it is traced, transformers builds an attention mask of sequence x sequence even where every token may see all, or
 all before it; when it runs eagerly it leaves the mask out and attention takes its fast path. A captured model should

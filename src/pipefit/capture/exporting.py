@@ -1,4 +1,4 @@
-"""`torch.export` over a twin without bytes: the whole model as one program, traced for the CPU in the mode it is in.
+"""`torch.export` of a copy on fake tensors: the whole model as one program, traced for the CPU in the mode it is in.
 
 Nothing of the model's size is allocated, whatever device its parameters are on and whether they are real or fake.
 Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are those of the sample.
@@ -34,12 +34,12 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
     """
     with _disable_current_modes(), torch.enable_grad():
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        twin = _twin(module, mode)
-        paths = {part: path for path, part in twin.named_modules()}
+        copied = _fake_copy(module, mode)
+        paths = {part: path for path, part in copied.named_modules()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             with _quiet(), eager_masks(kwargs):
-                return torch.export.export(twin, args, kwargs, strict=False)
+                return torch.export.export(copied, args, kwargs, strict=False)
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)
 
@@ -51,7 +51,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def _twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A deep copy of `module` whose parameters, buffers and fake attributes are tensors of `mode`."""
     memo: dict[int, Any] = {}
     for part in module.modules():

@@ -1,8 +1,8 @@
-"""One straight list of operations: an exported program without wrappers, checks and dead code.
+"""An exported program as one flat list of operations, without nested graphs, checks and dead code.
 
-`torch.export` hides pieces of the program behind functions of functions (`torch.no_grad()`, `torch.autocast`). Here
-they are unrolled, and every operation says in which contexts it runs, so that a cut may fall anywhere; a layer enters
-the contexts again. Linear in the operations; nothing is computed.
+`torch.export` puts what runs under `torch.no_grad()` or `torch.autocast` into nested graphs. Here these are inlined and
+every operation carries the contexts it ran under, so that a cut may be anywhere; each layer enters the contexts again.
+Linear in the number of operations; nothing is computed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def stack(node: fx.Node) -> tuple[str, ...]:
 
 
 def context(node: fx.Node) -> Context:
-    """What the operation runs under, outermost first."""
+    """The contexts that the operation runs under, outermost first."""
     found: Context = node.meta.get("context", ())
     return found
 
@@ -99,7 +99,7 @@ def sweep(graph: fx.Graph) -> None:
 
 
 def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether a change of `target` is seen by anyone: it, or what it is a view of, is used later or kept."""
+    """Whether a change of `target` matters: it, or what it is a view of, is used later or is a buffer."""
     while target not in live:
         if target.op == "placeholder":
             return True
@@ -110,7 +110,7 @@ def _outlives(target: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def _settle_buffers(graph: fx.Graph) -> None:
-    """Write a buffer's new value where it was made; export does so at the very end, for all buffers alike."""
+    """Moves the update of every buffer to where its new value is computed; export puts all of them at the end."""
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy_.default or node.users:
             continue

@@ -1,8 +1,9 @@
-"""What flows where: which values would cross a cut behind each operation, and where no cut may be.
+"""Data flow of a traced model: which values would cross a cut behind each operation, and where a cut is not allowed.
 
-Operations that depend on numbers of the input alone (causal masks, positions, rotary tables) are done again in every
-layer that uses them, when that makes fewer bytes cross: they are no part of the order that is cut. Everything here is
-an interval from where a value is made to where it is last used, so all cuts together cost one pass.
+Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are repeated
+in every layer that uses their result, where that makes fewer bytes cross a cut, and do not count among the operations
+that are cut. A value crosses all cuts between the operation that computes it and its last use, so one pass over the
+operations finds what crosses every cut.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pipefit.capture.refusals import refuse_value
 
 @dataclass(frozen=True)
 class Flow:
-    """A flat graph, read for cutting. Cut `k` is behind operation `k` of `order`."""
+    """The data flow of a flat graph. Cut `k` is behind operation `k` of `order`; cut -1 is before the first."""
 
     graph: fx.Graph
     model: str
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
-        """Operations done again in every layer that needs them."""
+        """Operations that every layer repeats for itself instead of receiving their results."""
         changed, once = self._changed, set[fx.Node]()
-        found: dict[fx.Node, frozenset[fx.Node]] = {}  # and the values each depends on
+        found: dict[fx.Node, frozenset[fx.Node]] = {}  # with the values that must cross for it
         for node in self.graph.nodes:
             if node.op != "call_function" or self._group[node] in changed or not _repeatable(node):
                 continue
@@ -47,12 +48,12 @@ class Flow:
                 if not isinstance(value(node), Tensor) or sum(map(nbytes, needed)) <= nbytes(node):
                     found[node] = frozenset(needed)
                 else:
-                    once.add(node)  # smaller than what it is made of: worth shipping, and others are made of it
+                    once.add(node)  # smaller than its inputs: sending it is cheaper than repeating it
         return frozenset(found)
 
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
-        """The operations that are done once, in order."""
+        """The operations that exactly one layer does, in order."""
         return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.again)
 
     @cached_property
@@ -61,7 +62,7 @@ class Flow:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def needs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """What must be at hand to do `node`: values, inputs, parameters; what is done again is seen through."""
+        """The values, inputs and parameters that `node` reads; for a repeated operation, what that reads in turn."""
         return self._expanded(node.all_input_nodes)
 
     def needed_by(self, order: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
@@ -92,7 +93,7 @@ class Flow:
 
     @cached_property
     def legal(self) -> list[bool]:
-        """Where a cut may be: nothing but tensors crosses, and no change in place is seen on the other side of it."""
+        """Whether each cut is allowed: only tensors cross it, and no change in place is seen on its other side."""
         closed = [(first, last, 1) for node, first, last in self.crossing if not _can_cross(node)]
         numbers = {node: number for number, node in enumerate(self.order)}
         for root, changes in self._changed.items():
@@ -107,7 +108,7 @@ class Flow:
 
     @cached_property
     def _changed(self) -> dict[fx.Node, list[fx.Node]]:
-        """Groups of values that share memory and are written into, and by what."""
+        """The groups of values that share memory and are changed in place, with the operations that change them."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             for target in mutated_arguments(node):
@@ -118,7 +119,7 @@ class Flow:
         return found
 
     def _given(self, node: fx.Node, changed: Iterable[fx.Node]) -> bool:
-        """Whether any layer may have `node` without anything being computed from floating-point numbers or learned."""
+        """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""
         kind = _kind(node)
         if kind == "input":
             return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
@@ -140,7 +141,7 @@ class Flow:
         return found
 
     def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int, int]]:
-        """Ranges of cuts closed because the memory of `root` is changed in place."""
+        """Ranges of cuts that are not allowed because the memory of `root` is changed in place."""
         if root.op == "placeholder":  # a buffer: all that touches it stays in one layer
             touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
             return [(min(touching), max(touching) - 1, 1)]
@@ -158,7 +159,7 @@ def _kind(node: fx.Node) -> str | None:
 
 
 def _repeatable(node: fx.Node) -> bool:
-    """Whether doing it twice gives the same."""
+    """Whether the operation gives the same result each time: it draws no random numbers."""
     return not (
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     )

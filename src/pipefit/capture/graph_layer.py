@@ -1,7 +1,7 @@
 """A layer made of traced operations: an ordinary module whose forward is generated code.
 
 Every value is dropped in the line of its last use, so memory is that of the eager module. The code names no device: it
-runs where its inputs are. Two layers with the same text, parameters and buffers are alike, and are profiled once.
+runs where its inputs are. Layers of the same code, parameter shapes and buffer shapes are profiled once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def leave(entered: Entered) -> None:
 
 
 class _Writer:
-    """Writes operations into a graph of their own, with what they need done again in front of them."""
+    """Writes a layer's operations into a graph of their own, each after the repeated operations that it needs."""
 
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
         self.flow, self.names, self.graph = flow, names, fx.Graph()
@@ -137,7 +137,7 @@ class _Writer:
         return self.graph.call_function(torch.ops.aten.permute.default, (node, order))
 
     def _again(self, node: fx.Node) -> None:
-        """Write what `node` needs, then it; without recursion, as masks are long chains."""
+        """Writes the repeated operation `node` after those that it needs; not recursively, as masks are long chains."""
         pending = [node]
         while pending:
             missing = [s for s in pending[-1].all_input_nodes if s in self.flow.again and s not in self._known]

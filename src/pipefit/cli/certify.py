@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipefit.cli.options import Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
+from pipefit.trace import PREDICTED_STEPS
 
 if TYPE_CHECKING:
     from pipefit.trace import Trace
@@ -16,8 +17,10 @@ def command(
     plan: PlanFile,
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
-    steps: PredictedSteps = 2,
-    target: Annotated[Target | None, typer.Option(help="Whose kernels to follow; the profile's unless given.")] = None,
+    steps: PredictedSteps = PREDICTED_STEPS,
+    target: Annotated[
+        Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -62,7 +62,7 @@ def command(
             task, chosen, steps=steps, seed=seed, on_step=lambda n, loss: report(n + 1, steps, f"loss {loss:.3f}")
         )
     say(["3. Training it (pipefit train), four processes, caps enforced:", _losses(losses)])
-    predicted = simulate(chosen, steps=2)
+    predicted = simulate(chosen)
     say(["4. Peaks, predicted beside measured:", _peaks(predicted, certified, measured)])
     if as_json:
         json.dump(_result(failure, chosen, losses, predicted, certified, measured), sys.stdout)

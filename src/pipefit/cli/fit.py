@@ -42,12 +42,12 @@ def command(
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches in a step; four for each device unless given.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or torchgpipe.")] = "1f1b",
     recompute: Recompute = "never",
     planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "exact",
     target: Annotated[
         Target | None,
-        typer.Option(help="Whose kernels to follow in what autograd saves; the cluster's unless given."),
+        typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),
     ] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
@@ -55,7 +55,7 @@ def command(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
     certify: Annotated[
         bool,
-        typer.Option("--certify/--no-certify", help="Dry runs of the answer and of the next one, which must fail."),
+        typer.Option("--certify/--no-certify", help="Check the answer, and that the next value fails, by dry runs."),
     ] = True,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save a plot of peak against size, as HTML.")
@@ -65,8 +65,8 @@ def command(
 ) -> None:
     """Find the largest MODEL that fits.
 
-    Or, with --grow devices or memory, the smallest cluster. Plans with growing sizes, then bisects; exits with 3 if
-    not even the first fits. Saves the plan of the answer.
+    Or, with --grow devices or memory, the smallest cluster. Plans for growing sizes, then bisects. Exits with 3 if not
+    even the first value fits. With -o, saves the plan of the answer.
     """
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress

@@ -1,4 +1,4 @@
-"""The options that several commands share, so that they read alike everywhere."""
+"""The options that several commands share, so that they read the same everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Target = Literal["cpu", "cuda"]
 Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
 Recompute = Annotated[
     Literal["never", "except_last", "always"],
-    typer.Option(help="Of which microbatches a stage keeps its inputs alone, and runs the forward again."),
+    typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
@@ -26,5 +26,5 @@ Settings = Annotated[
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 PredictedSteps = Annotated[
-    int, typer.Option("--steps", min=1, max=1000, help="Training steps; from the second on they are alike.")
+    int, typer.Option("--steps", min=1, max=1000, help="Training steps; all but the first cost the same.")
 ]

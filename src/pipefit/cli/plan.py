@@ -20,7 +20,7 @@ def command(
         int | None, typer.Option("--batch-size", min=1, help="Samples in one optimizer step.")
     ] = None,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b or gpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or torchgpipe.")] = "1f1b",
     planner: Annotated[
         str,
         typer.Option(help="exact, exhaustive, bisection, bayesian, additive, uniform, parameters, time or first_last."),
@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Plan how a model is split over a cluster.
 
-    The split leaves the fullest device as empty as can be; the plan says what limits it.
+    By default, the split whose fullest device is as empty as possible. The plan says which device limits it.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress

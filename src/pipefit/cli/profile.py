@@ -27,7 +27,7 @@ def command(
         Literal["fake", "cpu", "cuda"],
         typer.Option(help="Where to profile; fake needs no memory, the others measure time too."),
     ] = "fake",
-    target: Annotated[Target, typer.Option(help="Whose kernels to follow in what autograd saves.")] = "cpu",
+    target: Annotated[Target, typer.Option(help="Kind of device whose kernels decide what autograd saves.")] = "cpu",
     precision: Annotated[
         Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
     ] = None,
@@ -42,7 +42,10 @@ def command(
     microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Of a step of the runs.")] = 4,
     recompute: Recompute = "never",
     store: Annotated[
-        Path, typer.Option(metavar="FILE", help="Keeps what runs found: after a break, the same command goes on.")
+        Path,
+        typer.Option(
+            metavar="FILE", help="Where finished runs are kept, so that the same command continues after a break."
+        ),
     ] = Path("runs.json"),
     output: Output = None,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""Progress on stderr, for what may take longer than two seconds; silent where nobody watches.
+"""Progress on stderr, for what may take longer than two seconds; silent where stderr is no terminal.
 
 Stdout is kept for results meanwhile: what a model of the user's own prints goes to stderr as well.
 """
@@ -30,4 +30,4 @@ def progress(title: str) -> Iterator[Report]:
 
 
 def _ignore(done: int, total: int, what: str) -> None:
-    """For a run that nobody watches."""
+    """Where stderr is no terminal."""

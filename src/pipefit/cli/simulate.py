@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pipefit.cli.options import Json, Output, PlanFile, PredictedSteps
+from pipefit.trace import PREDICTED_STEPS
 
 
-def command(plan: PlanFile, steps: PredictedSteps = 2, output: Output = None, as_json: Json = False) -> None:
+def command(
+    plan: PlanFile, steps: PredictedSteps = PREDICTED_STEPS, output: Output = None, as_json: Json = False
+) -> None:
     """Simulate PLAN: predicted peaks and time.
 
-    The first step differs from the others: gradients and optimizer state are born in it.
+    The first step differs from the others: optimizer state is allocated in its update.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress

@@ -1,8 +1,8 @@
-"""The search itself: plans until the edge is found, then dry runs on both sides of it.
+"""The search itself: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
 
 A plan costs a profile over fake tensors and an exact search; a dry run costs every action of two steps. So the search
-goes by plans, and only the two neighbours at the edge are run. Where a dry run disagreed with its plan, it would be
-believed and the search go on.
+uses plans, and only the two neighbours are run. Where a dry run contradicts its plan, the search goes on with the peaks
+of the dry run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find(growth: Growth, *, certify: bool = True, progress: Progress | None = No
 
     Args:
         growth: what grows, and through which values.
-        certify: also run both dry; their peaks are then exact for any model, not for the planner's alone.
+        certify: also run both dry: their peaks then do not depend on what planner and profile assume.
         progress: called with (attempts done, attempts known of, what is next).
 
     Raises:

@@ -62,7 +62,8 @@ class Demand:
 class Growth:
     """What grows, through which values, and what comes of each: the task, its costs, and a plan for them.
 
-    A `UsageError` from the task or from its costs refuses the value; one from the plan is a mistake in the demand.
+    A `UsageError` from the task or from its costs means that the model cannot have this value, and the search goes on;
+    one from the plan means that no plan can be made as demanded, and ends it.
     """
 
     name: str
@@ -106,8 +107,8 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
     cluster = demand.cluster
     if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
         raise UsageError(
-            f"the devices of {cluster.name} differ, so that their number says little: "
-            "name a cluster of one kind of device"
+            f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
+            "are used: name a cluster of equal devices"
         )
     costs = demand.profile(task)
     numbers = range(values.start, min(values.stop, len(costs.layers) + 1), values.step)

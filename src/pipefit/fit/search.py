@@ -1,4 +1,4 @@
-"""Where a statement about growing numbers stops being true: exponential growth, then bisection.
+"""The largest number of which a statement is true: exponential search, then bisection.
 
 The statement is true up to some number and false beyond it. Finding the two neighbours at the edge takes about
 2 log2(n) judgements if the edge is n places from the start, however far the end is. A number may also be refused: the

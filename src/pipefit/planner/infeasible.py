@@ -1,4 +1,4 @@
-"""Why a split does not fit, and the cheapest changes that would: each was planned before it is named.
+"""Why a split does not fit, and the cheapest changes that make the model fit: each was planned before it is named.
 
 Costs up to a dozen exact searches, and only where a plan is refused.
 """

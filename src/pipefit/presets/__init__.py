@@ -1,8 +1,8 @@
 """Clusters by name, each a TOML file beside this one: the form that people write, with the sources of its figures.
 
-Figures are the data sheets'. A data sheet's GB is taken as 10**9 bytes: what the device has beyond that, up to 7 %, is
-left to what no tensor holds, such as the driver's context and communication buffers. Derating peak figures to what
-programs reach is left to the cost models.
+Rates are the data sheets' peak figures; the cost models take off what programs do not reach. The memory of a device is
+the total that its driver offers to programs, which is neither the figure in its name nor the larger total that
+nvidia-smi shows since driver 510: each file says who reported it. A process's CUDA context comes out of it as well.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def load_preset(name: str) -> Cluster:
         guess = f"did you mean {closest[0]}? " if closest else ""
         raise UsageError(
             f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
-            f"a .toml file or emulated:4x256MiB will do as well"
+            f"or name a .toml file, or emulated devices such as emulated:4x256MiB"
         )
     return parse_cluster((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")

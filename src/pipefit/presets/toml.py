@@ -48,6 +48,8 @@ from pipefit.validation import validated
 _PATTERN = re.compile(r"(device|host)(?:(\*)|(\d+)(?:-(\d+))?)")
 _PAIR = re.compile(r"(\d+)-(\d+)(?::(\d+))?")
 _MOST_DEVICES = 4096
+_MOST_ENDS = 1 << 16  # of all links together: a link for each pair of 256 devices has as many
+_MOST_DOTS = 256  # of one line; the parser's time grows with the square of the parts of a dotted key
 _FORBID = {"extra": "forbid"}
 
 
@@ -120,6 +122,9 @@ def parse_cluster(text: str, source: str) -> Cluster:
     Raises:
         FileError: not TOML, or not a cluster: what, and where.
     """
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > _MOST_DOTS:
+            raise FileError(f"{source} is not valid: line {number} has more than {_MOST_DOTS} dots")
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -143,12 +148,18 @@ def _cluster(written: ClusterText) -> Cluster:
     hosts = tuple(
         Host(memory_bytes=_size(host.memory), disk_bytes=_size(host.disk) if host.disk else 0)
         for host in written.hosts
-        for _ in range(_count(host.count, "hosts"))
+        for _ in range(host.count)
     )
-    devices = tuple(_device(group, kinds) for group in written.devices for _ in range(_count(group.count, "devices")))
+    _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), _MOST_DEVICES)
+    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), _MOST_DEVICES)
+    devices = tuple(_device(group, kinds) for group in written.devices for _ in range(group.count))
     known = {"device": len(devices), "host": len(hosts)}
-    links = tuple(link for text in written.links for link in _links(text, known))
-    return Cluster(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=links)
+    links, ends = list[Link](), 0
+    for link in (link for text in written.links for link in _links(text, known)):
+        links.append(link)
+        ends += len(link.members)
+        _check_total("ends of links", ends, _MOST_ENDS)
+    return Cluster(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=tuple(links))
 
 
 def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
@@ -213,6 +224,11 @@ def _rate(written: str | float) -> float:
     if not isfinite(rate):
         raise UsageError(f"{rate} is not a rate: write a finite number")
     return rate
+
+
+def _check_total(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise UsageError(f"it has {count} or more {what}; a cluster has at most {most}")
 
 
 def _count(count: int, what: str) -> int:

@@ -1,1 +1,1 @@
-"""Documents to what people read. Text needs no run and no terminal, so that reports are tested on documents alone."""
+"""Documents as text for people. A report is made from a document, without a run or a terminal, and is tested so."""

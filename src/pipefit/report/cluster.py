@@ -46,11 +46,11 @@ def _hosts(cluster: Cluster) -> Table:
 
 
 def _links(cluster: Cluster) -> list[Block]:
-    """GB/s one way between every two members; a star where bytes go by way of a host."""
+    """GB/s one way between every two members; a star where bytes go through a host."""
     members = [*map(Member.device, range(len(cluster.devices))), *map(Member.host, range(len(cluster.hosts)))]
     shown = members[:_WIDEST]
     rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
-    matrix = Table(("GB/s", *map(str, shown)), rows, title="links, one way (* by way of a host)")
+    matrix = Table(("GB/s", *map(str, shown)), rows, title="links, one way (* through a host)")
     left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
     return [matrix, *left_out]
 

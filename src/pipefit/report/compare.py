@@ -33,7 +33,7 @@ class DeviceComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two traces of the same devices. Seconds are the last step's, None for a trace without a clock."""
+    """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times."""
 
     predicted_source: str
     measured_source: str
@@ -105,7 +105,7 @@ def describe_comparison(comparison: Comparison) -> list[Block]:
 def _time(comparison: Comparison) -> str:
     ours, theirs = comparison.predicted_seconds, comparison.measured_seconds
     if ours is None or theirs is None:
-        return "step time: not compared, a trace has no clock"
+        return "step time: not compared, because a dry run has no times"
     apart = f" ({theirs / ours - 1:+.1%})" if ours else ""
     return (
         f"step time: {format_seconds(ours)} {comparison.predicted_source}, "

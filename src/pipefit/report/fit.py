@@ -199,7 +199,7 @@ def _limits(fit: Fit) -> Iterator[str]:
     if larger and fit.sense == "largest":
         yield f"{fit.named(min(larger))} is refused: {fit.refused[min(larger)]}."
     else:
-        yield f"Nothing {further} was asked for."
+        yield f"No {further} value was to be tried."
 
 
 def _layers(attempt: Attempt) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import comb
 
-from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
-from pipefit.plans import Plan, Provenance, Stage
+from pipefit.plans import Plan, Provenance, Stage, What
 from pipefit.report.tables import Table, plain
+from pipefit.simulator import simulate
 from pipefit.units import format_bytes, format_seconds
 
 _BAR = 20
@@ -69,34 +69,36 @@ def _bar(full: float) -> str:
 def _limit(plan: Plan) -> str:
     """The fullest device, and how much room it has or lacks."""
     if plan.prediction is None:
-        return "No peaks were predicted for this plan; simulate it to see them."
+        return "This plan holds no predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
     budget, peak = plan.cluster.budgets[stage.device], plan.prediction.peak_bytes[stage.device]
     room = (
-        f"{format_bytes(budget - peak)} free" if peak <= budget else f"{format_bytes(peak - budget)} too little memory"
+        f"which leaves it {format_bytes(budget - peak)} free"
+        if peak <= budget
+        else f"{format_bytes(peak - budget)} more than it has"
     )
-    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, which leaves it {room}."
+    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, {room}."
 
 
 def _planner(plan: Plan) -> Iterator[str]:
     """Who planned it and how good it is known to be."""
     made = plan.provenance
     if made is None:
-        yield "Nobody is on record as the planner."
+        yield "This plan does not say which planner made it."
         return
     took = f" in {format_seconds(made.seconds)}" if made.seconds else ""
-    yield f"Planned by {made.planner}{took}. {_optimality(made)}"
+    yield f"Planned by the {made.planner} planner{took}. {_optimality(made)}"
     splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
     if made.bound == made.value and made.objective.startswith("peak"):
-        yield f"That covers all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
+        yield f"This holds for all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
 
 
 def _optimality(made: Provenance) -> str:
     value, what = _value(made), made.objective.partition(",")[0]
     if made.bound is None:
-        return f"The {what} is {value}; how near that is to the lowest possible is not known."
+        return f"The {what} is {value}; this planner does not tell how far that is from the lowest possible."
     if made.bound == made.value and not made.objective.startswith("peak"):
-        return f"It looks at nothing but the {what}: {value}, the lowest possible."
+        return f"It minimises only the {what}: {value} is the lowest possible."
     if made.bound == made.value:
         return f"Proven optimal: no split brings the {what} below {value}."
     gap = 100 * (made.value / made.bound - 1)
@@ -113,25 +115,30 @@ def _value(made: Provenance) -> str:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    """Step time, throughput and how long devices wait."""
+    """Step time, throughput, and how long devices wait: what a simulated step leaves of their time."""
     if plan.prediction is None or plan.prediction.step_seconds <= 0:
         return
-    step, training, stages = plan.prediction.step_seconds, plan.training, len(plan.stages)
-    idle = 1 - sum(_busy_seconds(plan, stage) for stage in plan.stages) / (stages * step)
-    bubble = (stages - 1) / (training.microbatches + stages - 1)
+    step, busy = plan.prediction.step_seconds, simulate(plan).utilisation()
+    used = {device for stage in plan.stages for device in stage.devices}
+    waiting = 1 - sum(busy[device] for device in used) / len(used)
     yield (
-        f"A step takes {format_seconds(step)}: {training.batch_size / step:.3g} samples per second. Devices wait "
-        f"{100 * max(idle, 0.0):.0f} % of it; stages of equal time, which nothing can beat, {100 * bubble:.0f} %."
+        f"A step takes {format_seconds(step)}: {plan.training.batch_size / step:.3g} samples per second. "
+        f"Devices wait {100 * max(waiting, 0.0):.0f} % of it{_bubble(plan)}."
     )
 
 
-def _busy_seconds(plan: Plan, stage: Stage) -> float:
-    """Computing time of a stage in one step."""
-    where = (
-        plan.measurement,
-        stage.start,
-        stage.stop,
-        plan.cluster.devices[stage.device].kind,
-        plan.training.dtype,
+def _bubble(plan: Plan) -> str:
+    """The ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): what stages of equal time without messages would wait.
+
+    It is defined for one stage on each device. Under recomputation it is not, as devices run forwards again while they
+    would wait.
+    """
+    stages, microbatches = len(plan.stages), plan.training.microbatches
+    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    if stages == 1 or len(plan.ranks) < stages or recomputes:
+        return ""
+    share = (stages - 1) / (microbatches + stages - 1)
+    return (
+        f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "
+        f"is {100 * share:.0f} %"
     )
-    return plan.training.microbatches * (forward_seconds(*where) + backward_seconds(*where)) + update_seconds(*where)

@@ -26,10 +26,14 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
 
 
 def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
-    """Peaks from training runs."""
+    """The two numbers that training runs measured for every layer."""
     named = enumerate(zip(profile.layers, costs.mem_isolated, costs.mem_added, strict=True))
     rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
-    return Table(("layer", "name", "alone", "added"), tuple(rows), title="peaks of training runs")
+    return Table(
+        ("layer", "name", "alone", "added"),
+        tuple(rows),
+        title="peaks of training runs: alone, and added to the layers before",
+    )
 
 
 def _signed(nbytes: int) -> str:
@@ -69,7 +73,7 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
         for tensor in cost.saved:
             groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
         rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
-    columns = ("layer like", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
+    columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
     return Table(columns, tuple(rows), title="saved for backward")
 
 

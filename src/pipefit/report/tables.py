@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from pipefit.validation import printable
+from pipefit.pieces import printable
 
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
 

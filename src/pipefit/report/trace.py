@@ -18,7 +18,7 @@ def describe_trace(trace: Trace) -> list[Block]:
 def _head(trace: Trace) -> str:
     steps = f"{trace.steps} step{'s' if trace.steps != 1 else ''}"
     if not has_clock(trace) or not trace.step_seconds:
-        return f"{trace.source}: {steps}, without a clock"
+        return f"{trace.source}: {steps}, without times"
     return f"{trace.source}: {steps}, the last one {format_seconds(trace.step_seconds[-1])}"
 
 

@@ -27,11 +27,13 @@ from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.transport import Mailroom
 from pipefit.schedule import lower
-from pipefit.trace import Category, DeviceTrace, MemorySample, Trace
+from pipefit.trace import PREDICTED_STEPS, Category, DeviceTrace, MemorySample, Trace
 from pipefit.validation import whole
 
 
-def certify(task: Task, plan: Plan, *, steps: int = 2, target: Target | None = None, fold: bool = True) -> Trace:
+def certify(
+    task: Task, plan: Plan, *, steps: int = PREDICTED_STEPS, target: Target | None = None, fold: bool = True
+) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
     The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the

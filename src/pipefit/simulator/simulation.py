@@ -20,12 +20,14 @@ from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, peaks
 from pipefit.simulator.script import COMPUTE, COPY, JOIN, NOTHING, Script
-from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.trace import PREDICTED_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
 
-def simulate(plan: Plan, *, program: Program | None = None, steps: int = 1) -> Trace:
+def simulate(plan: Plan, *, program: Program | None = None, steps: int = PREDICTED_STEPS) -> Trace:
     """What `plan` will do in its first `steps` training steps, under `program` or the one it lowers to.
+
+    The first step differs from all others (optimizer state is born in it), so two steps tell everything.
 
     A memory sample is dated by the start of its action. What a device lends to others it has reserved from the start.
 
@@ -42,7 +44,12 @@ class Simulation:
     """
 
     def __init__(
-        self, plan: Plan, *, program: Program | None = None, steps: int = 1, costs: Costs | None = None
+        self,
+        plan: Plan,
+        *,
+        program: Program | None = None,
+        steps: int = PREDICTED_STEPS,
+        costs: Costs | None = None,
     ) -> None:
         self.plan, self.steps = plan, steps
         self.program = lower(plan) if program is None else program

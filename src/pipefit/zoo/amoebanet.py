@@ -186,9 +186,10 @@ class Cell(nn.Module):
         )
 
     def forward(self, values: Values) -> tuple[Tensor, Tensor]:
-        """The cell before's result and its input, to this one's result and its input, the former's result.
+        """(the last cell's result, its input) to (this cell's result, its input, which is the last cell's result).
 
-        Of a single tensor, the stem's, both are that. The result is (batch, outputs x channels, side / stride, ...).
+        The first cell gets one tensor, the stem's, and takes it for both. The result is
+        (batch, outputs x channels, side / stride, ...).
         """
         images, skip = values if isinstance(values, tuple) else (values, values)
         states = [self.enter(images), self.enter_skip(skip)]

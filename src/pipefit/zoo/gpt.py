@@ -1,4 +1,4 @@
-"""GPT, a decoder: every block alike, so the ends decide; the head's logits are the largest tensor of most sizes.
+"""GPT, a decoder of equal blocks: embedding and head make it uneven, and the logits are mostly its largest tensor.
 
 layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights (GPT-2 ties them to the embedding).
 With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks: 2 V H + S H + L (12 H^2 + 13 H) + 2 H
@@ -122,7 +122,7 @@ def _chain(
 
 
 def _calm_residuals(model: nn.Module, layers: int) -> None:
-    """Shrink the 2 x layers projections that add to the stream, so that depth does not blow it up at the start."""
+    """Scales down the 2 x layers projections onto the residual stream: activations then do not grow with depth."""
     for block in model.modules():
         if isinstance(block, Block):
             for projection in (block.attention.out, block.feedforward.down):

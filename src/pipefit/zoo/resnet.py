@@ -1,4 +1,4 @@
-"""ResNet of bottleneck blocks: few parameters, large activations, batch norm in every layer that counts.
+"""ResNet of bottleneck blocks: few parameters, large activations, batch norm in every block.
 
 In torchvision's layout: the stem's convolution, norm, ReLU and pool are four layers, each bottleneck block is one, and
 the pool, the flatten and the classifier end the chain: blocks + 7 layers. ResNet-101 has 40 layers and 44,549,160

@@ -1,0 +1,377 @@
+"""JSON text as a checked type, a piece at a time.
+
+Parsing a whole file before looking at it costs up to fifty times its size (`[[],[],...]`), and collecting every mistake
+in it costs more. Here the types lead: an object whose type is a dataclass is read key by key, a list in pieces of
+16 KiB, and pydantic checks each piece. Memory is that of the text, of the values that are valid so far, and of one
+piece; the first mistake ends the reading. Reading costs about a second for 50 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
+_Scanner = Callable[[str, int], tuple[Any, int]]
+Path = tuple[str | int, ...]
+
+_PIECE = 1 << 14  # bytes; the mistakes of one piece are all that is ever collected
+_GLANCE = 1 << 8  # bytes; most single values are shorter
+_MOST_KEYS = 4096  # of one object; those whose keys are free hold options, or figures by dtype
+_LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
+_SHOWN = 60  # characters of a refused value that a message repeats
+_MOST_POOLED = 1 << 16  # equal numbers of a list are one object, up to so many different ones
+
+_SPACE = re.compile(rb"[ \t\n\r]*")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_UNUSUAL = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{40}")  # a number that may not be finite, or be absurdly long
+_KEYS = dict[str, Any]  # the type of an object of which only the keys matter
+_MEANINGS = {
+    "unexpected_keyword_argument": "this key is not known",
+    "missing": "this is missing",
+    "json_invalid": "a text in it is not Unicode",
+}
+
+
+class Refusal(Exception):
+    """What is wrong, and where. `damage`: it is the text itself and no value in it; `more`: so is something else."""
+
+    def __init__(self, what: str, path: Path = (), *, more: bool = False, damage: bool = False) -> None:
+        super().__init__(what)
+        self.what, self.path, self.more, self.damage = what, path, more, damage
+
+
+@cache
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Pydantic's reader and writer of a type; built once, because that costs milliseconds."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which a file could use to rewrite a terminal."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+class JsonText:
+    """The UTF-8 bytes of a JSON text. Positions are bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self._after = 0  # where the value of the last key ended
+
+    def read(self, kind: type[T], ignored: frozenset[str] = frozenset()) -> T:
+        """The one object that the text holds, as a dataclass `kind`.
+
+        Raises:
+            Refusal: the first thing that is wrong.
+        """
+        try:
+            value, end = self._object(kind, self._start(), (), ignored)
+        except RecursionError:
+            raise Refusal("is not valid: it is nested too deeply", damage=True) from None
+        if self._skip_space(end) < len(self.content):
+            raise self._syntax("Extra data", self._skip_space(end))
+        return cast("T", value)
+
+    def header(self, *names: str) -> dict[str, Any]:
+        """The values of these top-level keys, as far as they are there and small; reads no further than the last."""
+        found: dict[str, Any] = {}
+        try:
+            for key, at in self._keys(self._start(), ()):
+                if key in names:
+                    end = self._end(at)
+                    found[key] = None if end is None else json.loads(self.content[at:end])
+                    if end is None or len(found) == len(names):
+                        break
+                _, self._after = self._value(Any, at, ())
+        except RecursionError:
+            raise Refusal("is not a document: it is nested too deeply", damage=True) from None
+        return found
+
+    # ------------------------------------------------------------ values of a type
+
+    def _value(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
+        """The value that begins at `at`, and where it ends: in one piece if it is small, or else by its parts."""
+        end = self._end(at)
+        if end is not None:
+            return (None if kind is Any else _checked(kind, self.content[at:end], path)), end
+        first = self.content[at : at + 1]
+        kind = self._member(kind, at) if isinstance(kind, UnionType) else kind
+        if first == b"{" and (kind is Any or is_dataclass(kind) or get_origin(kind) is dict):
+            return self._object(kind, at, path)
+        if first == b"[" and (kind is Any or (get_origin(kind) is tuple and get_args(kind)[-1] is ...)):
+            return self._array(Any if kind is Any else get_args(kind)[0], at, path)
+        if first == b'"':
+            return self._string(kind, at, path)
+        if first in (b"{", b"["):
+            self._refuse_unless(kind, b"{}" if first == b"{" else b"[]", at, path)
+        raise self._damaged(at)
+
+    def _object(self, kind: Any, at: int, path: Path, ignored: frozenset[str] = frozenset()) -> tuple[Any, int]:
+        """An object by its keys: a dataclass's own, or any."""
+        known, values = _fields(kind) if isinstance(kind, type) and is_dataclass(kind) else None, dict[str, Any]()
+        free = get_args(kind)[1] if get_origin(kind) is dict else Any
+        for key, start in self._keys(at, path):
+            here = (*path, key)
+            if known is not None and key not in known and key not in ignored:
+                raise Refusal(_MEANINGS["unexpected_keyword_argument"], here)
+            if key in ignored or kind is Any:
+                _, self._after = self._value(Any, start, here)
+                continue
+            values[key], self._after = self._value(free if known is None else known[key], start, here)
+        return (_made(kind, values, path) if known is not None else values), self._after
+
+    def _array(self, kind: Any, at: int, path: Path) -> tuple[tuple[Any, ...], int]:
+        """A list of one type, as many elements at a time as a piece holds."""
+        found: list[Any] = []
+        pool: dict[Any, Any] = {}
+        at = self._skip_space(at + 1)
+        single_until = at  # up to there, no run of elements could be cut off
+        while not (not found and self.content[at : at + 1] == b"]"):
+            end = self._run_end(kind, at) if at >= single_until else None
+            here = len(found)
+            if end is not None and kind is not Any:
+                run = _checked(tuple[kind, ...], b"[%b]" % self.content[at:end], path, here)
+                pooled = kind in (int, float) and len(pool) < _MOST_POOLED
+                found += map(pool.setdefault, run, run) if pooled else run
+            elif end is None:
+                single_until = max(single_until, at + _PIECE)
+                value, end = self._value(kind, at, (*path, here))
+                found += () if kind is Any else (value,)
+            at = self._skip_space(end)
+            if self.content[at : at + 1] != b",":
+                break
+            at = self._skip_space(at + 1)
+        if self.content[at : at + 1] != b"]":
+            raise self._syntax("Expecting ',' delimiter", at)
+        return tuple(found), at + 1
+
+    def _string(self, kind: Any, at: int, path: Path) -> tuple[Any, int]:
+        """A text that is longer than a piece, or damaged."""
+        match = _STRING.match(self.content, at)
+        if match is None:
+            raise Refusal(_CUT_OFF, damage=True)
+        if kind is Any:
+            return None, match.end()
+        self._refuse_unless(kind, b'""', at, path)
+        try:
+            json.loads(match[0])
+        except json.JSONDecodeError as error:
+            raise self._syntax(error.msg, at + error.pos) from None
+        return _checked(kind, match[0], path), match.end()
+
+    def _member(self, kind: UnionType, at: int) -> Any:
+        """Of the types of a union, the one that the long value at `at` is of: of several dataclasses, by its keys."""
+        several = [one for one in get_args(kind) if isinstance(one, type) and is_dataclass(one)]
+        if len(several) > 1 and self.content[at : at + 1] == b"{":
+            keys = set(self._object(_KEYS, at, ())[0])
+            return next((one for one in several if keys <= _fields(one).keys()), several[0])
+        others = [one for one in get_args(kind) if one is not NoneType]
+        return others[0] if len(others) == 1 else kind
+
+    def _refuse_unless(self, kind: Any, empty: bytes, at: int, path: Path) -> None:
+        """Refuses the long value at `at` where the type does not even take an empty one."""
+        from pydantic import ValidationError
+
+        shown = self.content[at : at + _SHOWN].decode(errors="replace")
+        if get_origin(kind) is tuple and empty == b"[]":
+            raise Refusal(f"{len(get_args(kind))} values are expected, not {_short(shown)}", path)
+        try:
+            adapter(kind).validate_json(empty, strict=True)
+        except ValidationError as refused:
+            raise Refusal(_meaning(refused.errors(include_url=False)[0], shown), path) from None
+
+    # ------------------------------------------------------------ where things end
+
+    def _end(self, at: int) -> int | None:
+        """Where the value at `at` ends; None where it does not within a piece."""
+        for size in (_GLANCE, _PIECE):
+            window = self.content[at : at + size].decode("latin-1")  # a character for each byte; only ends matter
+            length = _scan(window)
+            cut = length == len(window) and at + size < len(self.content)  # perhaps in the middle of a number
+            if length is not None and not cut:
+                return at + length
+        return None
+
+    def _run_end(self, kind: Any, at: int) -> int | None:
+        """Where the last of the elements from `at` on that are complete within a piece ends, if that is easily seen."""
+        window = self.content[at : at + _PIECE].decode("latin-1")
+        last = _LAST.get(window[:1], ",")
+        stop = window.rfind(last) + len(last) - 1  # without the comma
+        if stop <= 0:
+            return None
+        return at + stop if _scan(f"[{window[:stop]}]") == stop + 2 else None
+
+    def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
+        """The keys of the object at `at`, each with where its value begins; whoever reads the value sets `_after`."""
+        seen = set[str]()
+        at = self._skip_space(at + 1)
+        while not (not seen and self.content[at : at + 1] == b"}"):
+            match = _STRING.match(self.content, at)
+            if match is None:
+                raise self._damaged(at, "Expecting property name enclosed in double quotes")
+            key, at = self._key(match), self._skip_space(match.end())
+            if self.content[at : at + 1] != b":":
+                raise self._syntax("Expecting ':' delimiter", at)
+            if key in seen:
+                raise Refusal(_twice(key), path)
+            if len(seen) == _MOST_KEYS:
+                raise Refusal(f"it has more than {_MOST_KEYS} keys", path)
+            seen.add(key)
+            yield key, self._skip_space(at + 1)
+            at = self._skip_space(self._after)
+            if self.content[at : at + 1] != b",":
+                break
+            at = self._skip_space(at + 1)
+        if self.content[at : at + 1] != b"}":
+            raise self._syntax("Expecting ',' delimiter", at)
+        self._after = at + 1
+
+    def _key(self, match: re.Match[bytes]) -> str:
+        try:
+            return str(json.loads(match[0]))
+        except json.JSONDecodeError as error:
+            raise self._syntax(error.msg, match.start() + error.pos) from None
+
+    def _start(self) -> int:
+        """Where the one object begins."""
+        at = self._skip_space(3 if self.content.startswith(b"\xef\xbb\xbf") else 0)
+        if at == len(self.content):
+            raise Refusal("is empty: make it again, or copy it again", damage=True)
+        if self.content[at : at + 1] == b"{":
+            return at
+        if self.content[at : at + 1] != b"[" and self._end(at) is None:
+            raise self._damaged(at)
+        raise Refusal("is JSON, but not a pipefit document: it holds no object", damage=True)
+
+    def _skip_space(self, at: int) -> int:
+        match = _SPACE.match(self.content, at)
+        assert match is not None  # it matches nothing as well
+        return match.end()
+
+    # ------------------------------------------------------------ damage
+
+    def _damaged(self, at: int, expected: str = "Expecting value") -> Refusal:
+        return self._syntax("Unterminated string" if self.content[at : at + 1] == b'"' else expected, at)
+
+    def _syntax(self, what: str, at: int) -> Refusal:
+        """Not JSON at `at`; or cut off, if the text ends there or in a text that began there."""
+        if self._skip_space(at) == len(self.content) or what.startswith("Unterminated"):
+            return Refusal(_CUT_OFF, damage=True)
+        line = self.content.count(b"\n", 0, at) + 1
+        column = at - self.content.rfind(b"\n", 0, at)
+        return Refusal(f"is not JSON: {what} at line {line}, column {column}", damage=True)
+
+
+_CUT_OFF = "is cut off: make it again, or copy it again"
+_LAST = {"{": "},", '"': '",', "[": "],"}  # how an element that begins so ends before another
+
+
+def _scan(window: str) -> int | None:
+    """How long the value at the start of `window` is; None where it is not complete, or not JSON."""
+    scan = _scan_carefully if _UNUSUAL.search(window) else _scan_quickly
+    try:
+        return scan(window, 0)[1]
+    except (json.JSONDecodeError, RecursionError):
+        return None
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> None:
+    """An object of which only the length matters; no key may stand in it twice."""
+    if len(dict(pairs)) != len(pairs):
+        raise Refusal(_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+
+
+def _twice(key: str) -> str:
+    return f"the key {printable(key)[:_SHOWN]!r} appears twice in one object"
+
+
+def _number(text: str) -> float:
+    if not isfinite(float(text)):
+        raise Refusal(f"{text[:_LONGEST_NUMBER]} is not a finite number")
+    return 0.0
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise Refusal(f"{text[:_LONGEST_NUMBER]}... is not a number that anything here can have")
+    return 0
+
+
+_scan_quickly: _Scanner = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_number).raw_decode
+_scan_carefully: _Scanner = json.JSONDecoder(
+    object_pairs_hook=_pairs, parse_constant=_number, parse_float=_number, parse_int=_whole_number
+).raw_decode
+
+
+# ---------------------------------------------------------------- types
+
+
+@cache
+def _fields(kind: type) -> dict[str, Any]:
+    """The type of every field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+
+
+def _made(kind: Any, values: dict[str, Any], path: Path) -> Any:
+    """A dataclass of values that are each valid; it may still refuse them together."""
+    required = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise Refusal(_MEANINGS["missing"], (*path, missing[0]), more=len(missing) > 1)
+    try:
+        return kind(**values)
+    except ValueError as error:  # raised by the noun's own check
+        raise Refusal(str(error), path) from None
+
+
+def _checked(kind: Any, text: bytes, path: Path, first: int = 0) -> Any:
+    """A small text as a `kind`. `first` is the number of the first element of a run of them."""
+    from pydantic import ValidationError
+
+    try:
+        return adapter(kind).validate_json(text, strict=True)
+    except ValidationError as refused:
+        raise _first(refused, path, first) from None
+
+
+def _first(refused: Any, path: Path, first: int) -> Refusal:
+    """The first of pydantic's findings in our words; an unknown key is often the misspelling of a missing one."""
+    errors = sorted(refused.errors(include_url=False), key=lambda error: error["type"] != "unexpected_keyword_argument")
+    error, place = errors[0], errors[0]["loc"]
+    if first and place:
+        place = (place[0] + first, *place[1:])
+    return Refusal(_meaning(error), (*path, *place), more=len(errors) > 1)
+
+
+def _meaning(error: ErrorDetails, shown: str | None = None) -> str:
+    if "recursion limit" in str(error.get("ctx")):
+        return "it is nested too deeply"
+    if error["type"] in _MEANINGS:
+        return _MEANINGS[error["type"]]
+    if error["type"] == "value_error":  # raised by a noun's own check
+        return str(error["ctx"]["error"])
+    given = _short(json.dumps(error["input"], default=str) if shown is None else shown)
+    if error["type"] == "dataclass_type":
+        return f"keys and values are expected, not {given}"
+    expected = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return f"{expected} is expected, not {given}"
+
+
+def _short(text: str) -> str:
+    text = printable(text)
+    return text if len(text) < _SHOWN else f"{text[: _SHOWN - 3]}..."
