@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.fingerprints import Fingerprint
 from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
@@ -222,7 +223,10 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost."""
+    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost.
+
+    `sizes` is a digest of the whole numbers in traced operations and in the loss, which differ from size to size.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -231,6 +235,7 @@ class Measurement:
     layers: tuple[int, ...]
     loss: LayerCost  # (output..., target...) -> scalar; lives on the last stage
     shared: tuple[SharedParameter, ...] = ()
+    sizes: str = ""
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -315,7 +320,7 @@ class ModelProfile:
     __pydantic_config__ = {"extra": "forbid"}
 
     model: str
-    fingerprint: str  # of layer names, classes, parameter shapes and dtypes
+    fingerprint: Fingerprint  # what the costs depend on: the model, its data, its loss and its optimizer
     layers: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     assumptions: Assumptions

@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(simulate(make_plan(random_profile(6), (1, 1, 4))), here / "other.json")
     (here / "cut.json").write_text(dumps(plan)[:-100])
     (here / "empty.json").write_text("")
-    (here / "deep.json").write_text('{"pipefit": "plan", "version": 1, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)
+    (here / "deep.json").write_text('{"pipefit": "plan", "version": 2, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)
     (here / "bad.toml").write_text("name =")
     (here / "mine.py").write_text(FACTORIES)
     (here / "talker.py").write_text(TALKER)
