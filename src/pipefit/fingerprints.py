@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from hashlib import sha256
+from itertools import zip_longest
 
 _NAMED = 3  # layers that are named in an error; more are counted
 
@@ -88,7 +89,9 @@ def _optimizer(made: Fingerprint, now: Fingerprint) -> Iterator[str]:
 
 
 def _unlike(names: Sequence[str], made: Sequence[str], now: Sequence[str]) -> list[str]:
-    return [name for name, one, other in zip(names, made, now, strict=True) if one != other]
+    """Names of the layers, or their numbers where they have none, for which the two differ."""
+    unlike = [number for number, (one, other) in enumerate(zip_longest(made, now)) if one != other]
+    return [names[number] if number < len(names) else str(number) for number in unlike]
 
 
 def _listed(names: Sequence[str]) -> str:

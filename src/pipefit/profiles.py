@@ -18,7 +18,7 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.fingerprints import Fingerprint
-from pipefit.training import Precision
+from pipefit.training import Precision, Training
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -277,10 +277,10 @@ class AdditiveCosts:
 
         peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 
-    A `Predictor`, blind to the stage's place in the schedule: the numbers are what they were where they were measured,
-    so it suits GPipe, where all stages hold the same number of microbatches. It holds best under recomputation, where a
-    peak follows the one hungriest layer and all weights. Differences of peaks may be negative: a layer may lower the
-    peak of those before it. (mCAP, listing 1.1.)
+    A `Predictor`, blind to the stage's place in the schedule: it suits GPipe, where all stages hold the same number of
+    microbatches. The numbers hold for the `training` under which they were measured, and for no other. They hold best
+    under recomputation, where a peak follows the one hungriest layer and all weights. Differences of peaks may be
+    negative: a layer may lower the peak of those before it. (mCAP, listing 1.1.)
 
     Raises:
         UsageError: the two do not have the same number of layers, or none.
@@ -290,6 +290,7 @@ class AdditiveCosts:
 
     mem_isolated: tuple[int, ...]
     mem_added: tuple[int, ...]
+    training: Training
 
     def __post_init__(self) -> None:
         if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:

@@ -20,7 +20,7 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
-from pipefit.fake.fingerprint import fingerprint, precision_of, with_loss
+from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gauge import dtype_name
@@ -55,7 +55,13 @@ def profile_fake(
             loss=loss,
             shared=survey.shared(chain),
         )
-    made = with_loss(made, chain, measurement)
+    return _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
+
+
+def _profile(
+    task: Task, chain: Chain, made: Fingerprinted, measurement: Measurement, *, target: Target, threads: int
+) -> ModelProfile:
+    """The profile around a measurement: names, fingerprint, assumptions."""
     return ModelProfile(
         model=chain.name,
         fingerprint=made.fingerprint,

@@ -52,14 +52,9 @@ def profile_trimmed(
 
     Raises:
         InfeasibleError: a layer does not fit alone, or not together with the one before it.
-        UsageError: the schedule is not GPipe, under which alone the place of a stage makes no difference.
+        UsageError: a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    if training.schedule != "gpipe":
-        raise UsageError(
-            f"trimmed runs have no pipeline around a stage, and under {training.schedule} its memory depends on its "
-            "place there: profile under gpipe"
-        )
     layers = len(profile.layers)
     planned = trimmed(layers, len(cluster.devices))
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
@@ -70,7 +65,7 @@ def profile_trimmed(
         runs.attempt(stages, partial(_outcome, cut, train, stages))
     isolated = tuple(runs.needed((layer, layer + 1)) for layer in range(layers))
     added = (runs.needed((layer - 1, layer + 1)) - isolated[layer - 1] for layer in range(1, layers))
-    return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added))
+    return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added), training=training)
 
 
 def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:

@@ -29,7 +29,11 @@ def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
     """Peaks from training runs."""
     named = enumerate(zip(profile.layers, costs.mem_isolated, costs.mem_added, strict=True))
     rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
-    return Table(("layer", "name", "alone", "added"), tuple(rows), title="peaks of training runs")
+    return Table(
+        ("layer", "name", "alone", "added"),
+        tuple(rows),
+        title=f"peaks of training runs: {', '.join(costs.training.phrases)}",
+    )
 
 
 def _signed(nbytes: int) -> str:
