@@ -278,9 +278,10 @@ class AdditiveCosts:
         peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 
     A `Predictor`, blind to the stage's place in the schedule: it suits GPipe, where all stages hold the same number of
-    microbatches. The numbers hold for the `training` under which they were measured, and for no other. They hold best
-    under recomputation, where a peak follows the one hungriest layer and all weights. Differences of peaks may be
-    negative: a layer may lower the peak of those before it. (mCAP, listing 1.1.)
+    microbatches. The numbers hold for the `training` under which they were measured, with stages recomputed as
+    `recompute` says, and for no other. They hold best under recomputation, where a peak follows the one hungriest layer
+    and all weights. Differences of peaks may be negative: a layer may lower the peak of those before it.
+    (mCAP, listing 1.1.)
 
     Raises:
         UsageError: the two do not have the same number of layers, or none.
@@ -291,6 +292,7 @@ class AdditiveCosts:
     mem_isolated: tuple[int, ...]
     mem_added: tuple[int, ...]
     training: Training
+    recompute: str = "never"
 
     def __post_init__(self) -> None:
         if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
@@ -298,6 +300,13 @@ class AdditiveCosts:
                 "additive costs are two numbers for every layer, not "
                 f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
             )
+
+    def differences(self, training: Training, recompute: str) -> list[str]:
+        """How these runs were made otherwise than for a plan of `training` with stages recomputed so, as phrases."""
+        found = self.training.differences(training)
+        if self.recompute != recompute:
+            found.append(f"recompute {self.recompute}, not recompute {recompute}")
+        return found
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:

@@ -77,12 +77,11 @@ class Training:
 
     @property
     def phrases(self) -> tuple[str, ...]:
-        """All that a stage's memory depends on, in words: two trainings are compared and told apart by these."""
+        """All that a stage's memory depends on but a plan's decisions, in words: trainings are told apart by these."""
         return (
             self.schedule,
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {self.microbatch_size}",
             self.precision,
-            f"recompute {self.recompute}",
             "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",
         )
 

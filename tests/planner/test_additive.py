@@ -48,20 +48,20 @@ def test_without_training_runs_it_is_refused() -> None:
 
 @pytest.mark.parametrize("planner", ["additive", "mcap_bf", "mcap_bo"])
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "recompute", "says"),
     [
-        (training("1f1b", 3), "gpipe, not 1f1b"),
-        (training("gpipe", 4), "3 microbatches of 1, not 4 microbatches of 1"),
-        (replace(GPIPE, recompute="always"), "recompute never, not recompute always"),
-        (replace(GPIPE, clip_norm=1.0), "gradients that are not clipped, not clipped gradients"),
+        (training("1f1b", 3), "never", "gpipe, not 1f1b"),
+        (training("gpipe", 4), "never", "3 microbatches of 1, not 4 microbatches of 1"),
+        (GPIPE, "always", "recompute never, not recompute always"),
+        (replace(GPIPE, clip_norm=1.0), "never", "gradients that are not clipped, not clipped gradients"),
     ],
     ids=["schedule", "microbatches", "recompute", "clipping"],
 )
-def test_runs_under_another_training_are_refused(planner: str, asked: Training, says: str) -> None:
+def test_runs_under_another_training_are_refused(planner: str, asked: Training, recompute: str, says: str) -> None:
     """What was measured under one training is used for no other: the refusal says what differs, and what to do."""
     found = with_runs(Random(1), 4)
     with pytest.raises(UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"):
-        plan(found, devices(1 << 40, 1 << 40), asked, planner=planner)
+        plan(found, devices(1 << 40, 1 << 40), asked, planner=planner, recompute=recompute)
 
 
 def test_true_peaks_decide_whether_it_fits() -> None:

@@ -29,8 +29,8 @@ def test_brute_force_finds_the_split_of_dynamic_programming(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bayesian_optimisation_finds_what_brute_force_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On seven layers and three devices with three seeds; its values are those of the splits. (Of thousands of splits it
-    looks at 75, and may miss the best: `benchmarks/bench_mcap.py`.)
+    """On seven layers and three devices with three seeds; its values are those of the splits. (Of thousands of splits
+    it looks at 75, and may miss the best: `benchmarks/bench_mcap.py`.)
     """
     pytest.importorskip("skopt")
     monkeypatch.setattr(sys.modules[bayesian.__module__], "EVALUATIONS", 16)

@@ -44,7 +44,9 @@ def command(
         int | None,
         typer.Option("--microbatches", min=1, help="Of a step of the runs; unless given as plan has it, 4 a device."),
     ] = None,
-    schedule: Annotated[str, typer.Option(help="Of the runs: gpipe; 1f1b with one microbatch only.")] = "gpipe",
+    schedule: Annotated[
+        str, typer.Option(help="Of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")
+    ] = "gpipe",
     recompute: Recompute = "never",
     clip_norm: Annotated[
         float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients, in the runs.")
@@ -89,10 +91,9 @@ def command(
             microbatches=count,
             schedule=schedule,
             precision=found.assumptions.precision,
-            recompute=recompute,
             clip_norm=clip_norm,
         )
-        found = _with_runs(found, task, runs, devices, training, store=store)
+        found = _with_runs(found, task, runs, devices, training, recompute=recompute, store=store)
     deliver(found, output=output, as_json=as_json)
 
 
@@ -103,6 +104,7 @@ def _with_runs(
     cluster: Cluster,
     training: Training,
     *,
+    recompute: Recompute,
     store: Path,
 ) -> ModelProfile:
     """The profile with what training runs tell."""
@@ -117,6 +119,7 @@ def _with_runs(
             found,
             cluster,
             training,
+            recompute=recompute,
             store=store,
             recompute=recompute,
             progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),

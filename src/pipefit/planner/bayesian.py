@@ -34,9 +34,7 @@ def bayesian(question: Question) -> Found:
     Raises:
         UsageError: the question is wrong, or scikit-optimize is not installed.
     """
-    peak = true_peaks(
-        question.profile, question.training, stages=question.stages, recompute=question.options.recompute
-    )
+    peak = true_peaks(question.profile, question.training, stages=question.stages, recompute=question.options.recompute)
 
     def value_of(edges: Edges) -> float:
         peaks = tuple(peak(stage, *ends) for stage, ends in enumerate(pairwise(edges)))

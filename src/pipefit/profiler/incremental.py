@@ -3,7 +3,7 @@
 Trains a few steps under every partitioning of `profiler.partitionings` and reads every device's peak. A layer's
 `mem_added` is the peak with it as a stage's last layer minus the peak without. Where a device passes its cap, the
 stages that the run was for are run again, with the other layers placed so that the fullest device is as empty as can be
-by the profile (`profiler.surroundings`); where that does not fit either, with fewer layers before the one in question.
+by the profile (`profiler.placement`); where that does not fit either, with fewer layers before the one in question.
 Results are saved after every run: after a break, the same call goes on where it was. L - G + 1 runs for L layers on
 G >= 4 devices and L >= 2 G, if all fit. The numbers know nothing of a stage's place in the schedule: only GPipe is
 accepted, or one microbatch, where the place makes no difference. (mCAP, section 3.2.)
@@ -23,11 +23,12 @@ from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, intervals, partitionings
+from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
-from pipefit.profiler.surroundings import Surroundings
 from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 Run = Callable[[Plan], tuple[int, ...]]
@@ -39,6 +40,7 @@ def profile_incrementally(
     cluster: Cluster,
     training: Training,
     *,
+    recompute: Recompute = "never",
     store: str | os.PathLike[str],
     progress: RunProgress | None = None,
     run: Run | None = None,
@@ -47,6 +49,7 @@ def profile_incrementally(
 
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
+        recompute: of which microbatches every stage runs the forward twice (`pipefit.schedule.whole_stages`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
@@ -58,15 +61,15 @@ def profile_incrementally(
     """
     layers = len(profile.layers)
     planned = [intervals(edges) for edges in partitionings(layers, len(cluster.devices))]
-    runs = Runs(store, "incremental", profile, cluster, training, progress)
+    runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages)))
+    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
     for stages in planned:
         told.attempt(stages)
     isolated = tuple(map(told.alone, range(layers)))
     added = (isolated[0], *map(told.added, range(1, layers)))
-    return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training)
+    return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training, recompute=recompute)
 
 
 def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
@@ -84,14 +87,13 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
     return tuple(peaks[stage.device] for stage in plan.stages)
 
 
-def plan_of(profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages) -> Plan:
-    """Stages that adjoin, each on the device of its number."""
-    return Plan(
-        profile=profile,
-        cluster=cluster,
-        training=training,
-        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(stages)),
-    )
+def plan_of(
+    profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
+) -> Plan:
+    """Stages that adjoin, each on the device of its number, recomputed as asked."""
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(intervals))
+    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 
 class _Told:
@@ -101,9 +103,9 @@ class _Told:
         self.runs, self.run = runs, run
 
     @cached_property
-    def surroundings(self) -> Surroundings:
+    def placement(self) -> Placement:
         """Where the other layers go; worked out once a planned run did not fit."""
-        return Surroundings(self.runs.profile, self.runs.cluster, self.runs.conditions.training)
+        return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
 
     def attempt(self, stages: Stages) -> None:
         """Makes the run, unless it was made before; if a device passes its cap, no stage is measured."""
@@ -147,8 +149,9 @@ class _Told:
         """Where to begin the stages that end with the layer and before it: with as many layers as fit by the profile,
         then with fewer; last where it comes nearest to fitting, and with one.
         """
-        near = self.surroundings
-        loads = [max(near.load(first, layer + 1), near.load(first, layer)) for first in range(layer)]
+        loads = [
+            max(self.placement.load(first, layer + 1), self.placement.load(first, layer)) for first in range(layer)
+        ]
         fitting = [first for first, load in enumerate(loads) if load <= 1]
         while fitting:
             yield fitting[0]
@@ -159,9 +162,9 @@ class _Told:
     def _measured(self, interval: Interval) -> int | None:
         """The peak of these layers on a device, from a run of their own where there is none; None: it did not fit."""
         if self.runs.peak(interval) is None:
-            self.attempt(intervals(self.surroundings.edges(*interval)))
+            self.attempt(intervals(self.placement.edges(*interval)))
         return self.runs.peak(interval)
 
     def _too_large(self, interval: Interval) -> InfeasibleError:
-        load = self.surroundings.load(*interval)
+        load = self.placement.load(*interval)
         return self.runs.too_large(interval, f" (by the profile, the fullest would need {100 * load:.1f} % of it)")

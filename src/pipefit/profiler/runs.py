@@ -16,8 +16,10 @@ from typing import Any
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, UsageError
 from pipefit.fingerprints import Fingerprint, differences
+from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
 from pipefit.validation import validated
@@ -45,6 +47,7 @@ class Conditions:
     fingerprint: Fingerprint
     sizes: str  # in the operations, at this microbatch size
     training: Training
+    recompute: str
     budgets: tuple[int, ...]  # bytes of every device
     target: str
     torch: str
@@ -68,16 +71,21 @@ class Conditions:
             f"kernels of {self.target}",
             f"torch {self.torch}",
             f"{self.threads} thread{'s' * (self.threads > 1)}",
+            f"recompute {self.recompute}",
         )
 
 
-def conditions(kind: str, profile: ModelProfile, cluster: Cluster, training: Training) -> Conditions:
+def conditions(
+    kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
+) -> Conditions:
     """Those of runs of the model of `profile`.
 
     Raises:
         UsageError: a stage's memory would depend on its place in the pipeline, which two numbers a layer cannot tell.
     """
-    if training.schedule != "gpipe" and training.microbatches > 1:
+    stages = len(cluster.devices)
+    met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
+    if len(set(met)) > 1:
         raise UsageError(
             f"two numbers a layer cannot tell a stage's place in the pipeline, and under {training.schedule} its "
             "memory depends on its place: profile, plan and train under gpipe"
@@ -88,6 +96,7 @@ def conditions(kind: str, profile: ModelProfile, cluster: Cluster, training: Tra
         fingerprint=profile.fingerprint,
         sizes=profile.at(training.microbatch_size).sizes,
         training=training,
+        recompute=recompute,
         budgets=cluster.budgets,
         target=taken.target,
         torch=taken.torch,
@@ -115,10 +124,12 @@ class Runs:
         profile: ModelProfile,
         cluster: Cluster,
         training: Training,
+        recompute: Recompute,
         progress: RunProgress | None,
     ) -> None:
         self.path, self.progress, self.profile, self.cluster = Path(path), progress, profile, cluster
-        self.conditions = conditions(kind, profile, cluster, training)
+        self.training, self.recompute = training, recompute
+        self.conditions = conditions(kind, profile, cluster, training, recompute)
         self.expected = 0
         self.outcomes: dict[Stages, Outcome] = self._load() if self.path.exists() else {}
 

@@ -1,6 +1,6 @@
 """Where the other layers go while some of them share a device: so that the fullest device is as empty as can be.
 
-For runs of the whole model in which a stage is wanted, `Surroundings` places the layers before and behind it. Peaks
+For runs of the whole model in which a stage is wanted, `Placement` places the layers before and behind it. Peaks
 are the profile's, to the byte what the simulator finds, under a schedule in which a stage's place makes no difference;
 stage s is on device s. So a run passes a cap only where every run with that stage would, if the profile is exact.
 Dynamic programming over (devices, layers): milliseconds for 100 layers on 8 devices, and 8 L^2 bytes.
@@ -9,28 +9,28 @@ Dynamic programming over (devices, layers): milliseconds for 100 layers on 8 dev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cluster import Cluster
-from pipefit.cost.bands import stage_peak
-from pipefit.cost.ranges import Ranges
+from pipefit.planner.prediction import true_peaks
 from pipefit.profiler.partitionings import Edges
 from pipefit.profiles import ModelProfile
-from pipefit.schedule import situations
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class Surroundings:
+class Placement:
     """The best places for all other layers, by any stage that is wanted. Loads are parts of a device's memory."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training) -> None:
+    def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
         self.layers = len(profile.layers)
-        peaks = _peaks(profile, training)
+        peaks = _peaks(profile, training, recompute)
         self._loads = [peaks / budget for budget in cluster.budgets]
         self._before = _before(self._loads)
         self._behind = _behind(self._loads)
@@ -65,15 +65,13 @@ class Surroundings:
         return min(ways)
 
 
-def _peaks(profile: ModelProfile, training: Training) -> Floats:
+def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
     """The peak of layers `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is none."""
-    ranges = Ranges(profile.at(training.microbatch_size), microbatches=training.microbatches)
-    band = ranges.band(ranges.count)
-    met = situations(training.schedule, 0, 1, training.microbatches, training.recompute)
-    table = stage_peak(band, met)
-    peaks = np.full((ranges.count + 1, ranges.count + 1), np.inf)
-    width, start = np.nonzero(band.valid)
-    peaks[start, start + width + 1] = table[width, start]
+    layers = len(profile.layers)
+    predicted = true_peaks(profile, training, stages=1, recompute=recompute)
+    peaks = np.full((layers + 1, layers + 1), np.inf)
+    for start, stop in combinations(range(layers + 1), 2):
+        peaks[start, stop] = predicted(0, start, stop)
     return peaks
 
 
