@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from random import Random
 
+from pipefit.fingerprints import Fingerprint
 from pipefit.profiles import (
     Assumptions,
     GradientOrigin,
@@ -24,6 +25,11 @@ from pipefit.profiles import (
     Work,
 )
 
+MADE_UP = Fingerprint(
+    layers=(), parameters=(), shared=(), inputs=(), targets=(), loss="", precision="float32", optimizer="SGD",
+    options=(), groups="",
+)  # fmt: skip
+
 
 def made_up(chain: str, layers: int, seed: int) -> ModelProfile:
     """A chain and its loss: the last layer again without weights, which takes what they leave."""
@@ -37,7 +43,7 @@ def made_up(chain: str, layers: int, seed: int) -> ModelProfile:
     taken = Assumptions(target="cuda", device="fake", precision="float32", optimizer="adam", torch="2", threads=1)
     return ModelProfile(
         model=chain,
-        fingerprint="0",
+        fingerprint=MADE_UP,
         layers=tuple(f"layer{k}" for k in range(layers)),
         measurements=(measured,),
         assumptions=taken,

@@ -30,11 +30,11 @@ class Spot(nn.Linear):
 
     def __init__(self, accident: str) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.accident = accident
+        self._accident = accident  # private, as it is no setting of the model
 
     def forward(self, values: Tensor) -> Tensor:
         if mp.parent_process() is not None:
-            _happen(self.accident)
+            _happen(self._accident)
         return super().forward(values)
 
 

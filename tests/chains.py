@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from pipefit.cluster import Cluster
+from pipefit.fingerprints import Fingerprint
 from pipefit.profiles import (
     Assumptions,
     GradientOrigin,
@@ -22,6 +23,10 @@ from pipefit.profiles import (
 from pipefit.training import Training
 
 INPUT = Origin(kind="input", index=0)
+MADE_UP = Fingerprint(
+    layers=(), parameters=(), shared=(), inputs=(), targets=(), loss="", precision="float32", optimizer="SGD",
+    options=(), groups="",
+)  # fmt: skip
 
 
 def value(nbytes: int, *, grad: bool = True) -> Value:
@@ -87,7 +92,7 @@ def profile(of: Measurement) -> ModelProfile:
     """A profile that holds one measurement."""
     return ModelProfile(
         model="synthetic",
-        fingerprint="0",
+        fingerprint=MADE_UP,
         layers=tuple(f"layer{k}" for k in range(len(of.layers))),
         measurements=(of,),
         assumptions=Assumptions(

@@ -129,7 +129,7 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
     "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
     "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
-    "older version": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
+    "older version": (text_with(PLAN, version=1), Plan, ["version 1", "reads version 2", "pipefit plan"]),
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
     "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),

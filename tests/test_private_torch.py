@@ -16,7 +16,7 @@ import torch
 SOURCE = Path(__file__).parent.parent / "src" / "pipefit"
 
 # Fake tensors and their devices
-FAKES = {f"fake/{name}.py" for name in ("target", "attention_choice", "missing_shapes", "chain")}
+FAKES = {f"fake/{name}.py" for name in ("target", "attention_choice", "missing_shapes", "chain", "fingerprint")}
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {
     f"capture/{name}.py"

@@ -72,8 +72,8 @@ class _Kind:
 
 _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
-    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
-    "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
+    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile", 2),
+    "plan": _Kind(Plan, Plan, "make one with pipefit plan", 2),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
 }

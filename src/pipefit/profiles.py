@@ -17,7 +17,8 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from pipefit.errors import UsageError
-from pipefit.training import Precision
+from pipefit.fingerprints import Fingerprint
+from pipefit.training import Precision, Training
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -222,7 +223,10 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost."""
+    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost.
+
+    `sizes` is a digest of the whole numbers in traced operations and in the loss, which differ from size to size.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -231,6 +235,7 @@ class Measurement:
     layers: tuple[int, ...]
     loss: LayerCost  # (output..., target...) -> scalar; lives on the last stage
     shared: tuple[SharedParameter, ...] = ()
+    sizes: str = ""
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -272,10 +277,11 @@ class AdditiveCosts:
 
         peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 
-    A `Predictor`, blind to the stage's place in the schedule: the numbers are what they were where they were measured,
-    so it suits GPipe, where all stages hold the same number of microbatches. It holds best under recomputation, where a
-    peak follows the one hungriest layer and all weights. Differences of peaks may be negative: a layer may lower the
-    peak of those before it. (mCAP, listing 1.1.)
+    A `Predictor`, blind to the stage's place in the schedule: it suits GPipe, where all stages hold the same number of
+    microbatches. The numbers hold for the `training` under which they were measured, with stages recomputed as
+    `recompute` says, and for no other. They hold best under recomputation, where a peak follows the one hungriest layer
+    and all weights. Differences of peaks may be negative: a layer may lower the peak of those before it.
+    (mCAP, listing 1.1.)
 
     Raises:
         UsageError: the two do not have the same number of layers, or none.
@@ -285,6 +291,8 @@ class AdditiveCosts:
 
     mem_isolated: tuple[int, ...]
     mem_added: tuple[int, ...]
+    training: Training
+    recompute: str = "never"
 
     def __post_init__(self) -> None:
         if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
@@ -292,6 +300,13 @@ class AdditiveCosts:
                 "additive costs are two numbers for every layer, not "
                 f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
             )
+
+    def differences(self, training: Training, recompute: str) -> list[str]:
+        """How these runs were made otherwise than for a plan of `training` with stages recomputed so, as phrases."""
+        found = self.training.differences(training)
+        if self.recompute != recompute:
+            found.append(f"recompute {self.recompute}, not recompute {recompute}")
+        return found
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:
@@ -315,7 +330,7 @@ class ModelProfile:
     __pydantic_config__ = {"extra": "forbid"}
 
     model: str
-    fingerprint: str  # of layer names, classes, parameter shapes and dtypes
+    fingerprint: Fingerprint  # what the costs depend on: the model, its data, its loss and its optimizer
     layers: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     assumptions: Assumptions

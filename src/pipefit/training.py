@@ -74,3 +74,17 @@ class Training:
     def microbatch_size(self) -> int:
         """Samples in one microbatch."""
         return self.batch_size // self.microbatches
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        """All that a stage's memory depends on but a plan's decisions, in words: trainings are told apart by these."""
+        return (
+            self.schedule,
+            f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {self.microbatch_size}",
+            self.precision,
+            "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",
+        )
+
+    def differences(self, other: Training) -> list[str]:
+        """What this training has that `other` has not, as phrases such as "gpipe, not 1f1b"."""
+        return [f"{one}, not {two}" for one, two in zip(self.phrases, other.phrases, strict=True) if one != two]

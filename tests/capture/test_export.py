@@ -125,16 +125,6 @@ def test_inputs_must_stay_alike() -> None:
         found.flatten({"tokens": inputs["tokens"]})
 
 
-def test_fingerprint_is_the_same_for_every_size_and_device() -> None:
-    """Real or fake on CUDA, two samples or four: one model."""
-    for make in CAPTURED.values():
-        task = make()
-        found = captured(task).fingerprint
-        assert captured(task, 4).fingerprint == found
-        with FakeTarget("cuda") as fake:
-            assert fake_chain(task, fake, sample(task, 2)).fingerprint == found
-
-
 def test_equal_blocks_have_equal_code() -> None:
     """The generated code of like layers is the same text, so that a profile measures one of them."""
     found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))

@@ -89,8 +89,12 @@ def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("runs", ["incremental", "trimmed"])
-def test_training_runs_make_the_additive_planner_possible(runs: str, tmp_path: Path) -> None:
-    """`profile --runs` adds two numbers a layer, keeps its runs, uses them again, and `plan` plans by them."""
+def test_training_runs_make_the_additive_planner_possible(
+    runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`profile --runs` adds two numbers a layer, keeps its runs, uses them again, and `plan` plans by them: for the
+    training that it plans by default. Other settings are refused by both.
+    """
     store, made = tmp_path / "runs.json", tmp_path / "profile.json"
     line = ["profile", *MODEL, "--microbatch-size", "4", "--runs", runs, "--cluster", "emulated:3x1MiB"]
     line += ["--store", str(store), "-o", str(made)]
@@ -100,9 +104,14 @@ def test_training_runs_make_the_additive_planner_possible(runs: str, tmp_path: P
     assert found.additive is not None and len(found.additive.mem_isolated) == 7
     assert main(line) == 0
     assert store.read_text() == before and load(made, ModelProfile) == found
-    ask = ["plan", str(made), "--cluster", "emulated:3x1MiB", "--batch-size", "16", "--schedule", "gpipe"]
-    assert main([*ask, "--planner", "additive", "-o", str(tmp_path / "plan.json")]) == 0
-    assert load(tmp_path / "plan.json", Plan).profile.additive == found.additive
+    ask = ["plan", str(made), "--cluster", "emulated:3x1MiB", "--planner", "additive", "--schedule", "gpipe"]
+    assert main([*ask, "-o", str(tmp_path / "plan.json")]) == 0
+    planned = load(tmp_path / "plan.json", Plan)
+    assert planned.profile.additive == found.additive and planned.training == found.additive.training
+    assert main([*ask, "--clip-norm", "1"]) == 2
+    assert "not clipped, not clipped gradients: ask for a plan of that training" in capsys.readouterr().err
+    assert main([*line, "--clip-norm", "1"]) == 6
+    assert "runs made for gradients that are not clipped, not clipped gradients" in capsys.readouterr().err
 
 
 def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixture[str]) -> None:

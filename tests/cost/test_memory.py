@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from pipefit.cost.memory import StageMemory
 
 from chains import hostile, layer, measurement, value
-from pipefit.cost.memory import StageMemory
 from pipefit.profiles import Measurement, Origin, Span
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from additive import GPIPE, with_runs
 from chains import devices, plain, profile, training
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.files import dumps, load, save
@@ -15,14 +16,7 @@ from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.simulator import simulate
-
-
-def with_runs(rng: Random, layers: int) -> ModelProfile:
-    costs = AdditiveCosts(
-        mem_isolated=tuple(rng.randrange(9, 99) for _ in range(layers)),
-        mem_added=tuple(rng.randrange(-3, 60) for _ in range(layers)),
-    )
-    return replace(profile(plain(rng, layers)), additive=costs)
+from pipefit.training import Training
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -52,9 +46,28 @@ def test_without_training_runs_it_is_refused() -> None:
         plan(profile(plain(Random(0), 4)), devices(1 << 40), training("gpipe", 3), planner="additive")
 
 
+@pytest.mark.parametrize("planner", ["additive", "mcap_bf", "mcap_bo"])
+@pytest.mark.parametrize(
+    ("asked", "recompute", "says"),
+    [
+        (training("1f1b", 3), "never", "gpipe, not 1f1b"),
+        (training("gpipe", 4), "never", "3 microbatches of 1, not 4 microbatches of 1"),
+        (GPIPE, "always", "recompute never, not recompute always"),
+        (replace(GPIPE, clip_norm=1.0), "never", "gradients that are not clipped, not clipped gradients"),
+    ],
+    ids=["schedule", "microbatches", "recompute", "clipping"],
+)
+def test_runs_under_another_training_are_refused(planner: str, asked: Training, recompute: str, says: str) -> None:
+    """What was measured under one training is used for no other: the refusal says what differs, and what to do."""
+    found = with_runs(Random(1), 4)
+    with pytest.raises(UsageError, match=f"were made with {says}: ask for a plan of that training, profile with"):
+        plan(found, devices(1 << 40, 1 << 40), asked, planner=planner, recompute=recompute)
+
+
 def test_true_peaks_decide_whether_it_fits() -> None:
     """Estimates far below the truth make no plan fit."""
-    found = replace(profile(plain(Random(0), 4)), additive=AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4))
+    costs = AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE)
+    found = replace(profile(plain(Random(0), 4)), additive=costs)
     with pytest.raises(InfeasibleError, match=r"stage 1 .*over its 10 B"):
         plan(found, devices(10, 10), training("gpipe", 3), planner="additive")
 
@@ -75,4 +88,7 @@ def test_the_numbers_are_kept_in_files(tmp_path) -> None:
 def test_runs_of_another_number_of_layers_are_refused() -> None:
     """A profile says it where they do not belong to it."""
     with pytest.raises(UsageError, match="names 4 layers, but the training runs tell of 3"):
-        replace(profile(plain(Random(0), 4)), additive=AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3))
+        replace(
+            profile(plain(Random(0), 4)),
+            additive=AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3, training=GPIPE),
+        )

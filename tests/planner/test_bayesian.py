@@ -51,7 +51,7 @@ def test_it_asks_scikit_optimize_as_the_paper_does_and_keeps_the_best(monkeypatc
         asked.update(settings, dimensions=dimensions)
         seen.extend(value(lengths) for lengths in proposals)
 
-    monkeypatch.setattr(sys.modules[bayesian.__module__], "_minimiser", lambda: minimise)
+    monkeypatch.setattr(sys.modules[bayesian.__module__], "minimiser", lambda: minimise)
     made: Plan = plan(profile(vgg_like()), devices(*[AMPLE] * 4), training("gpipe", 12), planner="bayesian")
     assert asked == {
         "dimensions": [(1, 27)] * 4, "n_calls": 75, "acq_func": "gp_hedge", "acq_optimizer": "sampling",

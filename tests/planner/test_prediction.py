@@ -13,6 +13,8 @@ from pipefit.planner import best_split, exact, true_peaks
 from pipefit.planner.question import Options
 from pipefit.profiles import AdditiveCosts
 
+GPIPE = training("gpipe", 4)
+
 
 def enumerated(predictor, layers: int, count: int) -> tuple[int, ...]:
     """Brute force: the fullest device left out again and again is a comparison of peaks in descending order."""
@@ -30,6 +32,7 @@ def test_the_best_split_is_the_best_of_all(seed: int) -> None:
     costs = AdditiveCosts(
         mem_isolated=tuple(rng.randrange(12) for _ in range(layers)),
         mem_added=tuple(rng.randrange(-1, 6) for _ in range(layers)),
+        training=GPIPE,
     )
     assert best_split(costs, layers, count) == enumerated(costs, layers, count)
 
@@ -51,7 +54,7 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
 
 def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
     """By hand; where the stage is in the pipeline makes no difference."""
-    costs = AdditiveCosts(mem_isolated=(10, 20, 30, 40), mem_added=(1, 2, 3, 4))
+    costs = AdditiveCosts(mem_isolated=(10, 20, 30, 40), mem_added=(1, 2, 3, 4), training=GPIPE)
     assert costs.peak(1, 4) == 20 + 3 + 4
     assert [costs.peak(n, n + 1) for n in range(4)] == [10, 20, 30, 40]
     assert costs(0, 0, 3) == costs(7, 0, 3) == 10 + 2 + 3
@@ -61,19 +64,19 @@ def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
 def test_what_is_no_stage_has_no_peak(start: int, stop: int) -> None:
     """Empty, turned round, or outside the model."""
     with pytest.raises(UsageError, match="no stage of 4 layers"):
-        AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4).peak(start, stop)
+        AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE).peak(start, stop)
 
 
 def test_additive_costs_are_complete() -> None:
     """Two numbers for every layer, and at least one layer."""
     with pytest.raises(UsageError, match="not 2 alone and 1 added"):
-        AdditiveCosts(mem_isolated=(1, 2), mem_added=(1,))
+        AdditiveCosts(mem_isolated=(1, 2), mem_added=(1,), training=GPIPE)
     with pytest.raises(UsageError, match="not 0 alone"):
-        AdditiveCosts(mem_isolated=(), mem_added=())
+        AdditiveCosts(mem_isolated=(), mem_added=(), training=GPIPE)
 
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_every_device_holds_a_layer(count: int) -> None:
     """No device at all, or more devices than layers, is refused."""
     with pytest.raises(UsageError, match=f"3 layers cannot be split over {count} devices"):
-        best_split(AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3), 3, count)
+        best_split(AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3, training=GPIPE), 3, count)

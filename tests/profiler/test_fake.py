@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from pipefit.cost.memory import StageMemory
 from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
-from pipefit.cost.memory import StageMemory
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.profiles import LayerCost, ModelProfile, Origin

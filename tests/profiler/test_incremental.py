@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from torch import nn
 
-from chains import alike
+from chains import alike, skewed
 from chains import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.errors import FileError, InfeasibleError, OutOfMemory
+from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.profiler.incremental import plan_of as plan_made
 from pipefit.profiler.incremental import profile_incrementally, train
+from pipefit.profiler.partitionings import intervals
 from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
+from pipefit.simulator import Simulation
 from pipefit.training import Training
 from tiny import plan_of, task_of
 
-TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)))
 GPIPE = Training(batch_size=4, microbatches=4, schedule="gpipe")
+TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)), training=GPIPE)
 TASK = task_of(lambda: [nn.Linear(8, 8)])  # no run of it happens where peaks are made up
 
 
@@ -74,7 +79,7 @@ def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) 
 @pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer layer0 alone"), (115, "layers layer0 and layer1")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
     """A layer too large for a device alone, or with its neighbour; and what would help."""
-    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*did not fit: too much"):
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
         MadeUp(memory_bytes).profile(tmp_path / "runs.json", 12)
 
 
@@ -97,7 +102,7 @@ def test_why_it_did_not_fit_outlives_a_break(tmp_path: Path) -> None:
     for memory_bytes in (1, 105):
         made_up = MadeUp(memory_bytes)
         for _ in range(2):
-            with pytest.raises(InfeasibleError, match="did not fit: too much"):
+            with pytest.raises(InfeasibleError, match="The last of them: too much"):
                 made_up.profile(tmp_path / f"{memory_bytes}.json", 12)
 
 
@@ -106,13 +111,120 @@ def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     before = store.read_text()
-    with pytest.raises(FileError, match="another kind, model, training or cluster"):
+    with pytest.raises(FileError, match=r"runs made for 4 devices of .*, not 5 devices of .*: name another file"):
         MadeUp().profile(store, devices=5)
     assert store.read_text() == before
     for text in ('{"runs": 3}', before.replace('"peaks": [', '"peaks": [1, '), before.replace('"stages"', '"edges"')):
         store.write_text(text)
         with pytest.raises(FileError, match="no record of profiling runs"):
             MadeUp().profile(store)
+
+
+OTHER_TASKS = {
+    "inputs": ({"inputs": 9}, r"inputs of float32 \(n, 8\), not float32 \(n, 9\)"),
+    "optimizer": ({"optimizer": torch.optim.Adam}, "SGD, not Adam"),
+    "loss": ({"loss": nn.functional.l1_loss}, "another loss"),
+}
+
+
+@pytest.mark.parametrize(("changed", "says"), OTHER_TASKS.values(), ids=OTHER_TASKS)
+def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, object], says: str) -> None:
+    """A record made for another input size, optimizer or loss is not used: what differs is said."""
+
+    def run(task: Task) -> AdditiveCosts:
+        return profile_incrementally(
+            task, profile(task, microbatch_size=1), Cluster.emulated((3, 1 << 30)), GPIPE, store=tmp_path / "runs.json",
+            run=lambda plan: (1,) * len(plan.stages),
+        )  # fmt: skip
+
+    def task(inputs: int = 8, **options: object) -> Task:
+        return task_of(lambda: [nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 4)], inputs=inputs, **options)
+
+    run(task())
+    with pytest.raises(FileError, match=says):
+        run(task(**changed))
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        (Training(batch_size=8, microbatches=8, schedule="gpipe"), "4 microbatches of 1, not 8 microbatches of 1"),
+        (
+            Training(batch_size=4, microbatches=4, schedule="gpipe", recompute="always"),
+            "recompute never, not recompute",
+        ),
+        (Training(batch_size=4, microbatches=4, schedule="gpipe", clip_norm=1.0), "not clipped, not clipped gradients"),
+    ],
+)
+def test_runs_under_another_training_are_refused(tmp_path: Path, training: Training, says: str) -> None:
+    """Number of microbatches, recomputation and clipping change peaks."""
+    store = tmp_path / "runs.json"
+    MadeUp().profile(store)
+    with pytest.raises(FileError, match=says):
+        profile_incrementally(
+            TASK, profile_of(alike(12)), Cluster.emulated((4, 1 << 30)), training, store=store, run=MadeUp()
+        )
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_1f1b_is_refused_where_a_stages_place_matters(tmp_path: Path, microbatches: int) -> None:
+    """With several microbatches; with one, 1F1B is GPipe."""
+    training = Training(batch_size=microbatches, microbatches=microbatches, schedule="1f1b")
+    asked = (TASK, profile_of(alike(12)), Cluster.emulated((4, 1 << 30)), training)
+    if microbatches == 1:
+        assert profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp()).training == training
+        return
+    with pytest.raises(UsageError, match="under 1f1b its memory depends on its place"):
+        profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp())
+
+
+class Simulated:
+    """Runs of a made-up chain under caps, simulated."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def __call__(self, plan: Plan) -> tuple[int, ...]:
+        peaks = Simulation(plan, steps=2).peak_bytes
+        if any(peak > budget for peak, budget in zip(peaks, self.cluster.budgets, strict=True)):
+            raise OutOfMemory("a device passed its cap")
+        return peaks[: len(plan.stages)]
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("seed", range(12))
+def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: int, recompute: str) -> None:
+    """Layers that differ by orders of magnitude, on devices that may differ, under caps around those of every split:
+    runs are found exactly where trying all splits finds a run with each layer alone, and one with and one without it
+    behind the same layers.
+    """
+    rng = Random(seed)
+    layers, devices = rng.randrange(4, 8), rng.randrange(3, 5)
+    chain, training = profile_of(skewed(rng, layers)), replace(GPIPE, recompute=recompute)
+    scales = [rng.choice((1, 1, 2)) for _ in range(devices)]
+    ample = Cluster.emulated(*((1, 1 << 60) for _ in scales))
+    peaks = {
+        edges: Simulation(plan_made(chain, ample, training, intervals(edges)), steps=2).peak_bytes
+        for count in range(1, devices + 1)
+        for cuts in combinations(range(1, layers), min(count, layers) - 1)
+        for edges in [(0, *cuts, layers)]
+    }
+    needs = sorted({max(-(-peak // scale) for peak, scale in zip(p, scales, strict=True)) for p in peaks.values()})
+    for number, cap in enumerate([needs[0] - 1, *rng.sample(needs, min(len(needs), 6)), needs[-1]]):
+        cluster = Cluster.emulated(*((1, cap * scale) for scale in scales))
+        fitting = {
+            interval for edges, p in peaks.items() for interval in intervals(edges)
+            if all(peak <= budget for peak, budget in zip(p, cluster.budgets, strict=True))
+        }  # fmt: skip
+        alone = all((n, n + 1) in fitting for n in range(layers))
+        told = all(any({(n, k), (n, k + 1)} <= fitting for n in range(k)) for k in range(1, layers))
+        store = tmp_path / f"{number}.json"
+        if alone and told:
+            costs = profile_incrementally(TASK, chain, cluster, training, store=store, run=Simulated(cluster))
+            assert len(costs.mem_isolated) == layers
+        else:
+            with pytest.raises(InfeasibleError, match=r"every run with layer.*passed a device's memory"):
+                profile_incrementally(TASK, chain, cluster, training, store=store, run=Simulated(cluster))
 
 
 def small() -> Task:

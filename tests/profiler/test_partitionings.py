@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipefit.errors import UsageError
-from pipefit.profiler.partitionings import around, intervals, partitionings, trimmed
+from pipefit.profiler.partitionings import intervals, partitionings, trimmed
 
 
 def tells_apart(runs, layers: int) -> bool:
@@ -71,17 +71,6 @@ def test_trimmed_runs_need_a_device() -> None:
     """None is refused."""
     with pytest.raises(UsageError, match="needs a device"):
         trimmed(5, 0)
-
-
-def test_a_stage_is_surrounded_by_even_ones() -> None:
-    """Of every place and length in eight layers on three to five devices: it is there, and no device is left over."""
-    for devices in (3, 4, 5):
-        for start, stop in combinations(range(9), 2):
-            edges = around(start, stop, 8, devices)
-            assert (start, stop) in intervals(edges) and edges[0] == 0 and edges[-1] == 8
-            assert all(a < b for a, b in pairwise(edges))
-            assert len(edges) - 1 <= devices
-            assert len(edges) - 1 == min(devices, 9 - (stop - start))
 
 
 def test_two_devices_are_too_few() -> None:

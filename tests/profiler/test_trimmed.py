@@ -26,7 +26,10 @@ from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 from tiny import task_of
 
-TRUE = AdditiveCosts(mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)))
+TRUE = AdditiveCosts(
+    mem_isolated=tuple(range(100, 112)), mem_added=(100, *range(21, 32)),
+    training=Training(batch_size=4, microbatches=4, schedule="gpipe"),
+)  # fmt: skip
 GPIPE = Training(batch_size=4, microbatches=2, schedule="gpipe")
 
 
@@ -80,7 +83,7 @@ def test_a_break_loses_nothing_but_the_run_it_was_in(tmp_path: Path, breaks_afte
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
     """A layer too large for a device alone, or with its neighbour; all others have been measured by then."""
     made_up = MadeUp(memory_bytes)
-    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*did not fit: too much"):
+    with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):
         made_up.profile(tmp_path / "runs.json")
     assert len(made_up.stages) == 23
 
@@ -89,7 +92,7 @@ def test_a_record_of_whole_runs_is_refused(tmp_path: Path) -> None:
     """The two kinds of runs do not mix in one file."""
     made_up = MadeUp()
     made_up.profile(tmp_path / "runs.json")
-    with pytest.raises(FileError, match="another kind"):
+    with pytest.raises(FileError, match="runs made for trimmed runs, not incremental runs"):
         profile_incrementally(
             task_of(lambda: [nn.Linear(8, 8)]), profile_of(alike(12)), Cluster.emulated((4, 1 << 30)),
             Training(batch_size=4, microbatches=4, schedule="gpipe"), store=tmp_path / "runs.json",
@@ -142,5 +145,5 @@ def test_caps_of_emulated_devices_are_kept(tmp_path: Path) -> None:
     chain = profile(task, microbatch_size=2)
     costs = profile_trimmed(task, chain, Cluster.emulated((2, 1 << 26)), GPIPE, store=tmp_path / "ample.json")
     fullest = max(costs.peak(start, start + 2) for start in range(5))
-    with pytest.raises(InfeasibleError, match=r"together fit on a device.*device 0 ran out of memory"):
+    with pytest.raises(InfeasibleError, match=r"together on a device passed.*device 0 ran out of memory"):
         profile_trimmed(task, chain, Cluster.emulated((1, fullest - 1)), GPIPE, store=tmp_path / "tight.json")

@@ -95,7 +95,13 @@ def test_the_culprit_is_named_and_never_its_victim(
 REPORTS: list[tuple[str, Callable[[], Task], dict[str, Any], type[PipefitError], str]] = [
     ("parameters over the cap", accidents.make, {"memory": "400B"}, OutOfMemory, "device 0 ran out of memory at sett"),
     ("peak over the cap", accidents.make, {"memory": "1500B"}, OutOfMemory, "device 0 ran out of memory at 0"),
-    ("another model", accidents.make, {"layers": 4}, FileError, "the plan was made for another model"),
+    (
+        "another model",
+        accidents.make,
+        {"layers": 4},
+        FileError,
+        "does not belong to this task: it was made for 4 layers, not 3",
+    ),
     (
         "factory raises",
         accidents.make_nothing,

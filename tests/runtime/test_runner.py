@@ -276,7 +276,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
     other = task_of(lambda: [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4)])
     plan = plan_of(fused(), [3, 2])
     for run in (Trainer, certify):
-        with pytest.raises(FileError, match="made for another model: tiny with 5 layers, not 4"):
+        with pytest.raises(FileError, match="does not belong to this task: it was made for 5 layers, not 4"):
             run(other, plan)
 
 

@@ -5,7 +5,6 @@ Layers are run one after the other; each takes what the one before returned, a t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -114,20 +113,6 @@ class Chain:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
         return result if result.ndim == 0 else result.reshape(())
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of layer names, classes and the shapes and dtypes of parameters: the same for the same model,
-        anywhere.
-        """
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            digest.update(f"{layer.name}:{type(layer.module).__qualname__};".encode())
-            for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
-                digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-        for shared in self.shared:
-            digest.update(f"shared:{shared.places};".encode())
-        return digest.hexdigest()[:16]
 
 
 def autocasting(dtype: torch.dtype | None, values: Values) -> AbstractContextManager[object]:

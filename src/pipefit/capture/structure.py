@@ -23,6 +23,7 @@ class Tree:
     """What `what` (the inputs, the outputs) look like.
 
     `taken` numbers the leaves that are handed over as tensors, in the flat tuple's order; `leaves` holds the others.
+    `texts` has every leaf in words, a tensor with the shape of `n` samples.
     """
 
     what: str
@@ -30,6 +31,7 @@ class Tree:
     taken: tuple[int, ...]
     leaves: tuple[Any, ...]
     plain: bool = False  # a tensor, or a tuple or list of tensors: either will do for the other
+    texts: tuple[str, ...] = ()
 
     @staticmethod
     def of(what: str, tree: Any) -> Tree:
@@ -48,7 +50,8 @@ class Tree:
                 f"{what} of a batch must be a tensor, or a tuple or dictionary of tensors, not a "
                 f"{type(tree if strange is None else strange).__name__}"
             )
-        return Tree(what, spec, taken, constants, _is_flat(tree))
+        plain = _is_flat(tree)
+        return Tree(what, spec, taken, constants, plain, _texts(tree, plain and len(leaves) == 1))
 
     def flatten(self, tree: Any) -> Values:
         """The tensors of `tree`.
@@ -93,6 +96,23 @@ def _is_flat(tree: Any) -> bool:
 def tensors(tree: Any, what: str) -> Values:
     """The tensors of `tree`; none of None, as targets are where the model computes its own loss."""
     return () if tree is None else Tree.of(what, tree).flatten(tree)
+
+
+def _texts(tree: Any, alone: bool) -> tuple[str, ...]:
+    """Every leaf in words, behind its place in the tree where there are several."""
+    named, _ = pytree.tree_flatten_with_path(tree)
+    return tuple(_text(leaf) if alone else f"{pytree.keystr(place)} {_text(leaf)}" for place, leaf in named)
+
+
+def _text(leaf: Any) -> str:
+    """A tensor's dtype and shape, with `n` for the number of samples; other values as they are."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    strides = leaf.stride()
+    order = sorted(range(leaf.ndim), key=lambda dimension: -strides[dimension])
+    laid_out = "" if leaf.is_contiguous() else f", dimensions in memory in the order {tuple(order)}"
+    shape = ", ".join(("n", *map(str, leaf.shape[1:])))
+    return f"{str(leaf.dtype).removeprefix('torch.')} ({shape}{',' * (leaf.ndim < 2)}){laid_out}"
 
 
 def _told(spec: pytree.TreeSpec) -> str:

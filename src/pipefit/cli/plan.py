@@ -23,7 +23,10 @@ def command(
     schedule: Annotated[str, typer.Option(help="1f1b, gpipe or torchgpipe.")] = "1f1b",
     planner: Annotated[
         str,
-        typer.Option(help="exact, exhaustive, bisection, bayesian, additive, uniform, parameters, time or first_last."),
+        typer.Option(
+            help="exact, exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or "
+            "first_last."
+        ),
     ] = "exact",
     recompute: Recompute = "never",
     clip_norm: Annotated[

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.cluster import Cluster
     from pipefit.profiles import ModelProfile
+    from pipefit.training import Training
 
 Runs = Literal["incremental", "trimmed"]
 
@@ -39,8 +40,17 @@ def command(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="The devices of the runs.")
     ] = None,
-    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Of a step of the runs.")] = 4,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", min=1, help="Of a step of the runs; unless given as plan has it, 4 a device."),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Of the runs: gpipe or torchgpipe; 1f1b with one microbatch only.")
+    ] = "gpipe",
     recompute: Recompute = "never",
+    clip_norm: Annotated[
+        float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients, in the runs.")
+    ] = None,
     store: Annotated[
         Path,
         typer.Option(
@@ -53,7 +63,7 @@ def command(
     """Profile MODEL: what every layer costs.
 
     Bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs also what training steps
-    on the devices of --cluster needed, under gpipe, layer by layer.
+    on the devices of --cluster needed, layer by layer: for the training that you will plan, and for no other.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
@@ -66,6 +76,7 @@ def command(
     devices = None if cluster is None else load_cluster(cluster)
     task = resolve(model, settings, precision)
     from pipefit.profiler import profile
+    from pipefit.training import Training
 
     with progress("profiling") as report:
         found = profile(
@@ -77,7 +88,15 @@ def command(
             progress=report,
         )
     if runs is not None and devices is not None:
-        found = _with_runs(found, task, runs, devices, microbatches=microbatches, recompute=recompute, store=store)
+        count = microbatches or 4 * len(devices.devices)
+        training = Training(
+            batch_size=count * microbatch_size,
+            microbatches=count,
+            schedule=schedule,
+            precision=found.assumptions.precision,
+            clip_norm=clip_norm,
+        )
+        found = _with_runs(found, task, runs, devices, training, recompute=recompute, store=store)
     deliver(found, output=output, as_json=as_json)
 
 
@@ -86,8 +105,8 @@ def _with_runs(
     task: Task,
     runs: Runs,
     cluster: Cluster,
+    training: Training,
     *,
-    microbatches: int,
     recompute: Recompute,
     store: Path,
 ) -> ModelProfile:
@@ -95,14 +114,7 @@ def _with_runs(
     from pipefit.cli.progress import progress
     from pipefit.profiler.incremental import profile_incrementally
     from pipefit.profiler.trimmed import profile_trimmed
-    from pipefit.training import Training
 
-    training = Training(
-        batch_size=microbatches * found.measurements[0].microbatch_size,
-        microbatches=microbatches,
-        schedule="gpipe",
-        precision=found.assumptions.precision,
-    )
     train = profile_incrementally if runs == "incremental" else profile_trimmed
     with progress("training") as report:
         costs = train(
@@ -110,6 +122,7 @@ def _with_runs(
             found,
             cluster,
             training,
+            recompute=recompute,
             store=store,
             recompute=recompute,
             progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),

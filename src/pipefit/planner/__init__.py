@@ -15,6 +15,8 @@ from pipefit.planner.driver import plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
+from pipefit.planner.mcap_bf import mcap_bf
+from pipefit.planner.mcap_bo import mcap_bo
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Found, Options, Planner, Question
@@ -39,6 +41,8 @@ __all__ = [
     "exact",
     "exhaustive",
     "first_last",
+    "mcap_bf",
+    "mcap_bo",
     "parameters",
     "plan",
     "plan_of",
@@ -58,6 +62,8 @@ PLANNERS: dict[str, Planner] = {
     "time": time,
     "first_last": first_last,
     "additive": additive,
+    "mcap_bf": mcap_bf,
+    "mcap_bo": mcap_bo,
 }
 
 

@@ -1,9 +1,10 @@
 """The additive planner: mCAP's. The best split by the two numbers that training runs found for every layer.
 
-Needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`). All splits are compared, by dynamic
-programming, under mCAP-BF's rule: the fullest device as empty as can be, then the next. Its peaks are estimates, blind
-to the place in the schedule; the plan that comes out is judged by the true ones. Stage s is on device s, devices count
-as alike. A few hundredths of a second for 42 layers. (mCAP, listing 1.1 and section 3.4.)
+Needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made under the training that is
+planned. All splits are compared, by dynamic programming, under the rule of mCAP-BF (`mcap_bf`, which tries each): the
+fullest device as empty as can be, then the next. Its peaks are estimates, blind to the place in the schedule; the plan
+that comes out is judged by the true ones. Stage s is on device s, devices count as alike. A few hundredths of a second
+for 42 layers. (mCAP, listing 1.1 and section 3.4.)
 """
 
 from __future__ import annotations
@@ -15,22 +16,38 @@ from pipefit.errors import UsageError
 from pipefit.planner.prediction import best_split
 from pipefit.planner.question import Found, Question
 from pipefit.plans import Objective
+from pipefit.profiles import AdditiveCosts
 
 
 def additive(question: Question) -> Found:
     """The split whose fullest device is least full, then the next, and so on, were peaks sums of the layers' numbers.
 
     Raises:
-        UsageError: no training runs were made.
+        UsageError: no training runs were made under this training.
     """
-    profile = question.profile
-    costs = profile.additive
-    if costs is None:
-        raise UsageError(
-            f"the additive planner takes what training runs measured, and there were none of {profile.model}: profile "
-            "it with --runs incremental or --runs trimmed, or use the exact planner, which needs none"
-        )
+    costs = measured_costs(question)
     edges = best_split(costs, question.layers, question.stages)
     highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
     looked_at = question.stages * comb(question.layers - question.stages + 2, 2)
     return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)
+
+
+def measured_costs(question: Question) -> AdditiveCosts:
+    """What training runs found, under the very training that is asked for.
+
+    Raises:
+        UsageError: there were none, or they were made under another training; says what differs.
+    """
+    model, costs = question.profile.model, question.profile.additive
+    if costs is None:
+        raise UsageError(
+            f"this planner takes what training runs measured, and there were none of {model}: profile it with "
+            "--runs incremental or --runs trimmed, or use the exact planner, which needs none"
+        )
+    unlike = costs.differences(question.training, question.options.recompute)
+    if unlike:
+        raise UsageError(
+            f"the training runs of {model} were made with {'; '.join(unlike)}: ask for a plan of that training, "
+            "profile with --runs and the settings of this one, or use the exact planner, which needs no runs"
+        )
+    return costs

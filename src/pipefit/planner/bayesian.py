@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pipefit.errors import UsageError
@@ -22,9 +22,10 @@ from pipefit.planner.question import Found, Question
 
 EVALUATIONS = 75
 _EXPLORATION = 1000  # xi and kappa
-_SEED = 0
+SEED = 0
 
 Minimise = Callable[..., Any]
+Edges = tuple[int, ...]
 
 
 def bayesian(question: Question) -> Found:
@@ -33,35 +34,43 @@ def bayesian(question: Question) -> Found:
     Raises:
         UsageError: the question is wrong, or scikit-optimize is not installed.
     """
-    values = _search(question, _minimiser())
+    peak = true_peaks(question.profile, question.training, stages=question.stages, recompute=question.options.recompute)
+
+    def value_of(edges: Edges) -> float:
+        peaks = tuple(peak(stage, *ends) for stage, ends in enumerate(pairwise(edges)))
+        return question.value(peaks, question.in_order(edges).devices)
+
+    values = search(value_of, question.layers, question.stages, minimiser())
     value, edges = min((value, edges) for edges, value in values.items())
     return Found(question.in_order(edges), question.objective, value, len(values), proven=False)
 
 
-def _minimiser() -> Minimise:
-    """`skopt.gp_minimize`, which takes a second to import."""
+def minimiser() -> Minimise:
+    """`skopt.gp_minimize`, which takes a second to import.
+
+    Raises:
+        UsageError: scikit-optimize is not installed.
+    """
     try:
         from skopt import gp_minimize
     except ImportError:
         raise UsageError(
-            "the bayesian planner needs scikit-optimize, which is not installed: pip install pipefit[bayes], or use "
+            "Bayesian optimisation needs scikit-optimize, which is not installed: pip install pipefit[bayes], or use "
             "the exact planner, which finds better plans sooner"
         ) from None
     minimise: Minimise = gp_minimize
     return minimise
 
 
-def _search(question: Question, minimise: Minimise) -> dict[tuple[int, ...], float]:
-    """Every split that was looked at, by its edges, and its value."""
-    layers, stages = question.layers, question.stages
-    peak = true_peaks(question.profile, question.training, stages=stages, recompute=question.options.recompute)
-    values: dict[tuple[int, ...], float] = {}
+def search(
+    value_of: Callable[[Edges], float], layers: int, stages: int, minimise: Minimise, *, seed: int = SEED
+) -> dict[Edges, float]:
+    """Every split that is looked at, by its edges, and its value."""
+    values: dict[Edges, float] = {}
 
     def value(proposed: Sequence[int]) -> float:
         edges = scaled(proposed, layers)
-        split = question.in_order(edges)
-        peaks = tuple(peak(stage, edges[stage], edges[stage + 1]) for stage in range(stages))
-        values[edges] = question.value(peaks, split.devices)
+        values[edges] = value_of(edges)
         return values[edges]
 
     most = layers - stages + 1
@@ -78,7 +87,7 @@ def _search(question: Question, minimise: Minimise) -> dict[tuple[int, ...], flo
             acq_optimizer="sampling",
             xi=_EXPLORATION,
             kappa=_EXPLORATION,
-            random_state=_SEED,
+            random_state=seed,
         )
     return values
 

@@ -6,11 +6,9 @@ in bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +20,12 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
+from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
+from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
-from pipefit.profiler.likeness import likeness
 from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
-from pipefit.training import Precision
 
 Progress = Callable[[int, int, str], None]
 
@@ -39,6 +37,7 @@ def profile_fake(
     like = sample(task, microbatch_size)
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
+        made = fingerprint(task, chain)
         survey = _Survey(task, threads if target == "cpu" else None)
         values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
         packing = chain.layers[0].packing
@@ -56,33 +55,26 @@ def profile_fake(
             loss=loss,
             shared=survey.shared(chain),
         )
-        return describe(task, chain, measurement, target=target, device="fake", threads=threads)
+    return _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
 
 
-def describe(
-    task: Task, chain: Chain, measurement: Measurement, *, target: Target, device: str, threads: int
+def _profile(
+    task: Task, chain: Chain, made: Fingerprinted, measurement: Measurement, *, target: Target, threads: int
 ) -> ModelProfile:
     """The profile around a measurement: names, fingerprint, assumptions."""
-    dtypes = [dtype_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
-    precisions = [dtype for dtype in dtypes if dtype in get_args(Precision)]
-    if not precisions:
-        raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
-    optimizer = task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
-    assumptions = Assumptions(
-        target=target,
-        device=device,
-        precision=task.precision or cast(Precision, Counter(precisions).most_common(1)[0][0]),
-        optimizer=type(optimizer).__name__,
-        torch=torch.__version__,
-        threads=threads,
-    )
-    names = tuple(layer.name for layer in chain.layers)
     return ModelProfile(
         model=chain.name,
-        fingerprint=chain.fingerprint,
-        layers=names,
-        measurements=(measurement,),
-        assumptions=assumptions,
+        fingerprint=made.fingerprint,
+        layers=tuple(layer.name for layer in chain.layers),
+        measurements=(replace(measurement, sizes=made.sizes),),
+        assumptions=Assumptions(
+            target=target,
+            device="fake",
+            precision=precision_of(task, chain),
+            optimizer=made.fingerprint.optimizer,
+            torch=torch.__version__,
+            threads=threads,
+        ),
     )
 
 
@@ -117,7 +109,7 @@ class _Survey:
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
         """What the layer returns for `values`, and how packed; its cost is looked up or measured."""
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
-        key = likeness(layer.module), layer.packing, given
+        key = cost_key(layer.module), layer.packing, given
         if key not in self._known:
             self._known[key] = self._measure(layer, values)
         kind, outputs, packing = self._known[key]

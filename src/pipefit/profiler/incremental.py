@@ -2,25 +2,28 @@
 
 Trains a few steps under every partitioning of `profiler.partitionings` and reads every device's peak. A layer's
 `mem_added` is the peak with it as a stage's last layer minus the peak without. Where a device passes its cap, the
-stages that the run was for are run again, with the other layers spread evenly; where that does not fit either, with
-half as many layers before the one in question, down to one. Results are saved after every run: after a break, the
-same call goes on where it was. L - G + 1 runs for L layers on G >= 4 devices and L >= 2 G, if all fit. Peaks depend on
-the place in the schedule, which the numbers do not: measure under GPipe. (mCAP, section 3.2.)
+stages that the run was for are run again, with the other layers placed so that the fullest device is as empty as can be
+by the profile (`profiler.placement`); where that does not fit either, with fewer layers before the one in question.
+Results are saved after every run: after a break, the same call goes on where it was. L - G + 1 runs for L layers on
+G >= 4 devices and L >= 2 G, if all fit. The numbers know nothing of a stage's place in the schedule: only GPipe is
+accepted, or one microbatch, where the place makes no difference. (mCAP, section 3.2.)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
 
 from pipefit.capture.caller import apart
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
-from pipefit.errors import OutOfMemory
+from pipefit.errors import InfeasibleError, OutOfMemory
 from pipefit.plans import Grid, Plan, Stage
-from pipefit.profiler.partitionings import Interval, Stages, around, intervals, partitionings
+from pipefit.profiler.partitionings import Interval, Stages, intervals, partitionings
+from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
@@ -37,8 +40,8 @@ def profile_incrementally(
     cluster: Cluster,
     training: Training,
     *,
-    store: str | os.PathLike[str],
     recompute: Recompute = "never",
+    store: str | os.PathLike[str],
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
@@ -46,26 +49,27 @@ def profile_incrementally(
 
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
+        recompute: of which microbatches every stage runs the forward twice (`pipefit.schedule.whole_stages`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
-        recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
 
     Raises:
         InfeasibleError: a layer does not fit alone, or not together with the one before it.
-        UsageError: fewer than three devices.
+        UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    layers, devices = len(profile.layers), len(cluster.devices)
-    planned = [intervals(edges) for edges in partitionings(layers, devices)]
+    layers = len(profile.layers)
+    planned = [intervals(edges) for edges in partitionings(layers, len(cluster.devices))]
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)), layers, devices)
+    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
     for stages in planned:
         told.attempt(stages)
     isolated = tuple(map(told.alone, range(layers)))
-    return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *map(told.added, range(1, layers))))
+    added = (isolated[0], *map(told.added, range(1, layers)))
+    return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training, recompute=recompute)
 
 
 def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
@@ -84,19 +88,24 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
 
 
 def plan_of(
-    profile: ModelProfile, cluster: Cluster, training: Training, stages: Stages, recompute: Recompute = "never"
+    profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
 ) -> Plan:
-    """Stages that adjoin, each on the device of its number, and recomputed as asked."""
-    placed = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(stages))
-    decisions = whole_stages(placed, recompute, training.schedule, training.microbatches)
-    return Plan(profile=profile, cluster=cluster, training=training, stages=placed, decisions=decisions)
+    """Stages that adjoin, each on the device of its number, recomputed as asked."""
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(intervals))
+    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 
 class _Told:
     """What the runs tell of single layers; makes further ones where the planned did not fit."""
 
-    def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]], layers: int, devices: int) -> None:
-        self.runs, self.run, self.layers, self.devices = runs, run, layers, devices
+    def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:
+        self.runs, self.run = runs, run
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the other layers go; worked out once a planned run did not fit."""
+        return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
 
     def attempt(self, stages: Stages) -> None:
         """Makes the run, unless it was made before; if a device passes its cap, no stage is measured."""
@@ -109,27 +118,53 @@ class _Told:
             return Outcome(peaks=(None,) * len(stages), failure=str(error))
 
     def alone(self, layer: int) -> int:
-        """Peak of a layer alone on a device."""
-        self._measured((layer, layer + 1))
-        return self.runs.needed((layer, layer + 1))
+        """Peak of a layer alone on a device.
+
+        Raises:
+            InfeasibleError: every run with it alone passed a cap.
+        """
+        peak = self._measured((layer, layer + 1))
+        if peak is None:
+            raise self._too_large((layer, layer + 1))
+        return peak
 
     def added(self, layer: int) -> int:
-        """What a layer adds to those before it: as many of them as were run with it and without."""
+        """What a layer adds to those before it: as many of them as were run with it and without.
+
+        Raises:
+            InfeasibleError: every run with it and the layer before it on a device passed a cap.
+        """
         for first in range(layer):
             without, together = self.runs.peak((first, layer)), self.runs.peak((first, layer + 1))
             if without is not None and together is not None:
                 return together - without
-        first = 0
-        while first < layer:
+        for first in self._firsts(layer):
             together = self._measured((first, layer + 1))
             without = None if together is None else self._measured((first, layer))
             if together is not None and without is not None:
                 return together - without
-            first = (first + layer + 1) // 2
-        raise self.runs.too_large((layer - 1, layer + 1))
+        raise self._too_large((layer - 1, layer + 1))
+
+    def _firsts(self, layer: int) -> Iterator[int]:
+        """Where to begin the stages that end with the layer and before it: with as many layers as fit by the profile,
+        then with fewer; last where it comes nearest to fitting, and with one.
+        """
+        loads = [
+            max(self.placement.load(first, layer + 1), self.placement.load(first, layer)) for first in range(layer)
+        ]
+        fitting = [first for first, load in enumerate(loads) if load <= 1]
+        while fitting:
+            yield fitting[0]
+            fitting = fitting[(len(fitting) + 1) // 2 :]
+        yield loads.index(min(loads))
+        yield layer - 1
 
     def _measured(self, interval: Interval) -> int | None:
-        """The peak of these layers on a device, from a run of their own where there is none; None: they do not fit."""
+        """The peak of these layers on a device, from a run of their own where there is none; None: it did not fit."""
         if self.runs.peak(interval) is None:
-            self.attempt(intervals(around(*interval, self.layers, self.devices)))
+            self.attempt(intervals(self.placement.edges(*interval)))
         return self.runs.peak(interval)
+
+    def _too_large(self, interval: Interval) -> InfeasibleError:
+        load = self.placement.load(*interval)
+        return self.runs.too_large(interval, f" (by the profile, the fullest would need {100 * load:.1f} % of it)")

@@ -79,17 +79,6 @@ def trimmed(layers: int, devices: int) -> list[Stages]:
     return runs
 
 
-def around(start: int, stop: int, layers: int, devices: int) -> Edges:
-    """Layers `start` to `stop - 1` on one device, all others spread over the other devices as evenly as can be."""
-    before, behind, others = start, layers - stop, devices - 1
-    if before + behind <= others:
-        left, right = before, behind
-    else:
-        left = min(max(round(others * before / (before + behind)), before > 0), others - (behind > 0), before)
-        right = min(others - left, behind)
-    return _edges([*_even(before, left), stop - start, *_even(behind, right)])
-
-
 def _lengths(layers: int, devices: int, run: int) -> list[int]:
     """Lengths of the stages in run number `run`."""
     spare = layers - devices
@@ -102,10 +91,6 @@ def _lengths(layers: int, devices: int, run: int) -> list[int]:
 def _on_three(layers: int) -> list[Edges]:
     """The first layers, the next alone, the rest."""
     return [_edges([n for n in (run, 1, layers - run - 1) if n]) for run in range(1, layers)] + [(0, layers)]
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def _edges(lengths: list[int]) -> Edges:

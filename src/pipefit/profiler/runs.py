@@ -1,21 +1,28 @@
-"""Training runs that profile: which stages were run together, what each needed, kept on file from run to run."""
+"""Training runs that profile: which stages were run together, what each needed, kept on file from run to run.
+
+A file belongs to the conditions under which its runs were made: kind of runs, model, data, optimizer, training,
+devices, torch and threads. Where one of them differs the file is refused, and the error says which.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipefit.cluster import Cluster
-from pipefit.errors import FileError, InfeasibleError
+from pipefit.errors import FileError, InfeasibleError, UsageError
+from pipefit.fingerprints import Fingerprint, differences
+from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.profiler.partitionings import Interval, Stages
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.units import format_bytes
+from pipefit.validation import validated
 
 RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by now, the stages of the next one
 
@@ -30,22 +37,90 @@ class Outcome:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """All that the peaks of training runs depend on, besides the stages."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: str  # of runs
+    fingerprint: Fingerprint
+    sizes: str  # in the operations, at this microbatch size
+    training: Training
+    recompute: str
+    budgets: tuple[int, ...]  # bytes of every device
+    target: str
+    torch: str
+    threads: int
+
+    def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
+        """What these have that `other` has not, in words; `names` are those of the layers."""
+        found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
+        found += self.training.differences(other.training)
+        model = differences(self.fingerprint, other.fingerprint, names)
+        if not found and not model and self.sizes != other.sizes:
+            model = ["operations of other sizes"]
+        return [*found, *model]
+
+    @property
+    def _phrases(self) -> tuple[str, ...]:
+        devices = ", ".join(map(format_bytes, self.budgets))
+        return (
+            f"{self.kind} runs",
+            f"{len(self.budgets)} devices of {devices}",
+            f"kernels of {self.target}",
+            f"torch {self.torch}",
+            f"{self.threads} thread{'s' * (self.threads > 1)}",
+            f"recompute {self.recompute}",
+        )
+
+
+def conditions(
+    kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
+) -> Conditions:
+    """Those of runs of the model of `profile`.
+
+    Raises:
+        UsageError: a stage's memory would depend on its place in the pipeline, which two numbers a layer cannot tell.
+    """
+    stages = len(cluster.devices)
+    met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
+    if len(set(met)) > 1:
+        raise UsageError(
+            f"two numbers a layer cannot tell a stage's place in the pipeline, and under {training.schedule} its "
+            "memory depends on its place: profile, plan and train under gpipe"
+        )
+    taken = profile.assumptions
+    return Conditions(
+        kind=kind,
+        fingerprint=profile.fingerprint,
+        sizes=profile.at(training.microbatch_size).sizes,
+        training=training,
+        recompute=recompute,
+        budgets=cluster.budgets,
+        target=taken.target,
+        torch=taken.torch,
+        threads=taken.threads,
+    )
+
+
 class Runs:
     """Outcomes by run, on file.
 
     Args:
         path: a JSON file; outcomes in it are used, and every new one is added at once.
-        how: the kind of runs; another kind's file is refused.
+        kind: of the runs; another kind's file is refused.
         progress: called before every run.
 
     Raises:
-        FileError: the file holds runs of another kind, model, training or cluster, or cannot be read or written.
+        UsageError: the schedule is none under which such runs tell anything.
+        FileError: the file holds runs under other conditions, and which; or it cannot be read or written.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        how: str,
+        kind: str,
         profile: ModelProfile,
         cluster: Cluster,
         training: Training,
@@ -53,13 +128,8 @@ class Runs:
         progress: RunProgress | None,
     ) -> None:
         self.path, self.progress, self.profile, self.cluster = Path(path), progress, profile, cluster
-        self.asked = {
-            "runs": how,
-            "model": profile.fingerprint,
-            "training": asdict(training),
-            "recompute": recompute,
-            "budgets": list(cluster.budgets),
-        }
+        self.training, self.recompute = training, recompute
+        self.conditions = conditions(kind, profile, cluster, training, recompute)
         self.expected = 0
         self.outcomes: dict[Stages, Outcome] = self._load() if self.path.exists() else {}
 
@@ -84,22 +154,24 @@ class Runs:
         """The peak of a stage of these one or two layers.
 
         Raises:
-            InfeasibleError: it fitted in no run.
+            InfeasibleError: it was measured in no run.
         """
         peak = self.peak(interval)
         if peak is None:
             raise self.too_large(interval)
         return peak
 
-    def too_large(self, interval: Interval) -> InfeasibleError:
-        """What to raise where no run had these one or two layers in a stage that fitted."""
+    def too_large(self, interval: Interval, hint: str = "") -> InfeasibleError:
+        """What to raise where every run with these one or two layers in a stage of their own passed a cap; `hint` says
+        what would do.
+        """
         names = self.profile.layers[slice(*interval)]
         what = f"layer {names[0]} alone" if len(names) == 1 else f"layers {' and '.join(names)} together"
-        failure = next((o.failure for o in reversed(self.outcomes.values()) if o.failure), "")
-        said = f". The last run that did not fit: {failure}" if failure else ""
+        failures = [o.failure for stages, o in self.outcomes.items() if interval in stages and o.failure]
+        said = f". The last of them: {failures[-1]}" if failures else ""
         return InfeasibleError(
-            f"{self.profile.model} cannot be profiled on {self.cluster.name}: in no run did {what} fit on a device of "
-            f"{format_bytes(max(self.cluster.budgets))}; profile with smaller microbatches, or on larger devices{said}"
+            f"{self.profile.model} cannot be profiled on {self.cluster.name}: every run with {what} on a device passed "
+            f"a device's memory{hint}; profile with smaller microbatches, or on larger or more devices{said}"
         )
 
     # ---------------------------------------------------------------- the file
@@ -107,12 +179,14 @@ class Runs:
     def _load(self) -> dict[Stages, Outcome]:
         try:
             found = json.loads(self.path.read_text())
-            asked, outcomes = found["asked"], dict(map(_outcome, found["runs"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            made = validated(Conditions, found["conditions"], f"the conditions in {self.path}")
+            outcomes = dict(map(_outcome, found["runs"]))
+        except (OSError, ValueError, KeyError, TypeError, FileError) as error:
             raise FileError(f"{self.path} is no record of profiling runs ({error}): delete it to begin anew") from None
-        if asked != json.loads(json.dumps(self.asked)):
+        unlike = made.differences(self.conditions, self.profile.layers)
+        if unlike:
             raise FileError(
-                f"{self.path} holds runs of another kind, model, training or cluster: name another file, or delete it"
+                f"{self.path} holds runs made for {'; '.join(unlike)}: name another file, or delete it to begin anew"
             )
         return outcomes
 
@@ -121,7 +195,7 @@ class Runs:
         runs = [{"stages": stages, **asdict(outcome)} for stages, outcome in self.outcomes.items()]
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps({"asked": self.asked, "runs": runs}))
+            beside.write_text(json.dumps({"conditions": asdict(self.conditions), "runs": runs}))
             beside.replace(self.path)
         except OSError as error:
             beside.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     """The model, what the profile took for granted, and two tables for every measured microbatch size."""
     taken = profile.assumptions
     head = (
-        f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint}\n"
+        f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint.digest}\n"
         f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
         f"with torch {taken.torch} and {taken.threads} thread{'s' * (taken.threads > 1)}"
     )
@@ -32,7 +32,7 @@ def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
     return Table(
         ("layer", "name", "alone", "added"),
         tuple(rows),
-        title="peaks of training runs: alone, and added to the layers before",
+        title=f"peaks of training runs, alone and added to the layers before: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
     )
 
 

@@ -20,8 +20,9 @@ from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Action, Kind
-from pipefit.runtime.assembly import Site, assemble, check_model
+from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
+from pipefit.runtime.plan_check import check_model
 from pipefit.schedule import lower
 from pipefit.validation import seed_number
 
@@ -70,9 +71,9 @@ class LoneStages:
 
         Raises:
             OutOfMemory: the stage passed the meter's cap.
-            FileError: the plan was made for another model.
+            FileError: the plan was made for another task; says what differs.
         """
-        check_model(plan, self.chain)
+        check_model(plan, self.task, self.chain)
         site = Site(
             task=self.task,
             chain=self.chain,

@@ -13,7 +13,7 @@ from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.cost.storages import StageStorages
-from pipefit.errors import FileError, UsageError
+from pipefit.errors import UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import Meter
 from pipefit.meter.cuda import CudaMeter
@@ -23,23 +23,6 @@ from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
-
-
-def check_model(plan: Plan, chain: Chain) -> None:
-    """The plan was made for this model.
-
-    Raises:
-        FileError: its fingerprint is another one's; says what differs.
-    """
-    if plan.profile.fingerprint == chain.fingerprint:
-        return
-    ours, theirs = [layer.name for layer in chain.layers], list(plan.profile.layers)
-    what = f"{len(theirs)} layers, not {len(ours)}" if len(ours) != len(theirs) else "other layers or sizes"
-    raise FileError(
-        f"the plan was made for another model: {plan.profile.model} with {what} "
-        f"(fingerprint {plan.profile.fingerprint}, this model's is {chain.fingerprint}); "
-        "profile and plan this model again"
-    )
 
 
 def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:

@@ -22,8 +22,9 @@ from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
 from pipefit.plans import Plan
 from pipefit.profiles import Target
-from pipefit.runtime.assembly import Site, assemble, check_model
+from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
+from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.transport import Mailroom
 from pipefit.schedule import lower
@@ -42,7 +43,7 @@ def certify(
     bytes are the same, and it takes as many times longer.
 
     Raises:
-        FileError: the plan was made for another model.
+        FileError: the plan was made for another task; says what differs.
     """
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
@@ -52,7 +53,7 @@ def certify(
     like = sample(task, training.microbatch_size)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
-        check_model(plan, chain)
+        check_model(plan, task, chain)
         site = Site(
             task=task,
             chain=chain,

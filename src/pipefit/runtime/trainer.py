@@ -31,9 +31,10 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.runtime.assembly import Site, assemble, check_model, local_device, meter_of
+from pipefit.runtime.assembly import Site, assemble, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
@@ -89,7 +90,7 @@ class Trainer:
             torch.manual_seed(seed_number(seed))
             training = replace(task, module=in_mode(task.build(), True))
             self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
-        check_model(plan, chain)
+        check_model(plan, task, chain)
         shared = shared_parameters([layer.module for layer in chain.layers])
         ranks = plan.ranks
         site = Site(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.profiler.likeness import likeness
+from pipefit.profiler.cost_key import cost_key
 
 
 class Own(nn.Module):
@@ -60,24 +60,24 @@ UNLIKE: list[tuple[nn.Module, nn.Module]] = [
 def test_layers_built_alike_are_alike(build: Callable[[], nn.Module]) -> None:
     """Layers of one class, settings and shapes are alike, whatever their weights; so is a copy."""
     layer = build()
-    assert likeness(layer) == likeness(build()) == likeness(copy.deepcopy(layer))
-    assert hash(likeness(layer)) == hash(likeness(build()))
+    assert cost_key(layer) == cost_key(build()) == cost_key(copy.deepcopy(layer))
+    assert hash(cost_key(layer)) == hash(cost_key(build()))
 
 
 @pytest.mark.parametrize(("one", "other"), UNLIKE, ids=str)
 def test_layers_that_may_cost_differently_are_not(one: nn.Module, other: nn.Module) -> None:
     """Another shape, dtype, class, setting, mode or part, or a frozen weight, makes another kind."""
-    assert likeness(one) != likeness(other)
+    assert cost_key(one) != cost_key(other)
 
 
 @pytest.mark.parametrize("build", [hooked, lambda: Own({"a": 1}), lambda: Own(lambda: 1), lambda: Own(torch.ones(2))])
 def test_what_cannot_be_compared_is_like_itself_alone(build: Callable[[], nn.Module]) -> None:
     """A module with hooks, or with a setting that is no plain value, is like no other; and like itself."""
     layer, other = build(), build()
-    assert likeness(layer) == likeness(layer)
-    assert likeness(layer) != likeness(other)
+    assert cost_key(layer) == cost_key(layer)
+    assert cost_key(layer) != cost_key(other)
 
 
 def test_one_object_as_a_setting_of_both_is_the_same_setting() -> None:
     """Layers that share an activation function, as torch's encoder layers do, are alike."""
-    assert likeness(Own(torch.relu)) == likeness(Own(torch.relu))
+    assert cost_key(Own(torch.relu)) == cost_key(Own(torch.relu))

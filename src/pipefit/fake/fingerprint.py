@@ -1,0 +1,245 @@
+"""From a task and its chain to its fingerprint.
+
+Layers that were written as modules are described by their class and settings, traced ones by their operations, the loss
+by the operations of one forward over fake tensors. Whole numbers in traced operations depend on the microbatch size:
+they are kept apart, as `sizes`, and belong to a measurement. No tensor's numbers are read; a hundred layers take
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.settings import layout, module_settings
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.fake.target import FakeTarget
+from pipefit.fingerprints import Fingerprint, digest
+from pipefit.profiles import Measurement
+from pipefit.training import Precision
+
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+_DIGITS = 12  # of a layer's digest
+_DEEPEST = 3  # objects within objects among a module's settings
+
+
+class Fingerprinted(NamedTuple):
+    """A fingerprint, and a digest of the whole numbers in operations at the microbatch size of the chain."""
+
+    fingerprint: Fingerprint
+    sizes: str
+
+
+def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
+    """The fingerprint of `task`, whose chain is `chain`, but for the loss. To be made before any layer is run, as some
+    count their calls.
+
+    Raises:
+        UsageError: the model computes in a precision that pipefit does not know.
+    """
+    layers = [_operations(layer) for layer in chain.layers]
+    optimizer = _optimizer(task)
+    found = Fingerprint(
+        layers=tuple(digest(operations, _DIGITS) for operations, _ in layers),
+        parameters=tuple(digest(_tensors(layer.module), _DIGITS) for layer in chain.layers),
+        shared=tuple(_shared(chain)),
+        inputs=tuple(sorted(chain.inputs.texts)),
+        targets=() if chain.targets is None else tuple(sorted(chain.targets.texts)),
+        loss="",
+        precision=precision_of(task, chain),
+        optimizer=type(optimizer).__qualname__,
+        options=options(optimizer.defaults),
+        groups="" if task.groups is None else digest(repr(list(_groups(task, chain))), _DIGITS),
+    )
+    return Fingerprinted(found, digest(repr([sizes for _, sizes in layers])))
+
+
+def with_loss(made: Fingerprinted, chain: Chain, measurement: Measurement) -> Fingerprinted:
+    """`made` with the loss, which is run once, over fake tensors of the shapes that `measurement` says it is given."""
+    loss, sizes = _loss(chain, measurement)
+    return Fingerprinted(replace(made.fingerprint, loss=digest(loss, _DIGITS)), digest(repr((made.sizes, sizes))))
+
+
+def precision_of(task: Task, chain: Chain) -> Precision:
+    """The task's precision; where it names none, that of most parameters.
+
+    Raises:
+        UsageError: one that pipefit does not know.
+    """
+    if task.precision is not None:
+        return task.precision
+    dtypes = [_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
+    known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
+    if not known:
+        raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
+    return cast(Precision, Counter(known).most_common(1)[0][0])
+
+
+def options(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Options of an optimizer in words: what changes its bytes or its kernels. The learning rate does not, and of other
+    numbers it matters whether they are zero.
+    """
+    wanted = {name: value for name, value in values.items() if name != "lr" or isinstance(value, Tensor)}
+    return tuple(f"{name}={_option(value)}" for name, value in sorted(wanted.items()))
+
+
+# ---------------------------------------------------------------- the model
+
+
+def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
+    """What a layer does, without the whole numbers in its traced operations; and those."""
+    module, sizes = layer.module, list[str]()
+    if isinstance(module, GraphLayer):
+        what: object = (type(module).__qualname__, _without_whole_numbers(module.generated_code, sizes))
+    else:
+        what = _plain(module_settings(module, _described))
+    return repr((layer.name, _plain(layer.autocast), what)), sizes
+
+
+def _without_whole_numbers(code: str, taken: list[str]) -> str:
+    """`code` with every whole number replaced, each of which is added to `taken`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if not found.group().isdigit():
+            return found.group()
+        taken.append(found.group())
+        return "#"
+
+    return _NUMBER.sub(replaced, code)
+
+
+def _tensors(module: nn.Module) -> str:
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return repr([(name, _plain(layout(tensor))) for name, tensor in named])
+
+
+def _shared(chain: Chain) -> Iterator[str]:
+    for shared in chain.shared:
+        yield " = ".join(f"{chain.layers[number].name}.{name}" for number, name in shared.places)
+
+
+def _plain(value: object) -> object:
+    """Settings without classes and devices: equal texts in every process, wherever the tensors are."""
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, torch.dtype):
+        return _name(value)
+    if isinstance(value, torch.device):
+        return "a device"
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value
+
+
+def _described(value: Any, depth: int = 0) -> object:
+    """A setting that is no plain value: functions by name, objects by class and what they hold."""
+    if isinstance(value, Tensor):
+        return _plain(layout(value))
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(key), repr(_inner(item, depth))) for key, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(repr(_inner(item, depth)) for item in value))
+    if isinstance(value, functools.partial):
+        return _described(value.func), _inner((value.args, value.keywords), depth)
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    if isinstance(value, Enum | nn.Module) or not hasattr(value, "__dict__") or callable(value) or depth == _DEEPEST:
+        return str(value) if isinstance(value, Enum) else name
+    return name, _described({key: item for key, item in vars(value).items() if not key.startswith("_")}, depth + 1)
+
+
+def _inner(value: Any, depth: int) -> object:
+    if isinstance(value, tuple | list):
+        return tuple(_inner(item, depth) for item in value)
+    if isinstance(value, int | float | str | bytes | complex | None | type | torch.dtype | torch.device):
+        return _plain(value)
+    return _described(value, depth + 1)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation: its name, dtypes and settings; whole numbers and shapes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[object] = []
+        self.sizes: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append((str(func), [self._argument(leaf) for leaf in pytree.tree_leaves((args, kwargs))]))
+        return func(*args, **(kwargs or {}))
+
+    def _argument(self, leaf: Any) -> object:
+        if isinstance(leaf, Tensor):
+            self.sizes.append(tuple(leaf.shape))
+            return _name(leaf.dtype), leaf.ndim
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            self.sizes.append(leaf)
+            return "#"
+        return _inner(leaf, 0)
+
+
+def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
+    """The operations of the loss in one forward, and their sizes."""
+    if chain.criterion is None:
+        return "the model's own", ""
+    count = len(measurement.costs[-1].outputs)
+    with FakeTarget("cpu"):
+        values = [
+            torch.empty(v.shape, dtype=getattr(torch, v.dtype), requires_grad=v.requires_grad)
+            for v in measurement.loss.inputs
+        ]
+        with _Recorder() as recorder, torch.enable_grad():
+            try:
+                chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
+            except Exception as error:  # noqa: BLE001 - another loss may fail on these shapes in any way
+                recorder.operations.append(type(error).__qualname__)
+    return repr(recorder.operations), repr(recorder.sizes)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def _optimizer(task: Task) -> torch.optim.Optimizer:
+    """The optimizer of one parameter without elements."""
+    with FakeTarget("cpu"):
+        return task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
+
+
+def _option(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_option, value))})"
+    if isinstance(value, float) or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
+        return "0" if value == 0 else "nonzero"
+    return "a tensor" if isinstance(value, Tensor) else str(_inner(value, 0))
+
+
+def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str, ...]]]:
+    """Of every trained parameter: layer, name, which of the layer's groups it is in, and that group's options."""
+    assert task.groups is not None
+    for number, layer in enumerate(chain.layers):
+        met: list[dict[str, Any]] = []
+        for name, parameter in layer.module.named_parameters():
+            if parameter.requires_grad:
+                wanted = task.groups(layer.originals.get(name, name), parameter)
+                if wanted not in met:
+                    met.append(wanted)
+                yield number, name, met.index(wanted), options(wanted)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,295 @@
+"""Fingerprints: equal for one task wherever it is, different for whatever changes a cost, and in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from captured_models import CAPTURED
+from pipefit.capture import Chain, Task, capture
+from pipefit.capture.sample import in_mode, sample
+from pipefit.errors import FileError
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.fingerprint import Fingerprinted, fingerprint, with_loss
+from pipefit.fake.target import FakeTarget
+from pipefit.fingerprints import Fingerprint, differences
+from pipefit.profiler import profile
+from pipefit.profiler.trimmed import profile_trimmed
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify
+from pipefit.training import Training
+from tiny import plan_of
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Heads(nn.Module):
+    """Attention whose number of heads is in no parameter; traced, as it is no `nn.Sequential`."""
+
+    def __init__(self, heads: int = 2, rate: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.rate = heads, rate
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.project(x).view(x.shape[0], -1, 3, self.heads, 8 // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = torch.softmax(split[0] @ split[1].transpose(-1, -2), -1) @ split[2]
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.rate)
+
+
+class Own(nn.Module):
+    """A layer with settings of all sorts."""
+
+    def __init__(self, setting: object = None) -> None:
+        super().__init__()
+        self.setting = setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Plain:
+    """An object among a layer's settings."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def layers(*, width: int = 16, rate: float = 0.1, inplace: bool = False, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(8, width), nn.Dropout(rate), nn.BatchNorm1d(width), nn.ReLU(inplace), nn.Linear(width, 4, bias=bias)
+    )
+
+
+def batch(size: int, inputs: tuple[int, ...] = (8,), outputs: tuple[int, ...] = (4,)) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, *inputs), torch.randn(size, *outputs)
+
+
+BASE = Task(layers, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), name="base")
+TRACED = replace(BASE, module=Heads, batch=partial(batch, inputs=(6, 8), outputs=(6, 4)))
+SMALL = [make for name, make in CAPTURED.items() if name not in ("densenet121", "resnet50")]
+SETTINGS = (
+    {"b": 1, "a": {"x"}}, {"x", "y", "z"}, Color.RED, torch.relu, partial(F.gelu, approximate="tanh"), lambda x: x,
+    Plain(3), torch.device("cpu"), [torch.float16, (1, None)],
+)  # fmt: skip
+HAND_WRITTEN = {
+    "base": BASE,
+    "settings": replace(BASE, module=lambda: nn.Sequential(*map(Own, SETTINGS), nn.Linear(8, 4))),
+    "encoder": replace(
+        BASE, module=lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 4)),
+        batch=partial(batch, inputs=(6, 8), outputs=(6, 4)),
+    ),
+}  # fmt: skip
+
+
+def of(task: Task, size: int = 2, device: str = "") -> Fingerprint:
+    """As a profile has it; or of the chain on a real device, as a trainer has it."""
+    made = profile(task, microbatch_size=size)
+    if not device:
+        return made.fingerprint
+    like = sample(task, size)
+    with torch.device(device):
+        module = in_mode(task.build(), True)
+    return whole(task, capture(replace(task, module=module), *like), made).fingerprint
+
+
+def whole(task: Task, chain: Chain, made: ModelProfile) -> Fingerprinted:
+    """With the loss, as a trainer makes it."""
+    return with_loss(fingerprint(task, chain), chain, made.measurements[0])
+
+
+@pytest.mark.parametrize("make", [*SMALL, *(lambda t=t: t for t in HAND_WRITTEN.values())])
+def test_it_is_the_same_for_every_size_and_device(make: Callable[[], Task]) -> None:
+    """Profiled for two samples or four, for CPU or CUDA, of real tensors: one task, one fingerprint; and sizes that
+    agree where the microbatch size does.
+    """
+    task = make()
+    made = profile(task, microbatch_size=2)
+    assert profile(task, microbatch_size=4).fingerprint == made.fingerprint
+    like = sample(task, 2)
+    real = whole(task, capture(replace(task, module=in_mode(task.build(), True)), *like), made)
+    with FakeTarget("cuda") as fake:
+        faked = whole(task, fake_chain(task, fake, like), made)
+    assert real == faked == (made.fingerprint, made.measurements[0].sizes)
+
+
+@pytest.mark.parametrize("task", HAND_WRITTEN.values(), ids=HAND_WRITTEN)
+def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
+    """Tensors without bytes change nothing."""
+    assert of(task, device="meta") == of(task, device="cpu") == of(task)
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    """Two processes whose hashes are randomised differently print what this one has."""
+    program = (
+        "import test_fingerprint as t; print([t.of(task).digest for task in (*t.HAND_WRITTEN.values(), t.TRACED)])"
+    )
+    here = [of(task).digest for task in (*HAND_WRITTEN.values(), TRACED)]
+    for seed in ("1", "2"):
+        paths = os.pathsep.join(["tests", "tests/fake", "src"])
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert ran.stdout.strip() == str(here)
+
+
+def frozen() -> nn.Module:
+    made = layers()
+    made[0].weight.requires_grad_(False)
+    return made
+
+
+def tied() -> nn.Module:
+    made = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4))
+    made[2].weight = made[0].weight
+    return made
+
+
+def untied() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def no_decay(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    return {"weight_decay": 0.0} if name.endswith("bias") else {}
+
+
+SGD, ADAM = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
+OTHERS: list[tuple[Task, Task, str]] = [
+    (BASE, replace(BASE, module=partial(layers, width=32)), "other parameters or buffers in layers 0, 2, 4"),
+    (BASE, replace(BASE, module=frozen), "other parameters or buffers in layer 0"),
+    (BASE, replace(BASE, module=partial(layers, bias=False)), "other parameters or buffers in layer 4"),
+    (BASE, replace(BASE, module=partial(layers, rate=0.0)), "other settings or other operations in layer 1"),
+    (BASE, replace(BASE, module=partial(layers, inplace=True)), "other settings or other operations in layer 3"),
+    (BASE, replace(BASE, module=lambda: layers()[:4], batch=partial(batch, outputs=(16,))), "5 layers, not 4"),
+    (replace(BASE, module=tied), replace(BASE, module=untied), r"shared parameters 0\.weight = 2\.weight, not none"),
+    (TRACED, replace(TRACED, module=partial(Heads, rate=0.0)), "other operations in layer"),
+    (TRACED, replace(TRACED, batch=partial(batch, inputs=(5, 8), outputs=(5, 4))),
+     r"inputs of float32 \(n, 6, 8\), not float32 \(n, 5, 8\); targets of float32 \(n, 6, 4\), not float32 \(n, 5"),
+    (TRACED, replace(TRACED, module=partial(Heads, heads=4)), "operations of other sizes, such as another number of"),
+    (BASE, replace(BASE, batch=lambda n: (batch(n)[0].double(), batch(n)[1]), module=lambda: layers().double()),
+     r"float32 \(n, 8\), not float64 \(n, 8\)"),
+    (BASE, replace(BASE, precision="mixed-bfloat16"), "float32, not mixed-bfloat16"),
+    (BASE, replace(BASE, loss=F.smooth_l1_loss), "another loss"),
+    (BASE, replace(BASE, loss=lambda y, t: F.mse_loss(y, t) + 0.5 * y.pow(2).mean()), "another loss"),
+    (replace(BASE, optimizer=ADAM), BASE, "AdamW, not SGD"),
+    (BASE, replace(BASE, optimizer=SGD), "SGD with momentum=nonzero, not momentum=0"),
+    (BASE, replace(BASE, optimizer=partial(SGD, momentum=0.9, nesterov=True)), "nesterov=False, not nesterov=True"),
+    (BASE, replace(BASE, optimizer=partial(SGD, momentum=0.9, weight_decay=0.1)), "weight_decay=0, not weight_decay"),
+    *((replace(BASE, optimizer=ADAM), replace(BASE, optimizer=partial(ADAM, **{name: True})), f"{name}=.*, not {name}=")
+      for name in ("amsgrad", "maximize", "foreach")),
+    (BASE, replace(BASE, groups=no_decay), "other parameter groups"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "other", "says"), OTHERS, ids=[says for *_, says in OTHERS])
+def test_a_plan_for_another_task_is_refused_in_words(task: Task, other: Task, says: str) -> None:
+    """In the dry run and in training, before anything runs; for the plan's own task both go on."""
+    plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
+    for run in (certify, Trainer):
+        with pytest.raises(FileError, match=f"does not belong to this task: it was made for .*{says}.*plan this task"):
+            run(other, plan)
+        run(task, plan)
+
+
+SAME = {
+    "learning rate": replace(BASE, optimizer=partial(torch.optim.SGD, lr=1e-4, momentum=0.5)),
+    "weights": replace(BASE, module=lambda: (torch.manual_seed(7), layers())[1]),
+    "existing module": replace(BASE, module=layers()),
+    "scheduler": replace(BASE, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+    "name": replace(BASE, name="other"),
+    "one input in a tuple": replace(BASE, batch=lambda size: ((batch(size)[0],), batch(size)[1])),
+}
+
+
+@pytest.mark.parametrize("task", SAME.values(), ids=SAME)
+def test_what_no_cost_depends_on_is_left_out(task: Task) -> None:
+    """Learning rate, weights, scheduler and name: the same fingerprint, and indeed the same costs."""
+    assert of(task) == of(BASE)
+    assert profile(task, microbatch_size=2).measurements == profile(BASE, microbatch_size=2).measurements
+
+
+def test_tasks_of_one_fingerprint_cost_the_same() -> None:
+    """Of all tasks here: where fingerprints and sizes are equal, so are all costs; the costs of each are profiled."""
+    tasks = [BASE, TRACED, *SAME.values(), *(other for _, other, _ in OTHERS)]
+    met: dict[object, object] = {}
+    for task in tasks:
+        made = profile(task, microbatch_size=2)
+        key = made.fingerprint, made.measurements[0].sizes
+        assert met.setdefault(key, made.measurements) == made.measurements
+    assert len(met) > 20
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_profiling_itself_changes_is_left_out() -> None:
+    """A layer that counts its calls has been called by the profiler; the plan is for the task all the same."""
+    task = replace(BASE, module=lambda: nn.Sequential(Counting()))
+    for run in (certify, Trainer):
+        run(task, plan_of(task, [1]))
+
+
+def test_several_differences_are_all_told() -> None:
+    """Optimizer and inputs at once, each in its words; many layers are counted."""
+    one = of(BASE)
+    other = replace(one, inputs=("float32 (n, 9)",), optimizer="AdamW", layers=("?",) * 5)
+    assert differences(one, one, "abcde") == []
+    assert differences(one, other, "abcde") == [
+        "another class, other settings or other operations in layers a, b, c and 2 more",
+        "inputs of float32 (n, 8), not float32 (n, 9)",
+        "SGD, not AdamW",
+    ]
+
+
+def test_inputs_are_told_with_their_places() -> None:
+    """A dictionary in any order is the same; a setting among the inputs, and memory order, count."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.linear(x) * scale
+
+    def task(make: Callable[[int], object]) -> Task:
+        return replace(BASE, module=Scaled, batch=lambda size: (make(size), torch.randn(size, 3, 4)))
+
+    one = of(task(lambda n: {"x": torch.randn(n, 3, 8), "scale": 2.0}))
+    assert one.inputs == ("['scale'] 2.0", "['x'] float32 (n, 3, 8)")
+    assert of(task(lambda n: {"scale": 2.0, "x": torch.randn(n, 3, 8)})) == one
+    assert of(task(lambda n: {"x": torch.randn(n, 3, 8), "scale": 3.0})).inputs[0] == "['scale'] 3.0"
+    turned = of(task(lambda n: {"x": torch.randn(n, 8, 3).transpose(1, 2), "scale": 2.0}))
+    assert turned.inputs[1] == "['x'] float32 (n, 3, 8), dimensions in memory in the order (0, 2, 1)"
+
+
+def test_a_stage_trained_alone_belongs_to_its_task_too(tmp_path: Path) -> None:
+    """Trimmed profiling of another task than the profile's is refused."""
+    made = profile(BASE, microbatch_size=2)
+    training = Training(batch_size=4, microbatches=2, schedule="gpipe")
+    cluster = plan_of(BASE, [5]).cluster
+    with pytest.raises(FileError, match="made for SGD, not AdamW"):
+        profile_trimmed(replace(BASE, optimizer=ADAM), made, cluster, training, store=tmp_path / "runs.json")
