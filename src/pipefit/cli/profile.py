@@ -124,7 +124,6 @@ def _with_runs(
             training,
             recompute=recompute,
             store=store,
-            recompute=recompute,
             progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),
         )
     return replace(found, additive=costs)
