@@ -17,7 +17,7 @@ from pipefit import files
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
-from pipefit.plans import Plan, Prediction, Provenance
+from pipefit.plans import Objective, Plan, Prediction, Provenance
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
@@ -45,7 +45,7 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
     made_by = Provenance(
         planner="hand",
         options={"a": 1, "b": 0.1, "c": True, "d": "x"},
-        objective="peak",
+        objective=Objective.PEAK,
         value=1.5,
         bound=None,
         evaluated=3,

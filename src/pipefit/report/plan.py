@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from math import comb
 
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
-from pipefit.plans import Plan, Provenance, Stage
+from pipefit.plans import Objective, Plan, Provenance, Stage
 from pipefit.report.tables import Table, plain
 from pipefit.units import format_bytes, format_seconds
 
 _BAR = 20
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # what a planner is proven to have minimised over all splits
 
 
 def explain(plan: Plan) -> str:
@@ -87,7 +88,7 @@ def _planner(plan: Plan) -> Iterator[str]:
     took = f" in {format_seconds(made.seconds)}" if made.seconds else ""
     yield f"Planned by {made.planner}{took}. {_optimality(made)}"
     splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
-    if made.bound == made.value and made.objective.startswith("peak"):
+    if made.bound == made.value and made.objective in _PEAKS:
         yield f"That covers all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
 
 
@@ -95,7 +96,7 @@ def _optimality(made: Provenance) -> str:
     value, what = _value(made), made.objective.partition(",")[0]
     if made.bound is None:
         return f"The {what} is {value}; how near that is to the lowest possible is not known."
-    if made.bound == made.value and not made.objective.startswith("peak"):
+    if made.bound == made.value and made.objective not in _PEAKS:
         return f"It looks at nothing but the {what}: {value}, the lowest possible."
     if made.bound == made.value:
         return f"Proven optimal: no split brings the {what} below {value}."
@@ -104,12 +105,16 @@ def _optimality(made: Provenance) -> str:
 
 
 def _value(made: Provenance) -> str:
-    """The value in the unit that the objective names."""
-    if "budget" in made.objective:
-        return f"{100 * made.value:.1f} % of its budget"
-    if "bytes" in made.objective:
-        return format_bytes(round(made.value))
-    return format_seconds(made.value) if "seconds" in made.objective else f"{made.value:g}"
+    """The value in the unit of its objective."""
+    match made.objective.unit:
+        case "share":
+            return f"{100 * made.value:.1f} % of its budget"
+        case "bytes":
+            return format_bytes(round(made.value))
+        case "seconds":
+            return format_seconds(made.value)
+        case "layers":
+            return f"{made.value:g}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
