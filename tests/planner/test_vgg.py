@@ -28,7 +28,9 @@ def test_exact_finds_what_trying_all_splits_finds(costs: ModelProfile, schedule:
     """The same split, ties included, and the peaks that the simulator finds for it."""
     training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule)
     cluster = Cluster.emulated((4, 1 << 40))
-    found, best = (plan(costs, cluster, training, recompute=recompute, planner=name) for name in ("exact", "exhaustive"))
+    found, best = (
+        plan(costs, cluster, training, recompute=recompute, planner=name) for name in ("exact", "exhaustive")
+    )
     assert found.split == best.split
     assert found.prediction == best.prediction
     assert best.provenance is not None
