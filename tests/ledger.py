@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 from pipefit.cost.memory import StageMemory
+
 from pipefit.plans import Plan
 from pipefit.program import Action, Kind
 from pipefit.schedule import lower

@@ -217,7 +217,9 @@ def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Seq
 def _moved(action: Action, stage: Stage, place: str, tensor: int) -> Iterator[Action]:
     layers = range(stage.start, stage.stop)
     moves = {
-        layer: Action(Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=parse_place(place))
+        layer: Action(
+            Kind.OFFLOAD, action.stage, action.microbatch, subject=Subject(layer, tensor), place=parse_place(place)
+        )
         for layer in layers
     }
     if action.kind is Kind.FORWARD:

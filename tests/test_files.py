@@ -19,12 +19,26 @@ from pipefit import files, pieces
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
-from pipefit.plans import Objective, Plan, Prediction, Provenance
+from pipefit.places import parse_place
+from pipefit.plans import (
+    Decision,
+    Grid,
+    Microbatches,
+    Objective,
+    Plan,
+    Prediction,
+    Provenance,
+    Run,
+    SavedTensors,
+    Stage,
+    State,
+    What,
+)
 from pipefit.profiles import ModelProfile
-from pipefit.program import Program
+from pipefit.program import Program, parse_program
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
-from pipelines import make_plan, random_profile
+from pipelines import make_cluster, make_plan, random_profile
 
 TRACE = Trace(
     source="simulated",
@@ -41,9 +55,31 @@ TRACE = Trace(
 )
 
 
+DECISIONS = (
+    Decision(
+        stage=0,
+        subject=Run(start=0, stop=1),
+        what=What.RECOMPUTE,
+        microbatches=Microbatches(taken=1, every=2, first=1),
+        ahead=2,
+        why="for this test",
+    ),
+)
+MOVED = (
+    Decision(
+        stage=1,
+        subject=SavedTensors(tensors=((2, 0), (3, 0))),
+        what=What.OFFLOAD,
+        place=parse_place("device0*2+host0*1"),
+        behind=2,
+    ),
+    Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host")),
+)
+
+
 def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b") -> Plan:
     """A plan with everything a plan can have."""
-    plan = make_plan(random_profile(layers, seed), split, schedule=schedule)
+    plan = make_plan(random_profile(layers, seed), split, schedule=schedule, decisions=DECISIONS)
     made_by = Provenance(
         planner="hand",
         options={"a": 1, "b": 0.1, "c": True, "d": "x"},
@@ -57,11 +93,38 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
 
 
 PLAN = plan_of()
+DECIDED = replace(
+    PLAN,
+    cluster=make_cluster(8),
+    stages=(
+        Stage(start=0, stop=2, grid=Grid(devices=(0, 1, 2, 3), data=2, tensor=2, shard="optimizer")),
+        Stage(start=2, stop=6, grid=Grid.of(7)),
+    ),
+    decisions=(*DECISIONS, *MOVED),
+    prediction=None,
+)
+BODY = parse_program(
+    """
+    device 0: 0LOAD0 0F0 0OFFLOAD0#0@device1*2+host0*1 0SEND_F0{0:2}@device1 0WAIT_SEND_F-1{0:2}@device1 0STEP-1
+    device 1: 1RECV_F0{0:2} 1WAIT_RECV_F0{0:2} 1GATHER_F0 1WAIT_GATHER_F0 1I0 1W0
+    device 2: 1LOAD0
+    bundle 0: 0.1 2.0
+    carried in 0: 0SEND_F-1{0:2}@device1
+    carried in 1:
+    carried in 2:
+    carried out 0: 0OFFLOAD0#0@device1*2+host0*1 0SEND_F0{0:2}@device1
+    carried out 1:
+    carried out 2:
+    """,
+    placement=((0,), (1, 2)),
+    microbatches=1,
+)
 DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE]
 IDS = ["plan", "profile", "cluster", "program", "trace"]
+MAKERS = ["pipefit plan", "pipefit profile", "write one", "pipefit.lower", "pipefit simulate"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, DECIDED, BODY], ids=[*IDS, "plan with decisions", "endless program"])
 def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
     """Every kind of document comes back equal, with its type given and with its type read from the file."""
     save(document, tmp_path / "it.json")
@@ -73,7 +136,7 @@ def test_what_is_saved_loads_equal(document: Any, tmp_path: Path) -> None:
     seed=st.integers(0, 10_000),
     layers=st.integers(2, 9),
     cut=st.integers(1, 8),
-    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "torchgpipe"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_any_plan_and_its_program_survive(
@@ -89,7 +152,7 @@ def test_any_plan_and_its_program_survive(
 
 
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
-    """The first two keys are the kind and the version, and a program's actions are text."""
+    """The first two keys are the kind and the version, and a program's lines are text."""
     save(lower(PLAN), tmp_path / "it.json")
     data = json.loads((tmp_path / "it.json").read_text())
     assert list(data)[:2] == ["pipefit", "version"]
@@ -129,7 +192,11 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "kind of wrong type": (text_with(PLAN, pipefit=["plan"]), Plan, ["not a pipefit document"]),
     "wrong kind": (dumps(PLAN.profile), Plan, ["is a profile", "a plan is expected", "pipefit plan"]),
     "newer version": (text_with(PLAN, version=3), Plan, ["version 3", "reads version 2", "newer pipefit"]),
-    "older version": (text_with(PLAN, version=1), Plan, ["version 1", "reads version 2", "pipefit plan"]),
+    "version 0": (text_with(PLAN, version=0), Plan, ["version 0", "pipefit plan"]),
+    **{
+        f"{name} of version 1": (text_with(it, version=1), type(it), ["of version 1", "reads version 2", maker])
+        for it, name, maker in zip(DOCUMENTS, IDS, MAKERS, strict=True)
+    },
     "version true": (text_with(PLAN, version=True), Plan, ["without a version"]),
     "no version": ('{"pipefit": "plan"}', Plan, ["without a version"]),
     "unknown key": (text_with(PLAN, colour="red"), Plan, ["colour", "not known"]),
@@ -144,8 +211,19 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a number for a table": (text_with(PLAN, training=3), Plan, ["training", "keys and values", "not 3"]),
     "a stage twice": (text_with(PLAN, stages=[STAGE, STAGE]), Plan, ["layers 0 to 5 once each"]),
     "a stage without layers": (changed(PLAN, ("stages", 0, "stop"), 0), Plan, ["stages[0]", "at least one layer"]),
-    "a device twice": (changed(PLAN, ("stages", 1, "grid", "devices"), [0, 0]), Plan, ["stages[1].grid", "replicas"]),
+    "a device twice": (changed(PLAN, ("stages", 1, "grid", "devices"), [0, 0]), Plan, ["grid", "not 2"]),
+    "a device named twice": (changed(DECIDED, ("stages", 0, "grid", "devices"), [0, 1, 2, 2]), Plan, ["each", "once"]),
+    "grids that overlap": (changed(DECIDED, ("stages", 1, "grid", "devices"), [3]), Plan, ["some of their devices"]),
     "a device too many": (changed(PLAN, ("stages", 1, "grid", "devices"), [7]), Plan, ["does not have"]),
+    "a decision elsewhere": (changed(DECIDED, ("decisions", 0, "stage"), 1), Plan, ["stage 1: recompute layer 0"]),
+    "a decision about no stage": (changed(DECIDED, ("decisions", 0, "stage"), 2), Plan, ["the plan has 2 stages"]),
+    "a place that is none": (changed(DECIDED, ("decisions", 1, "place"), "attic"), Plan, ["'attic' is not a place"]),
+    "a place that is not there": (changed(DECIDED, ("decisions", 1, "place"), "device9"), Plan, ["names device9"]),
+    "a run that moves": (
+        changed(DECIDED, ("decisions", 0, "what"), "offload"),
+        Plan,
+        ["runs of layers are recomputed"],
+    ),
     "NaN": (dumps(PLAN).replace("1.5", "NaN"), Plan, ["NaN", "finite"]),
     "infinite": (dumps(PLAN).replace("1.5", "1e999"), Plan, ["1e999", "finite"]),
     "enormous number": (dumps(PLAN).replace("1.5", "1" + "0" * 5000), Plan, ["is not a number"]),
@@ -158,12 +236,8 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "unknown dtype of a source": (text_with(TRACE, source="guess"), Trace, ["source", "'dry run'", '"guess"']),
     "samples too short": (changed(TRACE, ("devices", 0, "memory", 0, "bytes"), [1]), Trace, ["memory[0].bytes"]),
     "no device": (text_with(PLAN.cluster, devices=[]), Cluster, ["no devices"]),
-    "no such action": (text_with(lower(PLAN), lines=["device 0: 0F0 0FLY0", "device 1:"]), Program, ["0FLY0"]),
-    "an action elsewhere": (
-        text_with(lower(PLAN), lines=["device 0: 1F0", "device 1:"]),
-        Program,
-        ["stage 1 is not on it"],
-    ),
+    "no such action": (text_with(lower(PLAN), lines=["0F0 0FLY0", ""]), Program, ["'0FLY0' is not an action"]),
+    "an action elsewhere": (text_with(lower(PLAN), lines=["1F0", ""]), Program, ["stage 1 is not on it"]),
     "no measurement": (text_with(PLAN.profile, measurements=[]), ModelProfile, ["no measurement"]),
 }
 

@@ -2,7 +2,7 @@
 
 A document is one object: its kind, its version, and the fields of the dataclass.
 
-    {"pipefit": "plan", "version": 1, "profile": {...}, "cluster": {...}, ...}
+    {"pipefit": "plan", "version": 2, "profile": {...}, "cluster": {...}, ...}
 
 Loading checks everything: a file that loads is a valid document, and one that does not is refused in one sentence
 that says where, and takes at most ten times the size of the file and 64 MiB more. Nothing in a file names code. Saving

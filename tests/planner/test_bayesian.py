@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import Options, bayesian, exact, plan
@@ -32,7 +33,7 @@ def test_it_is_never_better_than_exact_and_always_the_same(seed: int) -> None:
     rng = Random(seed)
     chain = rng.choice((plain, hostile))(rng, rng.randrange(5, 12))
     question = (profile(chain), devices(*[AMPLE] * 3), training("1f1b", 4), OPTIONS)
-    found, again, best = bayesian(*question), bayesian(*question), exact(*question)
+    found, again, best = asked(bayesian, *question), asked(bayesian, *question), asked(exact, *question)
     assert found.stages == again.stages
     assert found.provenance and best.provenance
     assert found.provenance.bound is None

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
 from pipefit.planner import Options, bisection, exact, plan
 from pipefit.planner.closed_forms.ranges import Ranges
@@ -25,9 +26,8 @@ def question_of(chain: Measurement, stages: int, schedule: str, microbatches: in
 
 
 def both(question: Question) -> tuple[Plan, Plan]:
-    options = Options(allow_infeasible=True)
-    asked = (question.profile, question.cluster, question.training, options)
-    return bisection(*asked), exact(*asked)
+    given = question.profile, question.cluster, question.training, Options(allow_infeasible=True)
+    return asked(bisection, *given), asked(exact, *given)
 
 
 def well_behaved(question: Question, level: float) -> bool:

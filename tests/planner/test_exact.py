@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import alike, devices, hostile, plain, profile, skewed, training, vgg_like
-from ledger import walk
 from pipefit.cluster import Cluster
 from pipefit.planner import Options, exact, exhaustive
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Measurement
-from pipefit.simulator import simulate
+from pipefit.simulator import Simulation, simulate
 
 AMPLE = 1 << 40
 
@@ -24,7 +24,7 @@ def both(
 ) -> tuple[Plan, Plan]:
     options = Options(stages=stages, allow_infeasible=True)
     question = (profile(measurement), cluster, training(schedule, microbatches), options)
-    return exact(*question), exhaustive(*question)
+    return asked(exact, *question), asked(exhaustive, *question)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -92,26 +92,28 @@ def test_no_split_is_below_the_bound(seed: int) -> None:
     """Bound and value are the peak of the fullest device, by the ledger; and no split and order of devices has less."""
     rng = Random(seed)
     chain, cluster = hostile(rng, 6), devices(100, 150, 100)
-    found = exact(profile(chain), cluster, training("1f1b", 3), Options(allow_infeasible=True))
+    found = asked(exact, profile(chain), cluster, training("1f1b", 3), Options(allow_infeasible=True))
     assert found.provenance and found.provenance.bound == found.provenance.value
     assert fullest(found) == found.provenance.value
     for cuts in combinations(range(1, 6), 2):
         for order in permutations(range(3)):
             edges = (0, *cuts, 6)
-            stages = tuple(Stage(start=edges[s], stop=edges[s + 1], devices=(order[s],)) for s in range(3))
+            stages = tuple(Stage(start=edges[s], stop=edges[s + 1], grid=Grid.of(order[s])) for s in range(3))
             assert fullest(replace(found, stages=stages)) >= found.provenance.bound
 
 
 def fullest(plan: Plan) -> float:
     """The fullest device of a plan, as a part of its budget, by the ledger."""
-    return max(peak / plan.cluster.budgets[stage.device] for stage, peak in zip(plan.stages, walk(plan), strict=True))
+    peaks = Simulation(plan, steps=2).peak_bytes
+    return max(peak / budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(10))
 def test_predicted_peaks_are_what_the_simulator_finds(seed: int, schedule: str) -> None:
     """To the byte, on every device, over two steps; and the time is the simulator's too."""
-    plan = exact(profile(hostile(Random(seed), 7)), devices(*[AMPLE] * 4), training(schedule, 5), Options(stages=3))
+    chain = profile(hostile(Random(seed), 7))
+    plan = asked(exact, chain, devices(*[AMPLE] * 4), training(schedule, 5), Options(stages=3))
     assert plan.prediction
     assert plan.prediction.peak_bytes == simulate(plan, steps=2).peak_bytes
     assert plan.prediction.peak_bytes[3] == 0
@@ -121,7 +123,7 @@ def test_predicted_peaks_are_what_the_simulator_finds(seed: int, schedule: str) 
 def test_the_same_question_has_the_same_answer() -> None:
     """Nothing in a plan depends on chance, apart from how long planning took."""
     question = (profile(plain(Random(1), 20)), devices(70, 70, 90, 90), training(), Options(allow_infeasible=True))
-    first, second = exact(*question), exact(*question)
+    first, second = asked(exact, *question), asked(exact, *question)
     assert first.provenance and second.provenance
     assert replace(first, provenance=replace(first.provenance, seconds=0.0)) == replace(
         second, provenance=replace(second.provenance, seconds=0.0)
@@ -130,5 +132,5 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_one_device_holds_everything() -> None:
     """A pipeline of one stage is a plan too."""
-    plan = exact(profile(plain(Random(2), 9)), devices(AMPLE), training("gpipe", 3), Options())
+    plan = asked(exact, profile(plain(Random(2), 9)), devices(AMPLE), training("gpipe", 3))
     assert plan.split == (9,)

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError
 from pipefit.planner import Options, exact, plan, uniform
@@ -47,9 +48,9 @@ def test_the_memory_that_would_fit_fits_and_a_byte_less_does_not(seed: int) -> N
     chain, how = profile(plain(Random(seed), 9, size=50)), training("1f1b", 4)
     text = refusal(chain, devices(40, 40, 40), how)
     enough = int(re.search(r"the same devices with .* \((\d+) bytes\)", text)[1])
-    exact(chain, devices(enough, enough, enough), how, Options())
+    asked(exact, chain, devices(enough, enough, enough), how)
     with pytest.raises(InfeasibleError):
-        exact(chain, devices(enough - 1, enough - 1, enough - 1), how, Options())
+        asked(exact, chain, devices(enough - 1, enough - 1, enough - 1), how)
 
 
 @pytest.mark.parametrize("budget", [4500, 5000, 6000, 7000, 8000, 9000])
@@ -58,9 +59,9 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
     chain, how = profile(alike(40, size=100)), training("gpipe", 2)
     text = refusal(chain, devices(budget, budget), how)
     count = int(re.search(r"(\d+) devices of [\d.]+ KiB", text)[1])
-    exact(chain, devices(*[budget] * count), how, Options())
+    asked(exact, chain, devices(*[budget] * count), how)
     with pytest.raises(InfeasibleError):
-        exact(chain, devices(*[budget] * (count - 1)), how, Options())
+        asked(exact, chain, devices(*[budget] * (count - 1)), how)
 
 
 def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
@@ -107,7 +108,7 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
     assert refusal(chain, cluster, how, planner="uniform").endswith(
         "What would fit: another split; use the exact planner"
     )
-    over = uniform(chain, cluster, how, Options(allow_infeasible=True))
+    over = asked(uniform, chain, cluster, how, Options(allow_infeasible=True))
     assert max(peaks(over)) > enough
 
 
@@ -116,4 +117,4 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
     chain, how = profile(plain(Random(3), 9, size=50)), training("1f1b", 4)
     more = float(re.search(r"([\d.]+) % more memory", refusal(chain, devices(200, 300, 200), how))[1])
     larger = [-int(-budget * (1 + more / 100) // 1) for budget in (200, 300, 200)]
-    exact(chain, devices(*larger), how, Options())
+    asked(exact, chain, devices(*larger), how)

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
@@ -44,14 +45,14 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
         monkeypatch.setattr(sys.modules["pipefit.planner.bayesian"], "EVALUATIONS", 11)  # all 75 take a minute
     chain, cluster, how, stages = CASES[case]
     options = Options(stages=stages, allow_infeasible=True)
-    made = PLANNERS[planner](with_runs(chain, how), cluster, how, options)
+    made = asked(PLANNERS[planner], with_runs(chain, how), cluster, how, options)
     assert [layer for s in made.stages for layer in range(s.start, s.stop)] == list(range(len(chain.layers)))
     assert len(made.stages) == (stages or min(len(chain.layers), len(cluster.devices)))
     assert made.prediction and made.provenance and made.provenance.planner == planner
     used = {stage.device for stage in made.stages}
     assert all((peak > 0) == (device in used) for device, peak in enumerate(made.prediction.peak_bytes))
     assert made.prediction.step_seconds > 0
-    best = exact(profile(chain), cluster, how, options)
+    best = asked(exact, profile(chain), cluster, how, options)
     assert best.prediction
     assert fullness(best) <= fullness(made)
 

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
+from asking import asked
 from chains import devices, hostile, plain, profile, training
 from pipefit.errors import UsageError
 from pipefit.planner import best_split, exact, true_peaks
-from pipefit.planner.question import Options
 from pipefit.profiles import AdditiveCosts
 
 GPIPE = training("gpipe", 4)
@@ -44,7 +44,7 @@ def test_by_our_predictor_it_is_the_plan_of_exact(seed: int) -> None:
     layers = rng.randrange(2, 11)
     count, how = rng.randrange(1, layers + 1), training(rng.choice(("gpipe", "1f1b")), rng.randrange(1, 6))
     chain = profile(rng.choice((plain, hostile))(rng, layers))
-    made = exact(chain, devices(*[1 << 40] * count), how, Options())
+    made = asked(exact, chain, devices(*[1 << 40] * count), how)
     predictor = true_peaks(chain, how, stages=count)
     edges = best_split(predictor, layers, count)
     assert edges == (0, *made.boundaries, layers)

@@ -10,8 +10,8 @@ from pipefit.cluster import Cluster
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.simulator import simulate
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
 
@@ -28,7 +28,9 @@ def test_exact_finds_what_trying_all_splits_finds(costs: ModelProfile, schedule:
     """The same split, ties included, and the peaks that the simulator finds for it."""
     training = Training(batch_size=12 * 92, microbatches=12, schedule=schedule)
     cluster = Cluster.emulated((4, 1 << 40))
-    found, best = (plan(costs, cluster, training, recompute=recompute, planner=name) for name in ("exact", "exhaustive"))
+    found, best = (
+        plan(costs, cluster, training, recompute=recompute, planner=name) for name in ("exact", "exhaustive")
+    )
     assert found.split == best.split
     assert found.prediction == best.prediction
     assert best.provenance is not None

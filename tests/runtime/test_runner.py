@@ -199,8 +199,10 @@ def with_program(
         ("device 0: 0LOAD0{0:1} 0F0 0B0 0STEP", "the runtime cannot execute 0LOAD0{0:1} yet"),
         ("device 0: 0GATHER_F0 0WAIT_GATHER_F0", "the runtime cannot execute 0GATHER_F0 yet"),
         (
-            "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host 0RELOAD0[1.0]@host "
-            "0WAIT_RELOAD0[1.0]@host 0B0 0STEP",
+            (
+                "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host 0RELOAD0[1.0]@host "
+                "0WAIT_RELOAD0[1.0]@host 0B0 0STEP"
+            ),
             "the runtime cannot execute 0OFFLOAD0[1.0]@host yet",
         ),
     ],

@@ -11,8 +11,8 @@ from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.simulator import simulate
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
 from random_cases import Account, Case, accounts

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import comb
 
-from pipefit.plans import Plan, Provenance, Stage, What
+from pipefit.plans import Objective, Plan, Provenance, Stage, What
 from pipefit.report.tables import Table, plain
 from pipefit.simulator import simulate
 from pipefit.units import format_bytes, format_seconds
 
 _BAR = 20
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # what a planner is proven to have minimised over all splits
 
 
 def explain(plan: Plan) -> str:
@@ -89,7 +90,7 @@ def _planner(plan: Plan) -> Iterator[str]:
     took = f" in {format_seconds(made.seconds)}" if made.seconds else ""
     yield f"Planned by the {made.planner} planner{took}. {_optimality(made)}"
     splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
-    if made.bound == made.value and made.objective.startswith("peak"):
+    if made.bound == made.value and made.objective in _PEAKS:
         yield f"This holds for all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
 
 
@@ -97,7 +98,7 @@ def _optimality(made: Provenance) -> str:
     value, what = _value(made), made.objective.partition(",")[0]
     if made.bound is None:
         return f"The {what} is {value}; this planner does not tell how far that is from the lowest possible."
-    if made.bound == made.value and not made.objective.startswith("peak"):
+    if made.bound == made.value and made.objective not in _PEAKS:
         return f"It minimises only the {what}: {value} is the lowest possible."
     if made.bound == made.value:
         return f"Proven optimal: no split brings the {what} below {value}."
@@ -106,12 +107,16 @@ def _optimality(made: Provenance) -> str:
 
 
 def _value(made: Provenance) -> str:
-    """The value in the unit that the objective names."""
-    if "budget" in made.objective:
-        return f"{100 * made.value:.1f} % of its budget"
-    if "bytes" in made.objective:
-        return format_bytes(round(made.value))
-    return format_seconds(made.value) if "seconds" in made.objective else f"{made.value:g}"
+    """The value in the unit of its objective."""
+    match made.objective.unit:
+        case "share":
+            return f"{100 * made.value:.1f} % of its budget"
+        case "bytes":
+            return format_bytes(round(made.value))
+        case "seconds":
+            return format_seconds(made.value)
+        case "layers":
+            return f"{made.value:g}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
