@@ -32,7 +32,7 @@ def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
     return Table(
         ("layer", "name", "alone", "added"),
         tuple(rows),
-        title=f"peaks of training runs, alone and added: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
+        title=f"peaks of training runs: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
     )
 
 
