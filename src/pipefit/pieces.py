@@ -35,7 +35,10 @@ _MOST_POOLED = 1 << 16  # equal numbers of a list are one object, up to so many 
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_UNUSUAL = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{40}")  # a number that may not be finite, or be absurdly long
+# With its digits made alike, a number that may not be finite, or is absurdly long, holds one of these. A regular
+# expression for the same takes half of the time of all reading.
+_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
+_UNUSUAL = (b"e000", b"0" * _LONGEST_NUMBER)
 _KEYS = dict[str, Any]  # the type of an object of which only the keys matter
 _MEANINGS = {
     "unexpected_keyword_argument": "this key is not known",
@@ -199,7 +202,7 @@ class JsonText:
     def _end(self, at: int) -> int | None:
         """Where the value at `at` ends; None where it does not within a piece."""
         for size in (_GLANCE, _PIECE):
-            window = self.content[at : at + size].decode("latin-1")  # a character for each byte; only ends matter
+            window = self.content[at : at + size]
             length = _scan(window)
             cut = length == len(window) and at + size < len(self.content)  # perhaps in the middle of a number
             if length is not None and not cut:
@@ -208,12 +211,12 @@ class JsonText:
 
     def _run_end(self, kind: Any, at: int) -> int | None:
         """Where the last of the elements from `at` on that are complete within a piece ends, if that is easily seen."""
-        window = self.content[at : at + _PIECE].decode("latin-1")
-        last = _LAST.get(window[:1], ",")
+        window = self.content[at : at + _PIECE]
+        last = _LAST.get(window[:1], b",")
         stop = window.rfind(last) + len(last) - 1  # without the comma
         if stop <= 0:
             return None
-        return at + stop if _scan(f"[{window[:stop]}]") == stop + 2 else None
+        return at + stop if _scan(b"[%b]" % window[:stop]) == stop + 2 else None
 
     def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
         """The keys of the object at `at`, each with where its value begins; whoever reads the value sets `_after`."""
@@ -277,14 +280,15 @@ class JsonText:
 
 
 _CUT_OFF = "is cut off: make it again, or copy it again"
-_LAST = {"{": "},", '"': '",', "[": "],"}  # how an element that begins so ends before another
+_LAST = {b"{": b"},", b'"': b'",', b"[": b"],"}  # how an element that begins so ends before another
 
 
-def _scan(window: str) -> int | None:
+def _scan(window: bytes) -> int | None:
     """How long the value at the start of `window` is; None where it is not complete, or not JSON."""
-    scan = _scan_carefully if _UNUSUAL.search(window) else _scan_quickly
+    digits = window.translate(_DIGITS, b"+")
+    scan = _scan_carefully if any(unusual in digits for unusual in _UNUSUAL) else _scan_quickly
     try:
-        return scan(window, 0)[1]
+        return scan(window.decode("latin-1"), 0)[1]  # a character for each byte, as only the length matters
     except (json.JSONDecodeError, RecursionError):
         return None
 
