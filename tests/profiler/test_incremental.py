@@ -146,24 +146,23 @@ def test_runs_of_another_task_are_refused(tmp_path: Path, changed: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    ("training", "says"),
+    ("training", "recompute", "says"),
     [
-        (Training(batch_size=8, microbatches=8, schedule="gpipe"), "4 microbatches of 1, not 8 microbatches of 1"),
-        (
-            Training(batch_size=4, microbatches=4, schedule="gpipe", recompute="always"),
-            "recompute never, not recompute",
-        ),
-        (Training(batch_size=4, microbatches=4, schedule="gpipe", clip_norm=1.0), "not clipped, not clipped gradients"),
+        (Training(batch_size=8, microbatches=8, schedule="gpipe"), "never", "4 microbatches of 1, not 8 microbatches"),
+        (Training(batch_size=4, microbatches=4, schedule="torchgpipe"), "never", "gpipe, not torchgpipe"),
+        (GPIPE, "always", "recompute never, not recompute always"),
+        (replace(GPIPE, clip_norm=1.0), "never", "not clipped, not clipped gradients"),
     ],
 )
-def test_runs_under_another_training_are_refused(tmp_path: Path, training: Training, says: str) -> None:
-    """Number of microbatches, recomputation and clipping change peaks."""
+def test_runs_under_another_training_are_refused(tmp_path: Path, training: Training, recompute: str, says: str) -> None:
+    """Number of microbatches, schedule, recomputation and clipping change peaks."""
     store = tmp_path / "runs.json"
     MadeUp().profile(store)
     with pytest.raises(FileError, match=says):
         profile_incrementally(
-            TASK, profile_of(alike(12)), Cluster.emulated((4, 1 << 30)), training, store=store, run=MadeUp()
-        )
+            TASK, profile_of(alike(12)), Cluster.emulated((4, 1 << 30)), training, recompute=recompute, store=store,
+            run=MadeUp(),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -200,11 +199,11 @@ def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: in
     """
     rng = Random(seed)
     layers, devices = rng.randrange(4, 8), rng.randrange(3, 5)
-    chain, training = profile_of(skewed(rng, layers)), replace(GPIPE, recompute=recompute)
+    chain = profile_of(skewed(rng, layers))
     scales = [rng.choice((1, 1, 2)) for _ in range(devices)]
     ample = Cluster.emulated(*((1, 1 << 60) for _ in scales))
     peaks = {
-        edges: Simulation(plan_made(chain, ample, training, intervals(edges)), steps=2).peak_bytes
+        edges: Simulation(plan_made(chain, ample, GPIPE, intervals(edges), recompute), steps=2).peak_bytes
         for count in range(1, devices + 1)
         for cuts in combinations(range(1, layers), min(count, layers) - 1)
         for edges in [(0, *cuts, layers)]
@@ -220,11 +219,15 @@ def test_it_succeeds_under_every_cap_under_which_it_can(tmp_path: Path, seed: in
         told = all(any({(n, k), (n, k + 1)} <= fitting for n in range(k)) for k in range(1, layers))
         store = tmp_path / f"{number}.json"
         if alone and told:
-            costs = profile_incrementally(TASK, chain, cluster, training, store=store, run=Simulated(cluster))
-            assert len(costs.mem_isolated) == layers
+            costs = profile_incrementally(
+                TASK, chain, cluster, GPIPE, recompute=recompute, store=store, run=Simulated(cluster)
+            )
+            assert (len(costs.mem_isolated), costs.recompute) == (layers, recompute)
         else:
             with pytest.raises(InfeasibleError, match=r"every run with layer.*passed a device's memory"):
-                profile_incrementally(TASK, chain, cluster, training, store=store, run=Simulated(cluster))
+                profile_incrementally(
+                    TASK, chain, cluster, GPIPE, recompute=recompute, store=store, run=Simulated(cluster)
+                )
 
 
 def small() -> Task:

@@ -36,8 +36,8 @@ def profile_trimmed(
     cluster: Cluster,
     training: Training,
     *,
-    recompute: Recompute = "never",
     store: str | os.PathLike[str],
+    recompute: Recompute = "never",
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
@@ -45,8 +45,8 @@ def profile_trimmed(
 
     Args:
         profile: of `task`, by any profiler; tells the shapes at the cuts.
-        recompute: of which microbatches every stage runs the forward twice (`pipefit.schedule.whole_stages`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
+        recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
         run: trains a plan's stage of this number alone and returns its peak; by default two steps in this process.
 
@@ -59,38 +59,45 @@ def profile_trimmed(
     planned = trimmed(layers, len(cluster.devices))
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
+    cut = partial(_cut, profile, cluster, training, recompute)
+    train = run or partial(_train, LoneStages(task, training.microbatch_size))
     for stages in planned:
-        runs.attempt(stages, partial(_outcome, task, runs, stages, run))
+        runs.attempt(stages, partial(_outcome, cut, train, stages))
     isolated = tuple(runs.needed((layer, layer + 1)) for layer in range(layers))
     added = (runs.needed((layer - 1, layer + 1)) - isolated[layer - 1] for layer in range(1, layers))
     return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added), training=training, recompute=recompute)
 
 
-def _outcome(task: Task, runs: Runs, stages: Stages, run: Run | None) -> Outcome:
+def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
     """Every stage alone, on the device of its number. One that does not fit hinders no other."""
-    run = run or partial(_train, LoneStages(task, runs.training.microbatch_size))
     peaks: list[int | None] = []
     failure = ""
     for number, interval in enumerate(stages):
         try:
-            peaks.append(run(*_cut(runs, number, interval)))
+            peaks.append(run(*cut(number, interval)))
         except OutOfMemory as error:
             peaks.append(None)
             failure = str(error)
     return Outcome(peaks=tuple(peaks), failure=failure)
 
 
-def _cut(runs: Runs, number: int, interval: Interval) -> tuple[Plan, int]:
+def _cut(
+    profile: ModelProfile,
+    cluster: Cluster,
+    training: Training,
+    recompute: Recompute,
+    number: int,
+    interval: Interval,
+) -> tuple[Plan, int]:
     """A plan with the stage of these layers on device `number`, and the stage's number. What is before and behind it is
     on devices that are not there.
     """
-    profile, cluster, training = runs.profile, runs.cluster, runs.training
     start, stop = interval
     layers, here = len(profile.layers), len(cluster.devices)
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b)
     wider = replace(cluster, devices=(*cluster.devices, *[cluster.devices[number]] * 2))
-    decisions = whole_stages(stages, runs.recompute, training.schedule, training.microbatches)
+    decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
     plan = Plan(profile=profile, cluster=wider, training=training, stages=stages, decisions=decisions)
     return plan, int(start > 0)
 
