@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(RUN)/pipefit demo
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
