@@ -14,7 +14,7 @@ from collections import deque
 from heapq import heappop, heappush
 
 from pipefit.errors import UsageError
-from pipefit.program import Program, message_partner
+from pipefit.program import MESSAGES, Program, message_partner
 from pipefit.simulator.script import COMPUTE, COPY, JOIN, POST, Script
 
 
@@ -143,5 +143,5 @@ class Clock:
 
     def _stuck(self, device: int) -> str:
         action = self._program.actions[device][self._at[device]]
-        partner = message_partner(action.start)
-        return f"device {device} waits at {action}" + (f" for {partner}" if partner else "")
+        missing = f" for {message_partner(action.start)}" if action.kind in MESSAGES else ""
+        return f"device {device} waits at {action}{missing}"
