@@ -278,7 +278,7 @@ def test_several_stages_on_a_device_share_its_memory() -> None:
         "0F0": rest + 16 + 28,
         "1LOAD0": rest + 24 + 8 + 8 + 4,  # saved by stage 0, being sent, received, a target
         "1F0": rest + 44 + 24 + 8,  # at its highest in the loss
-        "0WAIT_SEND_F0": rest + 44 + 24 + 4 - 4,  # the loss saves four bytes, and the target is gone
+        "0WAIT_SEND_F0": rest + 24 + 8 + 28,  # the loss saves four bytes too, and the target is gone
         "0RECV_B0": rest + 24 + 28 + 8,
         "1B0": rest + 24 + 24 + 8 + 8 + 44,  # the loss has given way to the gradient of its input
         "0B0": rest + 32 + 24 + 8 + 8 + 44,
