@@ -8,14 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from pipefit.cost.memory import StageMemory
 from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
+from pipefit.cost.flight import Flights
+from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.profiles import LayerCost, ModelProfile, Origin
+from pipefit.program import parse_action
 from pipefit.zoo import build
 from tiny import task_of
 
@@ -81,10 +83,10 @@ def test_several_outputs_may_share_one_storage() -> None:
     assert [value.nbytes for value in cost.outputs] == [ROW // 2] * 2
 
 
-def stage(task: Task) -> StageMemory:
-    """All layers on one device, without the loss."""
+def stage(task: Task) -> StageStorages:
+    """All layers but the last on one device, without the loss."""
     measurement = profile(task, microbatch_size=SIZE).measurements[0]
-    return StageMemory(measurement, 0, len(measurement.layers) - 1)
+    return StageStorages(measurement, 0, len(measurement.layers) - 1)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -92,9 +94,15 @@ def test_a_storage_that_two_layers_hold_counts_once(inplace: bool) -> None:
     """Linear, ReLU, Linear: beside its input the stage keeps one activation, which ReLU and the second Linear share."""
     task = task_of(lambda: [nn.Linear(8, 100), nn.ReLU(inplace), nn.Linear(100, 50, bias=False), nn.Linear(50, 4)])
     activation, output = SIZE * 100 * 4, SIZE * 50 * 4
-    memory = stage(task)
-    assert memory.forward().after_bytes == activation + output
-    assert sum(cost.saved_bytes for cost in memory.layers) == ROW + 2 * activation  # what a plain sum would say
+    storages = stage(task)
+    flights = Flights(storages)
+    loaded, arriving = flights.apply(flights.start, parse_action("0LOAD0"))
+    _, forward = flights.apply(loaded, parse_action("0F0"))
+    assert arriving.after_bytes == ROW
+    assert forward.after_bytes == activation + output
+    assert (
+        sum(layer.cost.saved_bytes for layer in storages.layers) == ROW + 2 * activation
+    )  # what a plain sum would say
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
+from pipefit.places import Member
 from pipefit.plans import Plan
-from pipefit.program import Action, Kind, Program, message_partner, parse_program
+from pipefit.program import COPIES, MESSAGES, SENDS, Action, Kind, Program, message_partner, parse_program
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Stream
@@ -156,10 +157,7 @@ def test_stages_on_one_device_hand_over_in_no_time() -> None:
         plan,
         program=parse_program(
             f"device 0: {text}\ndevice 1:",
-            placement=(
-                (0,),
-                (0,),
-            ),
+            placement=((0,), (0,)),
             microbatches=1,
         ),
         steps=1,
@@ -196,8 +194,7 @@ class Ticks:
         return max(self.busy)
 
     def key(self, action: Action) -> Action:
-        partner = message_partner(action)
-        return action if partner is None or action.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD) else partner
+        return message_partner(action) if action.kind in SENDS else action
 
     def act(self, device: int) -> bool:
         actions = self.program.actions[device]
@@ -215,9 +212,8 @@ class Ticks:
         return True
 
     def ready(self, action: Action) -> bool:
-        partner = message_partner(action)
-        if partner is not None:
-            return partner in self.posted
+        if action.kind in MESSAGES:
+            return message_partner(action) in self.posted
         stream = [a for a in self.posted if a.kind is action.kind and a.stage == action.stage]
         return all(self.ends.get(a, 1 << 60) <= self.time for a in stream[: stream.index(action)])
 
@@ -229,22 +225,21 @@ class Ticks:
 
     def route(self, action: Action) -> tuple[object, int]:
         place, key = self.program.placement, self.key(action)
-        here, costs = f"device{place[key.stage]}", self.plan.measurement.costs
+        here, costs = Member.device(place[key.stage][0]), self.plan.measurement.costs
         if key.subject:
-            ends = (here, "host0") if key.kind is Kind.OFFLOAD else ("host0", here)
+            host = Member.host(0)
+            ends = (here, host) if key.kind is Kind.OFFLOAD else (host, here)
             return self.plan.cluster.route(*ends), costs[0].storages[1]
-        sender = f"device{place[message_partner(key).stage]}"
+        sender = Member.device(place[message_partner(key).stage][0])
         return self.plan.cluster.route(sender, here), costs[0].inputs[0].nbytes
 
 
-MOVES = {
-    Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, Kind.OFFLOAD, Kind.RELOAD
-}  # fmt: skip
+MOVES = MESSAGES | COPIES
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    schedule=st.sampled_from(["gpipe", "torchgpipe", "1f1b"]),
     stages=st.integers(1, 4),
     layers=st.integers(1, 3),
     microbatches=st.integers(1, 4),
@@ -302,6 +297,18 @@ def test_agreements_that_come_twice_are_two() -> None:
 
     assert seconds(2) - seconds(1) == pytest.approx(seconds(1) - seconds(0))
     assert seconds(1) > seconds(0)
+
+
+def test_a_deadlock_in_a_sum_names_the_sum() -> None:
+    """A device that waits for all others to agree is named with that action; it has no partner of its own."""
+    text = """
+    device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 {} 0LOAD1 0F1 0SEND_F1 0WAIT_SEND_F1
+    device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0 1RECV_F1 1WAIT_RECV_F1 1AGREE 1WAIT_AGREE
+    """
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=2)
+    program = parse_program(text.format("0AGREE 0WAIT_AGREE"), placement=((0,), (1,)), microbatches=2)
+    with pytest.raises(UsageError, match="device 0 waits at 0WAIT_AGREE; device 1 waits at 1WAIT_RECV_F1 for 0SEND_F1"):
+        simulate(plan, program=program)
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from ledger import walk
 from pipefit.cost.memory import StageMemory
 
 from chains import devices, hostile, layer, measurement, plain, profile, training, value
-from ledger import walk
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.plans import Grid, Plan, Stage
