@@ -1,12 +1,26 @@
-"""Lets tests in every folder import the helpers that lie beside this file, and the benchmarks.
+"""Lets tests in every folder import the helpers that lie beside this file, and the benchmarks; keeps what is measured
+of kernels out of the user's cache.
 
 Tests run in as many processes as there are cores, so each computes with one thread, as pipefit's workers do.
 """
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests and the processes that they start measure each operation once, together, into a temporary folder."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import torch
+
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -78,8 +80,8 @@ def random_case(rng: Random, *, model: str | None = None) -> Case:
 
 
 def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, Any] | None = None) -> Case:
-    """Any plan for `task`."""
-    found = profile(task, microbatch_size=rng.choice([1, 2, 3, 4]))
+    """Any plan for `task`, for as many threads as this process has."""
+    found = profile(task, microbatch_size=rng.choice([1, 2, 3, 4]), threads=torch.get_num_threads())
     return Case(name=name or task.name, settings=settings or {}, task=task, plan=random_plan(found, rng))
 
 

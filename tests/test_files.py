@@ -48,7 +48,7 @@ TRACE = Trace(
             device=0,
             budget_bytes=100,
             events=(Event(step=0, action="0F0", stream=Stream.COMPUTE, start_seconds=0.1, end_seconds=1 / 3),),
-            memory=(MemorySample(step=0, action="0F0", seconds=0.1, bytes=(1, 2, 3, 4, 5, 6, 7, 8)),),
+            memory=(MemorySample(step=0, action="0F0", seconds=0.1, bytes=(1, 2, 3, 4, 5, 6, 7, 8, 9)),),
         ),
     ),
     step_seconds=(1 / 3,),

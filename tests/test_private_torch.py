@@ -23,6 +23,8 @@ TRACING = {
     for name in ("aliases", "binding", "eager_masks", "exporting", "flat", "flow", "graph_layer", "refusals",
                  "sample", "structure", "traced")
 }  # fmt: skip
+# Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
+MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter sees operations through a dispatch mode; agreement uses what GradScaler uses
 OTHERS = {"meter/cpu.py", "runtime/agreement.py"}
 
@@ -71,5 +73,4 @@ def test_torch_still_has_it(name: str) -> None:
 def test_private_torch_stays_where_it_is() -> None:
     """No other file touches a private interface of torch."""
     files = {file for places in uses().values() for file in places}
-    workspace = {file for file in files if file.startswith("meter/workspace/")}
-    assert files - workspace <= FAKES | TRACING | OTHERS
+    assert files <= FAKES | TRACING | MEASURING | OTHERS

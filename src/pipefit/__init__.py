@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.capture.model import chain
     from pipefit.cluster import Cluster
-    from pipefit.errors import FileError, InfeasibleError, OutOfMemory, PipefitError, UsageError, WorkerFailed
+    from pipefit.errors import (
+        FileError,
+        InfeasibleError,
+        OutOfMemory,
+        PipefitError,
+        PipefitWarning,
+        UsageError,
+        WorkerFailed,
+    )
     from pipefit.files import load, load_cluster, save
     from pipefit.planner import plan
     from pipefit.plans import Plan
@@ -42,6 +50,7 @@ __all__ = [
     "ModelProfile",
     "OutOfMemory",
     "PipefitError",
+    "PipefitWarning",
     "Plan",
     "Program",
     "Task",
@@ -67,7 +76,15 @@ _HOMES = {
     "capture": ("Task",),
     "capture.model": ("chain",),
     "cluster": ("Cluster",),
-    "errors": ("FileError", "InfeasibleError", "OutOfMemory", "PipefitError", "UsageError", "WorkerFailed"),
+    "errors": (
+        "FileError",
+        "InfeasibleError",
+        "OutOfMemory",
+        "PipefitError",
+        "PipefitWarning",
+        "UsageError",
+        "WorkerFailed",
+    ),
     "files": ("load", "load_cluster", "save"),
     "plans": ("Plan",),
     "planner": ("plan",),

@@ -9,7 +9,8 @@
     └── FileError           6   a document is missing, truncated, of another version, or for another model
 
 A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
-message to stderr and exits with `exit_code`.
+message to stderr and exits with `exit_code`. What stops nothing but should be known is a `PipefitWarning`, given by
+`warnings.warn`; the command line prints it to stderr too.
 """
 
 from __future__ import annotations
@@ -53,3 +54,7 @@ class FileError(PipefitError):
     """A document cannot be used: missing, truncated, of another version, invalid, or for another model."""
 
     exit_code = 6
+
+
+class PipefitWarning(UserWarning):
+    """What stops nothing and should be known: where a figure is not what it seems to be."""

@@ -11,13 +11,14 @@ whichever layers end up on one device. `pipefit.cost` does the composition.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.fingerprints import Fingerprint
+from pipefit.kernels import KernelMemory
 from pipefit.training import Precision, Training
 
 Target = Literal["cpu", "cuda"]
@@ -91,8 +92,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A part of a backward pass: its highest bytes above entry, were all inputs kept, and which inputs it had released
-    before.
+    """A part of a backward pass: its highest bytes above entry, were all inputs kept, how many of them are a kernel's
+    workspace, and which inputs the pass had released before.
 
     An input's storage is released when nothing in the layer needs it any more. If nothing outside holds it either, the
     device has that much less in this span and the later ones.
@@ -102,6 +103,7 @@ class Span:
 
     peak_bytes: int
     released: tuple[int, ...] = ()
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,11 @@ class LayerCost:
     update: Work
     packing: Packing = "bare"  # how it takes its inputs: one as itself and several as a tuple, or in a tuple or list
     # even if there is one; of a loss, how it takes the outputs
+    # How much of each peak one kernel took for itself and gave back before it returned
+    forward_workspace_bytes: int = 0
+    checkpoint_workspace_bytes: int = 0
+    update_first_workspace_bytes: int = 0
+    update_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         sizes = (
@@ -163,6 +170,8 @@ class LayerCost:
             *self.gradient_storages, self.state_bytes, self.early_state_bytes, self.update_first_peak_bytes,
             self.update_peak_bytes, *self.storages, *(v.nbytes for v in (*self.inputs, *self.outputs)),
             *(p.nbytes for p in self.parameters), *(s.nbytes for s in self.saved),
+            self.forward_workspace_bytes, self.checkpoint_workspace_bytes, self.update_first_workspace_bytes,
+            self.update_workspace_bytes, *(s.workspace_bytes for s in (*self.backward_first, *self.backward_later)),
         )  # fmt: skip
         if min(sizes) < 0:
             raise UsageError(f"a layer of class {self.module} has a negative size: {min(sizes)} bytes")
@@ -255,7 +264,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a profile took for granted; another device, thread count or torch release may cost otherwise."""
+    """What a profile took for granted; another device, processor, thread count or torch release may cost otherwise.
+
+    For the target `cpu`, `cpu` and `capability` tell the processor whose kernels were measured.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -265,6 +277,8 @@ class Assumptions:
     optimizer: str
     torch: str
     threads: int
+    cpu: str = ""
+    capability: str = ""  # the instructions that torch used, and what the environment said of them
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -325,7 +339,9 @@ class AdditiveCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model's layers and what they cost. `additive` is there where training runs measured it."""
+    """A model's layers and what they cost. `additive` is there where training runs measured it, `kernels` where the
+    target is `cpu`.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -335,6 +351,7 @@ class ModelProfile:
     measurements: tuple[Measurement, ...]
     assumptions: Assumptions
     additive: AdditiveCosts | None = None
+    kernels: KernelMemory = field(default_factory=KernelMemory)
 
     def __post_init__(self) -> None:
         if not self.measurements:

@@ -24,7 +24,9 @@ class Stream(StrEnum):
 
 
 class Category(StrEnum):
-    """What bytes are for. `parameters` includes buffers such as batch-norm statistics."""
+    """What bytes are for. `parameters` includes buffers such as batch-norm statistics; `workspace` is what a kernel
+    takes for itself and gives back before it returns.
+    """
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -34,6 +36,7 @@ class Category(StrEnum):
     BOUNDARY = "boundary buffers"
     LENT = "lent memory"
     TEMPORARY = "temporary"
+    WORKSPACE = "workspace"
 
 
 CATEGORIES = tuple(Category)
@@ -61,7 +64,7 @@ class MemorySample:
     step: int
     action: str
     seconds: float
-    bytes: tuple[int, int, int, int, int, int, int, int]
+    bytes: tuple[int, int, int, int, int, int, int, int, int]
 
     @property
     def total_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipefit.fake.target import FakeTarget
+from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.cpu import Meter
+from pipefit.meter.kernels import Kernels
 from pipefit.trace import Category
 
 
-def metered(threads: int | None = None, cap_bytes: int | None = None) -> Meter:
-    """A meter at the beginning of an action."""
-    meter = Meter(3, threads=threads, cap_bytes=cap_bytes)
+def metered(*, kernels: bool = False, cap_bytes: int | None = None) -> Meter:
+    """A meter at the beginning of an action, with what this machine's kernels take or without."""
+    meter = Meter(3, kernels=Kernels(1) if kernels else None, cap_bytes=cap_bytes)
     meter.begin("2F0")
     return meter
 
@@ -151,14 +154,19 @@ def test_the_peak_is_of_the_action() -> None:
 
 
 def test_what_a_kernel_takes_inside_counts_for_the_peak_alone() -> None:
-    """Sorting 100 numbers returns 1200 bytes and uses 800 more meanwhile."""
+    """A kernel known to take 2000 bytes, 1200 of them results, has 800 of workspace, which are gone after it."""
     x = torch.rand(100)
-    for threads, inside in ((1, 800), (None, 0)):
-        with metered(threads=threads) as meter:
+    operation = "aten.sort.default(float32[100])"
+    for given, inside in ((KernelMemory(kernels=(Kernel(operation=operation, peak_bytes=2000),)), 800), (None, 0)):
+        meter = Meter(3, kernels=Kernels(1, given) if given else None)
+        meter.begin("2F0")
+        with meter:
             kept = x.sort()
             assert meter.total == 1200
-            assert meter.end(0, 0.0).total_bytes == 1200 + inside
-            del kept
+        sample = meter.end(0, 0.0)
+        assert sample.total_bytes == 1200 + inside
+        assert sample.by_category.get(Category.WORKSPACE, 0) == inside
+        del kept
 
 
 def test_what_is_left_takes_the_actions_category() -> None:
@@ -206,10 +214,12 @@ def test_the_cap_is_the_last_byte_that_fits() -> None:
 def test_a_kernels_inside_can_pass_the_cap() -> None:
     """Memory that is given back within an operation counts against the cap like any other."""
     x = torch.rand(100)
-    with metered(threads=1, cap_bytes=1999), pytest.raises(torch.OutOfMemoryError, match="temporary"):
-        x.sort()
-    with metered(threads=1, cap_bytes=2000):
-        x.sort()
+    known = KernelMemory(kernels=(Kernel(operation="aten.sort.default(float32[100])", peak_bytes=2000),))
+    for cap, fits in ((1999, False), (2000, True)):
+        meter = Meter(3, kernels=Kernels(1, known), cap_bytes=cap)
+        meter.begin("2F0")
+        with meter, nullcontext() if fits else pytest.raises(torch.OutOfMemoryError, match="workspace 800 B"):
+            x.sort()
 
 
 def test_a_refused_tensor_does_not_stay() -> None:
@@ -230,7 +240,7 @@ def test_fake_tensors_weigh_what_real_ones_do() -> None:
 
     def levels() -> list[int]:
         found = []
-        with metered(threads=1) as meter:
+        with metered(kernels=True) as meter:
             x = torch.ones(8, 8, requires_grad=True)
             weight = torch.ones(8, 8, requires_grad=True)
             for call in (

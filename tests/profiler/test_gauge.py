@@ -12,7 +12,7 @@ KIB = 256  # floats in a KiB
 
 def test_peaks_are_above_the_start_of_the_pass() -> None:
     """What existed before a pass is no part of its peak, what it frees again is."""
-    with Gauge(threads=None) as gauge:
+    with Gauge(None) as gauge:
         before = torch.empty(4 * KIB)
         gauge.start()
         x = torch.empty(2 * KIB)
@@ -26,7 +26,7 @@ def test_peaks_are_above_the_start_of_the_pass() -> None:
 
 def test_a_pass_is_cut_where_inputs_are_released() -> None:
     """Each span has its peak, as if no input had gone, and the inputs that had gone before it."""
-    with Gauge(threads=None) as gauge:
+    with Gauge(None) as gauge:
         inputs = [torch.empty(KIB), torch.empty(2 * KIB), torch.empty(4 * KIB)]
         watched = gauge.storages(inputs)
         gauge.start(watched)
@@ -44,7 +44,7 @@ def test_a_pass_is_cut_where_inputs_are_released() -> None:
 
 def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
     """Once inputs are gone a lower level says nothing: the peak before binds whoever else holds them."""
-    with Gauge(threads=None) as gauge:
+    with Gauge(None) as gauge:
         inputs = [torch.empty(KIB)]
         gauge.start(gauge.storages(inputs))
         high = torch.empty(8 * KIB)
@@ -56,7 +56,7 @@ def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
 
 def test_an_input_that_was_gone_before_is_not_watched() -> None:
     """Storages that died before the pass began release nothing in it."""
-    with Gauge(threads=None) as gauge:
+    with Gauge(None) as gauge:
         inputs = [torch.empty(KIB), torch.empty(KIB)]
         watched = gauge.storages(inputs)
         del inputs[0]
@@ -68,7 +68,7 @@ def test_an_input_that_was_gone_before_is_not_watched() -> None:
 
 def test_work_counts_products_and_bytes_moved() -> None:
     """A product of m x k and k x n is 2 m n k operations; operations move what they read and write, views nothing."""
-    with Gauge(threads=None) as gauge:
+    with Gauge(None) as gauge:
         x, weight = torch.empty(3, 5), torch.empty(5, 7)
         gauge.start()
         y = x.t().t() @ weight

@@ -24,7 +24,7 @@ def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str =
             budget_bytes=1000,
             events=(),
             memory=tuple(
-                MemorySample(step=step, action="0F0", seconds=0.0, bytes=(0, 0, 0, peak // (2 - step), 0, 0, 0, 0))
+                MemorySample(step=step, action="0F0", seconds=0.0, bytes=(0, 0, 0, peak // (2 - step), 0, 0, 0, 0, 0))
                 for step in (0, 1)
             ),
         )

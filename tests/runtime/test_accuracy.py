@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
 
 import pytest
-import torch
 
 from own_models import OWN_MODELS
 from random_cases import MODELS, Account, Case, accounts, plan_for, random_case
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *OWN_MODELS) for seed in range(4 if model in MODELS else 2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels' temporary memory depends on the threads; profiles assume one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(name: str) -> Case:

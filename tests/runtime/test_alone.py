@@ -12,6 +12,7 @@ from captured_models import CAPTURED
 from own_models import OWN_MODELS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
+from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
@@ -32,7 +33,7 @@ def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) ->
     lone = lone or LoneStages(task, plan.training.microbatch_size)
     number = plan.stages[stage].device
     device = local_device(plan.cluster, number)
-    meter = meter_of(plan.cluster, number, device)
+    meter = meter_of(plan.cluster, number, device, Kernels(torch.get_num_threads()))
     assert meter is not None
     return lone.train(plan, stage, device=device, meter=meter)
 

@@ -150,7 +150,7 @@ def cut(plan: Plan, action: Action) -> list[Action]:
 def test_the_losses_of_all_microbatches_lie_in_the_boundary_buffers() -> None:
     """The last stage holds four bytes for each microbatch, from the start."""
     sample = simulate(make_plan(equal_profile(2), [1, 1], microbatches=5)).devices[1].memory[0]
-    assert sample == MemorySample(step=0, action="1RECV_F0", seconds=0.0, bytes=(32, 0, 0, 0, 0, 4 * 5 + 8, 0, 0))
+    assert sample == MemorySample(step=0, action="1RECV_F0", seconds=0.0, bytes=(32, 0, 0, 0, 0, 4 * 5 + 8, 0, 0, 0))
 
 
 def test_costs_may_be_shared_by_plans() -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
 from pipefit.cli import certify, compare, demo, doctor, fit, plan, profile, show, simulate, train
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.pieces import printable
 
 _EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return _print_version()
     try:
-        code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
+        with _warnings_told():
+            code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except PipefitError as error:
@@ -80,6 +83,23 @@ def _take(words: list[str], flag: str) -> bool:
     found = flag in words[:end]
     words[:end] = [word for word in words[:end] if word != flag]
     return found
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Our own warnings are sentences on stderr, as failures are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PipefitWarning)
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, PipefitWarning):
+                print(f"pipefit: {printable(str(message))}", file=sys.stderr)
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fail(sentence: str, code: int, debug: bool) -> int:

@@ -26,7 +26,7 @@ def command(
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     device: Annotated[
         Literal["fake", "cpu", "cuda"],
-        typer.Option(help="Where to profile; fake needs no memory, the others measure time too."),
+        typer.Option(help="Where to profile; fake builds no model, the others measure time too."),
     ] = "fake",
     target: Annotated[Target, typer.Option(help="Kind of device whose kernels decide what autograd saves.")] = "cpu",
     precision: Annotated[

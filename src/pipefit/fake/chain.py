@@ -23,6 +23,7 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
     """
     existing = task.module
     module = _twin(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
+    _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)
 
 
@@ -36,6 +37,14 @@ def _built(task: Task, fake: FakeTarget) -> nn.Module:
         with _disable_current_modes(), torch.device("meta"):
             built = task.build()
         return _twin(built, fake)
+
+
+def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
+    """A batch norm without momentum averages over all batches: it reads how many there were."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None and part.track_running_stats:
+            assert part.num_batches_tracked is not None
+            fake.set_value(part.num_batches_tracked, 0)
 
 
 def _twin(module: nn.Module, fake: FakeTarget) -> nn.Module:

@@ -22,7 +22,7 @@ Not imitated:
 
 - memory that a kernel takes and gives back inside one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
 - opaque workspaces that live until backward: for cuDNN's, RNNs keep what the fused cells keep and batch norm nothing;
-  an LSTM on the CPU lacks oneDNN's (float32; 68 KiB a layer for 5 steps of 4 x 32), whose size torch does not know;
+  oneDNN's, of an LSTM on the CPU, is known to a meter with `Kernels`, whose results lie as the kernels' own do;
 - branches on `tensor.is_cuda`, false on `fakecuda`; autocast, which warns on `fakecuda` that it is off; the fused
   choice of attention under `torch.inference_mode`.
 
@@ -44,6 +44,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
@@ -94,6 +95,14 @@ class FakeTarget:
         """A twin of `tensor` without data: its shape, strides and dtype, on `self.device`, in a storage of its own."""
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+
+    def set_value(self, tensor: Tensor, value: int) -> None:
+        """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
+        with _disable_current_modes():
+            known = torch.full(tensor.shape, value, dtype=tensor.dtype)
+        assert isinstance(tensor, FakeTensor)
+        tensor.constant = known
+        self._mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
 
 def is_fake(tensor: Tensor) -> bool:

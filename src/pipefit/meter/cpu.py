@@ -3,8 +3,8 @@
 A `Meter` is a dispatch mode. It sees every tensor operation of the device's worker, real or fake, and follows the life
 of each storage that one of them makes by a weak reference. Views and in-place operations make none: a tensor that
 belongs to somebody else is not counted because it was looked at. What a CPU kernel allocates and frees within one
-operation is invisible from outside; it is added from `pipefit.meter.workspace`. When the sum passes the cap, the
-meter raises `torch.OutOfMemoryError`, as CUDA does: that is what makes an emulated device.
+operation is invisible from outside; it is added from `pipefit.meter.kernels`, as workspace. When the sum passes the
+cap, the meter raises `torch.OutOfMemoryError`, as CUDA does: that is what makes an emulated device.
 
 Costs about ten microseconds an operation. Real GPUs are not metered this way; they have their allocator's own figures.
 """
@@ -20,26 +20,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.meter.workspace import kernel_peak_bytes
+from pipefit.meter.kernels import Kernels
 from pipefit.trace import CATEGORIES, Category, MemorySample
 from pipefit.units import format_bytes
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
+_WORKSPACE = _POSITION[Category.WORKSPACE]
 
 # For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
 _KEEP_SCALAR = frozenset(
     {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
 )
 _SCALAR_BYTES = 8
-_LOSSES = frozenset(
-    {
-        torch.ops.aten.mse_loss.default,
-        torch.ops.aten.smooth_l1_loss.default,
-        torch.ops.aten.binary_cross_entropy.default,
-    }
-)
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
@@ -63,12 +57,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: its number, for messages.
         cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
-        threads: CPU threads whose kernels' temporary memory is to be added; None for other targets, where it is not.
+        kernels: the CPU's, whose memory is to be added and whose results fake ones follow; None for other targets.
     """
 
-    def __init__(self, device: int, *, cap_bytes: int | None = None, threads: int | None = None) -> None:
+    def __init__(self, device: int, *, cap_bytes: int | None = None, kernels: Kernels | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.cap_bytes, self.threads = device, cap_bytes, threads
+        self.device, self.cap_bytes, self.kernels = device, cap_bytes, kernels
         self.total = 0
         self.bytes = [0] * len(CATEGORIES)
         self.action = "setting up"
@@ -84,6 +78,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, action: str) -> None:
         """`action` begins; its peak starts at the present level."""
         self.action = action
+        if self.kernels is not None:
+            self.kernels.refresh()
         self._release_scalars()
         self._born.clear()
         self._peak, self._peak_bytes = self.total, list(self.bytes)
@@ -112,21 +108,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._release_scalars()
         before = self.total
         out = func(*args, **(kwargs or {}))
-        self._account(func, args, out)
-        if self.threads is not None:
-            inside = kernel_peak_bytes(func, args, kwargs or {}, out, threads=self.threads)
-            if inside is not None and before + inside > self._peak:
-                self._reach(before + inside)
+        known = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, out)
+        if known is not None:
+            out = known.laid_out(out)
+        kept = self._account(func, args, out)
+        if known is not None and before + known.peak_bytes - kept > self._peak:
+            self._reach(before + known.peak_bytes - kept)
         return out
 
-    def _grow(self, loss: Tensor, values: Tensor) -> None:
-        """On the CPU a reduced loss keeps the storage of its unreduced values, which a fake one does not show."""
-        tracked, nbytes = self._track(loss), values.numel() * values.element_size()
-        if tracked.nbytes < nbytes:
-            self._resize(tracked, nbytes)
-
-    def _scalar(self, tensor: Tensor, value: float) -> None:
-        """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one."""
+    def _scalar(self, tensor: Tensor, value: float) -> int:
+        """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one. Then
+        the answer is its bytes: the kernel did not have to make a tensor of it again.
+        """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
             self._scalars[key] += 1
@@ -134,6 +127,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._scalars[key]:
             self._scalars[key] -= 1
             self._spent += 1  # its node is released when it is done, before the next operation
+            return _SCALAR_BYTES
+        return 0
 
     def _release_scalars(self) -> None:
         self._hold_scalars(-self._spent)
@@ -151,12 +146,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spent = 0
         self._scalars.clear()
 
-    def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Count what an operation made."""
-        if func in _LOSSES and self.threads is not None:
-            self._grow(out, args[0])
-        elif func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
-            self._scalar(args[0], args[1])
+    def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Count what an operation made. The answer: bytes of a number among its arguments that existed as a tensor."""
+        kept = 0
+        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
+            kept = self._scalar(args[0], args[1])
         if not isinstance(out, Tensor):
             if not func.is_view:
                 self._track_all(out)
@@ -164,6 +158,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_size(out)
         elif not func.is_view or func is _LIFT:
             self._track(out)
+        return kept
 
     def _track_all(self, items: Any) -> None:
         """Track every tensor in an operation's list of results."""
@@ -215,7 +210,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reach(self, level: int) -> None:
         """A new highest level within the action, of which `level - total` is inside a kernel."""
         self._peak, self._peak_bytes = level, list(self.bytes)
-        self._peak_bytes[_TEMPORARY] += level - self.total
+        self._peak_bytes[_WORKSPACE] += level - self.total
         if self.cap_bytes is not None and level > self.cap_bytes:
             raise torch.OutOfMemoryError(self._out_of_memory(level, self.cap_bytes))
 

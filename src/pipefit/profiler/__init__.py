@@ -28,7 +28,8 @@ def profile(
     it is, its gradients, buffers and modes included, and so are torch's random generators.
 
     Args:
-        device: `fake` allocates nothing and measures bytes and FLOPs; `cpu` and `cuda` also measure seconds there.
+        device: `fake` builds no model and finds bytes and FLOPs; `cpu` and `cuda` also measure seconds there. For the
+            target `cpu` each operation that this machine has not met before runs once, on up to 1 GiB of made-up data.
         target: whose kernels autograd's choices follow; with a real device, that device's.
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         progress: called with (layers done, layers in all, name of the next one).

@@ -1,7 +1,8 @@
 """The fake profiler: what every layer costs, from shapes alone. No hardware, no data, no bytes allocated for the model.
 
-Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. Exact
-in bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
+Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. For the
+target `cpu` each operation that this machine has not met is run once for real, to see what its kernel takes. Exact in
+bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
+from pipefit.meter.kernels import Kernels
+from pipefit.meter.machine import this_machine
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
@@ -35,10 +38,11 @@ def profile_fake(
 ) -> ModelProfile:
     """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
     like = sample(task, microbatch_size)
+    kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         made = fingerprint(task, chain)
-        survey = _Survey(task, threads if target == "cpu" else None)
+        survey = _Survey(task, kernels)
         values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
         packing = chain.layers[0].packing
         for number, layer in enumerate(chain.layers):
@@ -55,7 +59,16 @@ def profile_fake(
             loss=loss,
             shared=survey.shared(chain),
         )
-    return _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
+    found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
+    return found if kernels is None else _with_kernels(found, kernels)
+
+
+def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
+    """The profile with what the CPU's kernels take, and whose they are."""
+    kernels.keep()
+    machine = this_machine(kernels.threads)
+    assumptions = replace(profile.assumptions, cpu=machine.cpu, capability=machine.capability)
+    return replace(profile, assumptions=assumptions, kernels=kernels.memory)
 
 
 def _profile(
@@ -100,8 +113,8 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
 class _Survey:
     """The kinds of layers met so far, and what each returned."""
 
-    def __init__(self, task: Task, threads: int | None) -> None:
-        self.task, self.threads = task, threads
+    def __init__(self, task: Task, kernels: Kernels | None) -> None:
+        self.task, self.kernels = task, kernels
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
@@ -126,7 +139,7 @@ class _Survey:
             packing = packing_of(outputs)
             return as_values(outputs, layer.name)
 
-        meter = LayerMeter(call, layer.module, values, self.threads)
+        meter = LayerMeter(call, layer.module, values, self.kernels)
         with _named(layer.name, layer.module, values):
             self.kinds.append(replace(meter.measure(self.task.optimizer), packing=layer.packing))
         return len(self.kinds) - 1, meter.outputs, packing
@@ -140,7 +153,7 @@ class _Survey:
                 users=shared.users,
                 nbytes=(nbytes := shared.parameter.untyped_storage().nbytes()),
                 gradient_bytes=nbytes if shared.parameter.requires_grad else 0,
-                state_bytes=state_bytes(shared.parameter, self.task.optimizer, self.threads)
+                state_bytes=state_bytes(shared.parameter, self.task.optimizer, self.kernels)
                 if shared.parameter.requires_grad
                 else 0,
             )
@@ -154,6 +167,6 @@ class _Survey:
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
-        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.threads)
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
         with _named("(loss)", nn.Module(), [*values, *targets]):
             return replace(meter.measure(self.task.optimizer), packing=chain.packing)

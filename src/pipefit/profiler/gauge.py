@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from pipefit.meter.cpu import Meter, Tracked
+from pipefit.meter.kernels import Kernels
 from pipefit.profiles import Span, Work
+from pipefit.trace import CATEGORIES, Category
+
+_WORKSPACE = CATEGORIES.index(Category.WORKSPACE)
 
 # They allocate, or ask a fake tensor where it is, and touch no memory.
 _MOVE_NOTHING = frozenset(
@@ -28,8 +32,8 @@ _MOVE_NOTHING = frozenset(
 class Gauge(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: peak and spans above the level at which it began, and its work."""
 
-    def __init__(self, threads: int | None) -> None:
-        super().__init__(device=0, threads=threads)
+    def __init__(self, kernels: Kernels | None) -> None:
+        super().__init__(device=0, kernels=kernels)
         self._base = 0
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
@@ -52,6 +56,11 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
     def peak_bytes(self) -> int:
         """The highest level of the pass so far, above its beginning."""
         return self._peak - self._base
+
+    @property
+    def workspace_bytes(self) -> int:
+        """How much of that peak a kernel took for itself."""
+        return self._peak_bytes[_WORKSPACE]
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -86,12 +95,16 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
         self._spans.append(self._span())
         self._released.append((number, tracked.nbytes))
         super()._died(tracked)
-        self._peak = self.total
+        self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def _span(self) -> Span:
         """The span since the last release: its peak, were all inputs kept."""
         gone = sum(nbytes for _, nbytes in self._released)
-        return Span(peak_bytes=self._peak - self._base + gone, released=tuple(number for number, _ in self._released))
+        return Span(
+            peak_bytes=self._peak - self._base + gone,
+            workspace_bytes=self.workspace_bytes,
+            released=tuple(number for number, _ in self._released),
+        )
 
 
 def _nbytes(item: Any) -> int:

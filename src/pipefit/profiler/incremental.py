@@ -21,11 +21,11 @@ from pipefit.capture.caller import apart
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory
+from pipefit.meter.threads import threads_of
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, intervals, partitionings
 from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
-from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.schedule.whole_stages import Recompute, whole_stages

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -15,12 +16,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.meter.cpu import Tracked
+from pipefit.meter.kernels import Kernels
 from pipefit.profiler.gauge import Gauge, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]
+
+
+class Peak(NamedTuple):
+    """The highest bytes of a pass above its beginning, and how many of them a kernel took for itself."""
+
+    nbytes: int
+    workspace: int
 
 
 class _Held:
@@ -38,11 +47,11 @@ class _Held:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
 
-    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], threads: int | None) -> None:
+    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], kernels: Kernels | None) -> None:
         self.call, self.module = call, module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
-        self.gauge = Gauge(threads)
+        self.gauge = Gauge(kernels)
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.statics = [*module.parameters(), *module.buffers()]
@@ -55,7 +64,7 @@ class LayerMeter:
         with self.gauge:
             self.gauge.tag(self.statics, Category.PARAMETERS)
             storages, saved, origins = self._anatomy()
-            checkpoint_peak, mutates = self._checkpoint()
+            checkpoint, mutates = self._checkpoint()
             forward_peak, backward_first, forward, backwards = self._microbatch()
             _, backward_later, _, _ = self._microbatch()
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -70,8 +79,10 @@ class LayerMeter:
             output_origins=origins,
             storages=storages,
             saved=saved,
-            forward_peak_bytes=forward_peak,
-            checkpoint_peak_bytes=checkpoint_peak,
+            forward_peak_bytes=forward_peak.nbytes,
+            forward_workspace_bytes=forward_peak.workspace,
+            checkpoint_peak_bytes=checkpoint.nbytes,
+            checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
             backward_first=backward_first,
             backward_later=backward_later,
@@ -80,8 +91,10 @@ class LayerMeter:
             gradient_storages=self.gradient_storages,
             state_bytes=state,
             early_state_bytes=early,
-            update_first_peak_bytes=first,
-            update_peak_bytes=later,
+            update_first_peak_bytes=first.nbytes,
+            update_first_workspace_bytes=first.workspace,
+            update_peak_bytes=later.nbytes,
+            update_workspace_bytes=later.workspace,
             forward=forward,
             backward=backwards,
             update=update,
@@ -142,16 +155,16 @@ class LayerMeter:
         self.gauge.forget_graphs()
         return tuple(own), tuple(saved), origins
 
-    def _checkpoint(self) -> tuple[int, bool]:
+    def _checkpoint(self) -> tuple[Peak, bool]:
         """The peak of a forward that saves nothing, and whether it changed its inputs."""
         inputs = tuple(torch.empty_like(value, requires_grad=False) for value in self.like)
         self.gauge.start()
         with torch.no_grad():
             versions = [value._version for value in inputs]
             self.call(inputs)
-        return self.gauge.peak_bytes, versions != [value._version for value in inputs]
+        return self._peak(), versions != [value._version for value in inputs]
 
-    def _microbatch(self) -> tuple[int, tuple[Span, ...], Work, Work]:
+    def _microbatch(self) -> tuple[Peak, tuple[Span, ...], Work, Work]:
         """Forward and backward of one microbatch: forward peak, backward spans, and the work of both."""
         cell = Cell()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
@@ -159,7 +172,7 @@ class LayerMeter:
         self.gauge.start()
         values = self._enter(cell, inputs)
         values = self.call(values)
-        peak, forward = self.gauge.peak_bytes, self.gauge.work
+        peak, forward = self._peak(), self.gauge.work
         incoming = [torch.empty_like(v, requires_grad=False) if v.requires_grad else None for v in values]
         leave(cell, values)
         del values
@@ -191,20 +204,24 @@ class LayerMeter:
         self.input_gradients = tuple(origins)
         self.gradient_storages = tuple(tracked.nbytes for tracked in own)
 
-    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[int, int, int, int, Work]:
+    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[Peak, Peak, int, int, Work]:
         """Two optimizer steps over the layer: first peak, later peak, state bytes, those before any step, work."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
-            return 0, 0, 0, 0, Work(flops=0, moved_bytes=0)
+            return Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0)
         before = self.gauge.total
         stepper = optimizer([{"params": trainable}])
         early = self.gauge.total - before
         self.gauge.start()
         stepper.step()
-        first, state = self.gauge.peak_bytes, self.gauge.total - before
+        first, state = self._peak(), self.gauge.total - before
         self.gauge.start()
         stepper.step()
-        return first, self.gauge.peak_bytes, state, early, self.gauge.work
+        return first, self._peak(), state, early, self.gauge.work
+
+    def _peak(self) -> Peak:
+        """The highest moment of the pass so far."""
+        return Peak(self.gauge.peak_bytes, self.gauge.workspace_bytes)
 
     def _enter(self, cell: Cell, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)
@@ -212,9 +229,9 @@ class LayerMeter:
         return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
 
 
-def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], threads: int | None) -> int:
+def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], kernels: Kernels | None) -> int:
     """Bytes that the optimizer keeps for one parameter."""
-    gauge = Gauge(threads)
+    gauge = Gauge(kernels)
     twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     twin.grad = torch.empty_like(twin, requires_grad=False)
     with gauge:

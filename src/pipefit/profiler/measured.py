@@ -21,8 +21,8 @@ from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
-from pipefit.profiler.threads import threads_of
 from pipefit.profiles import LayerCost, Measurement, ModelProfile
 from pipefit.runtime.boundary import Cell, backward, enter, leave
 

@@ -14,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.meter.kernels import Kernels
+from pipefit.meter.threads import threads_of
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
-from pipefit.profiler.threads import threads_of
 from pipefit.profiles import AdditiveCosts, ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.assembly import local_device, meter_of
@@ -105,8 +108,11 @@ def _cut(
 def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
     number = plan.stages[stage].device
     with threads_of(plan.profile.assumptions.threads):
-        device = local_device(plan.cluster, number)
-        meter = meter_of(plan.cluster, number, device)
+        device, kernels = local_device(plan.cluster, number), Kernels(torch.get_num_threads())
+        meter = meter_of(plan.cluster, number, device, kernels)
         if meter is None:
             raise UsageError(f"{plan.cluster.name} does not count memory: profile on emulated devices, or on GPUs")
-        return lone.train(plan, stage, device=device, meter=meter)
+        try:
+            return lone.train(plan, stage, device=device, meter=meter)
+        finally:
+            kernels.keep()

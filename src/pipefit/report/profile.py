@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from pipefit.kernels import KernelMemory
 from pipefit.profiles import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.report.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
@@ -17,12 +18,22 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
         f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
         f"with torch {taken.torch} and {taken.threads} thread{'s' * (taken.threads > 1)}"
     )
+    if taken.cpu:
+        head += f"\nkernels measured on {taken.cpu} with {taken.capability}"
     blocks: list[Block] = [head]
     for measurement in profile.measurements:
         blocks += [_layers(profile, measurement), _saved(profile, measurement)]
+    if profile.kernels.unknown:
+        blocks.append(_unknown(profile.kernels))
     if profile.additive is not None:
         blocks.append(_additive(profile, profile.additive))
     return blocks
+
+
+def _unknown(memory: KernelMemory) -> Table:
+    """Operations that could not be measured: every peak in which one runs may lack what its kernel takes."""
+    rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
+    return Table(("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside")
 
 
 def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:

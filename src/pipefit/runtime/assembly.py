@@ -17,6 +17,7 @@ from pipefit.errors import UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import Meter
 from pipefit.meter.cuda import CudaMeter
+from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
@@ -133,10 +134,10 @@ def local_device(cluster: Cluster, number: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def meter_of(cluster: Cluster, number: int, device: torch.device) -> MemoryMeter | None:
+def meter_of(cluster: Cluster, number: int, device: torch.device, kernels: Kernels) -> MemoryMeter | None:
     """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
     if device.type == "cuda":
         return CudaMeter(device)
     if cluster.backend == "cpu":
         return None
-    return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, threads=torch.get_num_threads())
+    return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, kernels=kernels)

@@ -20,9 +20,11 @@ from pipefit.capture.task import Task
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
+from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble
+from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
@@ -42,12 +44,16 @@ def certify(
     cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), unless `fold` is False: the
     bytes are the same, and it takes as many times longer.
 
+    For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
+    is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
+
     Raises:
         FileError: the plan was made for another task; says what differs.
     """
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
-    threads = plan.profile.assumptions.threads if target == "cpu" else None
+    warn_elsewhere(plan.profile.assumptions, CERTIFIED)
+    kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     training, program = plan.training, lower(plan)
     folding = Folding.of(program) if fold else Folding.none(program)
     like = sample(task, training.microbatch_size)
@@ -64,7 +70,7 @@ def certify(
             clock=lambda: 0.0,
             seed=0,
         )
-        meters = [_LevelMeter(Meter(plan.stages[stages[0]].device, threads=threads)) for stages in plan.ranks]
+        meters = [_LevelMeter(Meter(plan.stages[stages[0]].device, kernels=kernels)) for stages in plan.ranks]
         runners = [
             assemble(site, stages, device=fake.device, meter=meter)
             for stages, meter in zip(plan.ranks, meters, strict=True)
@@ -77,6 +83,9 @@ def certify(
             run_in_turn(runners, data, wanted, program=shortened(program, folding.later if step else folding.first))
             for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
                 samples[runner.number] += unfolding.step(step, program.actions[runner.number], meter.changes())
+    if kernels is not None:
+        kernels.keep()
+        kernels.tell_unknown()
     return Trace(
         source="dry run",
         steps=steps,

@@ -28,6 +28,7 @@ from typing import Any
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Order, Pulse, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
@@ -73,6 +74,7 @@ def train(
     seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
+    warn_elsewhere(plan.profile.assumptions, TRAINED)
     watch = _Watch(plan, steps, timeout_seconds, start_seconds, on_step)
     pickled, meeting = _pickled(task), tempfile.mkdtemp(prefix="pipefit-")
     try:

@@ -29,11 +29,13 @@ from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError
+from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble, local_device, meter_of
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.stage import StageRunner
@@ -58,6 +60,9 @@ class Trainer:
         callbacks: called with a `StepReport` after every step.
         on_action: called with the number of each action as it begins; for supervision.
 
+    Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
+    this process has; and, on emulated devices, of operations whose kernels could not be measured.
+
     Raises:
         FileError: the plan was made for another model.
         UsageError: the number of workers is not the number of devices in use, or there is no such GPU.
@@ -80,8 +85,11 @@ class Trainer:
         self._batches = 0
         self._peaks: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._kernels = Kernels(torch.get_num_threads())
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
+        if self.rank == 0:
+            warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = lower(plan)
         transport: Transport = Mailroom()
         if self.distributed:  # first of all, while the workers are together: building may take one longer than another
@@ -109,7 +117,7 @@ class Trainer:
                 site,
                 ranks[number],
                 device=(device := _device(plan, number)),
-                meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device),
+                meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
             )
             for number in ([self.rank] if self.distributed else range(len(ranks)))
         ]
@@ -222,6 +230,8 @@ class Trainer:
                     pass
             else:
                 run_in_turn(self.runners, cut.inputs, cut.targets, **variant)
+        self._kernels.keep()
+        self._kernels.tell_unknown()
         return self._mean_loss([size / samples for size in cut.sizes])
 
     def _mean_loss(self, weights: list[float]) -> float:

@@ -12,6 +12,7 @@ import pickle
 import sys
 import threading
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
+from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
@@ -99,7 +100,9 @@ def _train(order: Order, pipe: Connection, pulse: Pulse) -> tuple[DeviceTrace, t
     pulse.at(MEETING)
     meeting = _Meeting(order) if len(ranks) > 1 else None
     pulse.at(BUILDING)
-    trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=pulse.at)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PipefitWarning)  # of another machine the parent has warned
+        trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=pulse.at)
     if meeting is not None:
         pulse.at(MEETING)
         meeting.wait("ready")

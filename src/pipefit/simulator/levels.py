@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pipefit.cost.effects import Effect
 from pipefit.cost.rest import StageRest
 
-Levels = tuple[int, int, int, int, int, int, int, int]  # bytes by category, in the order of CATEGORIES
+Levels = tuple[int, int, int, int, int, int, int, int, int]  # bytes by category, in the order of CATEGORIES
 
 Step = tuple[int, int, Effect]  # an effect with its step and its position in the program
 
@@ -21,7 +21,7 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int) -> Levels:
     rests = list(stages)
     parameters = sum(rest.parameter_bytes for rest in rests)
     early = sum(rest.early_state_bytes for rest in rests)
-    return parameters, 0, early, 0, 0, sum(rest.loss_bytes for rest in rests), lent_bytes, 0
+    return parameters, 0, early, 0, 0, sum(rest.loss_bytes for rest in rests), lent_bytes, 0, 0
 
 
 def highest(rest: Levels, steps: Iterable[Step]) -> int:
@@ -35,7 +35,7 @@ def highest(rest: Levels, steps: Iterable[Step]) -> int:
 
 def peaks(rest: Levels, steps: Iterable[Step]) -> list[Levels]:
     """The bytes by category at the highest moment of every action."""
-    parameters, gradients, optimizer, activations, _, boundary, lent, _ = rest
+    parameters, gradients, optimizer, activations, _, boundary, lent, *_ = rest
     found = []
     for _, _, (_, _, peak, after) in steps:
         found.append(
@@ -48,6 +48,7 @@ def peaks(rest: Levels, steps: Iterable[Step]) -> list[Levels]:
                 boundary + peak[3],
                 lent,
                 peak[4],
+                0,
             )
         )
         gradients += after[0]

@@ -1,0 +1,69 @@
+"""What kernels of the CPU take inside a call: measured, never computed, because every processor and every release of
+torch has its own.
+
+Between its first and its last allocation a kernel may hold more than the results it returns: packed operands, scratch,
+copies in another layout. It may also return results that are laid out otherwise than torch's rules for shapes say. Both
+are measured once for each operation where the model will run (`pipefit.meter.kernels`) and kept here, by the text of
+the operation: its name, and the dtypes, shapes and strides of its arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a result of a kernel lies in memory: elements, except for the bytes of its storage.
+
+    Results of one call with the same `storage` share it.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: int
+    storage_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
+            raise UsageError("a result has as many strides as dimensions, and no negative place or size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What one operation takes, results included: the most bytes that it ever holds above what was there before it.
+
+    `peak_bytes` None: it could not be measured, and `reason` says why. It then counts with its results alone.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    operation: str  # such as aten.mm.default(float32[4x8], float32[8x2 by 1,8])
+    peak_bytes: int | None
+    results: tuple[Layout | None, ...] = ()  # None where a result is no tensor, or one of the arguments
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.peak_bytes is not None and self.peak_bytes < 0:
+            raise UsageError(f"{self.operation} cannot take {self.peak_bytes} bytes")
+        if (self.peak_bytes is None) != bool(self.reason):
+            raise UsageError(f"{self.operation} needs either bytes, or the reason why they are not known")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelMemory:
+    """What the kernels of a model take, operation by operation."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[Kernel, ...]:
+        """Those that could not be measured: what they take beside their results is missing from every peak."""
+        return tuple(kernel for kernel in self.kernels if kernel.peak_bytes is None)

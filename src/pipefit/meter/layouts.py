@@ -1,0 +1,72 @@
+"""How the results of a kernel lie in memory, and fake results that lie alike.
+
+torch's rules for fake tensors give shapes, and strides as its authors found them; a kernel of one processor may return
+another order of strides, a storage larger than its result, or a workspace of which the rules know nothing. What follows
+in a layer then copies, or keeps, other bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipefit.kernels import Layout
+
+
+def results_of(out: Any) -> list[Any]:
+    """What an operation returned, one by one, lists within it too."""
+    if not isinstance(out, (tuple, list)):
+        return [out]
+    return [result for part in out for result in results_of(part)]
+
+
+def layouts_of(out: Any, given: Iterable[Tensor]) -> tuple[Layout | None, ...]:
+    """How the results lie; None for one that is no tensor, or lies in a `given` one."""
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    numbers: dict[int, int] = {}
+    return tuple(_layout_of(result, theirs, numbers) for result in results_of(out))
+
+
+def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout | None:
+    if not isinstance(result, Tensor) or (storage := result.untyped_storage())._cdata in theirs:
+        return None
+    return Layout(
+        shape=tuple(result.shape),
+        strides=result.stride(),
+        offset=int(result.storage_offset()),
+        storage=numbers.setdefault(storage._cdata, len(numbers)),
+        storage_bytes=storage.nbytes(),
+    )
+
+
+def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
+    """Whether fake results lie as `layouts` say. Real ones are the kernel's own and always do."""
+    results = results_of(out)
+    if len(results) != len(layouts) or not any(isinstance(result, FakeTensor) for result in results):
+        return True
+    numbers: dict[int, int] = {}
+    return all(
+        layout is None or _layout_of(result, set(), numbers) == layout
+        for result, layout in zip(results, layouts, strict=True)
+    )
+
+
+def relaid(out: Any, layouts: tuple[Layout | None, ...]) -> Any:
+    """Fake results like `out` that lie as `layouts` say, made in the fake mode that is active."""
+    return _relaid(out, iter(layouts), {})
+
+
+def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tensor]) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out)([_relaid(part, layouts, storages) for part in out])
+    layout = next(layouts)
+    if layout is None or not isinstance(out, Tensor):
+        return out
+    if layout.storage not in storages:
+        storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
+    elements = storages[layout.storage].view(out.dtype)
+    return elements.as_strided(layout.shape, layout.strides, layout.offset)

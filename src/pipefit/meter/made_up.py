@@ -1,0 +1,60 @@
+"""Arguments that are like those of a call, with data of our own: the true shapes, strides and dtypes, valid anywhere.
+
+Floating-point numbers are a half, which is a probability, a positive number and no overflow; integers are zero, which
+is an index into anything; masks are all true or all false, as asked. Nothing of the call's own data is read, so it may
+be fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recipe:
+    """How to make up arguments like those of a call, later and elsewhere."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool) -> None:
+        self._described = tree_map(
+            lambda arg: _Description(arg, grad) if isinstance(arg, Tensor) else arg, (args, dict(kwargs))
+        )
+        self.has_masks = any(tensor.dtype in _MASKS for tensor in tensors((args, kwargs)))
+
+    def make(self, mask: bool) -> Arguments:
+        """The arguments; masks are true everywhere, or nowhere."""
+        return tree_map(partial(_made, mask), self._described)  # type: ignore[no-any-return]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in `tree`."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Description:
+    """A tensor but for its data."""
+
+    def __init__(self, tensor: Tensor, grad: bool) -> None:
+        self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.differentiable = grad and tensor.requires_grad
+
+    def make(self, mask: bool) -> Tensor:
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        everything = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+        floating = self.dtype.is_floating_point or self.dtype.is_complex
+        everything.fill_(0.5 if floating else mask if self.dtype in _MASKS else 0)
+        return made.requires_grad_(self.differentiable)
+
+
+def _made(mask: bool, arg: Any) -> Any:
+    if isinstance(arg, _Description):
+        return arg.make(mask)
+    return torch.Generator() if isinstance(arg, torch.Generator) else arg

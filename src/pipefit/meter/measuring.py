@@ -1,0 +1,129 @@
+"""Measuring what a kernel takes: it runs once, for real, on made-up data of the layout that it is called with.
+
+It runs apart from every meter, mode and random state, while the allocator's events are read. Not run is what would need
+more than 1 GiB or 2 seconds, what cannot be made up, what depends on the data, and what is not torch's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from pipefit.kernels import Kernel, Layout
+from pipefit.meter import made_up
+from pipefit.meter.allocator import apart, peak_of
+from pipefit.meter.layouts import layouts_of
+from pipefit.meter.threads import threads_of
+from pipefit.units import format_bytes
+
+aten = torch.ops.aten
+
+_OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # operations that come with torch
+_MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
+_BYTES_PER_SECOND = 1e9  # of a slow kernel that moves data
+_SURELY_FAST = 1e8  # floating-point operations that take no machine long
+_SIDE = 256  # of the product that tells how fast this machine is
+_BY_VALUE = "it depends on the values of its arguments"
+_BAG_MODE, _MAXIMUM = 8, 2  # the backward of a bag's maximum works on the bags that are not empty
+
+Taken = tuple[int, tuple[Layout | None, ...]]
+
+
+def measured(
+    operation: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, *, threads: int
+) -> Kernel:
+    """What the kernel takes that `func(*args, **kwargs)` calls, which returns `out` or what looks like it."""
+    if why := _refused(func, args):
+        return Kernel(operation=operation, peak_bytes=None, reason=why)
+    recipe = made_up.Recipe(args, kwargs, torch.is_grad_enabled())
+    dtype = next((t.dtype for t in made_up.tensors(args) if t.dtype.is_floating_point), torch.float32)
+    effort = _Effort(nbytes=_size(args, kwargs, out), flops=_flops(func, args, kwargs, out), dtype=dtype)
+    found = apart(partial(_run, func, recipe, effort, threads))
+    if isinstance(found, str):
+        return Kernel(operation=operation, peak_bytes=None, reason=found)
+    peak, results = found
+    return Kernel(operation=operation, peak_bytes=peak, results=results)
+
+
+def _refused(func: Any, args: tuple[Any, ...]) -> str:
+    """Why it must not be run on data that is not the model's; empty if it may."""
+    if func.namespace not in _OWN:
+        return "it does not come with torch, so it is not run on made-up data"
+    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # a mask is seen through
+    if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
+        return _BY_VALUE
+    if any(tensor.layout is not torch.strided for tensor in made_up.tensors(args)):
+        return "only dense arguments are made up"
+    return ""
+
+
+class _Effort(NamedTuple):
+    """What it takes to run an operation: bytes of its arguments and results, and floating-point operations."""
+
+    nbytes: int
+    flops: int
+    dtype: torch.dtype
+
+    def too_much(self, threads: int) -> str:
+        """In words, if it is more than is spent on measuring."""
+        seconds = self.nbytes / _BYTES_PER_SECOND
+        if self.nbytes > _MOST_BYTES:
+            return f"to run it takes {format_bytes(self.nbytes)}, more than is spent on measuring"
+        if self.flops > _SURELY_FAST:
+            seconds += self.flops / _rate(self.dtype, threads)
+        return f"to run it takes about {seconds:.0f} s, more than is spent on measuring" * (seconds > _MOST_SECONDS)
+
+
+def _run(func: Any, recipe: made_up.Recipe, effort: _Effort, threads: int) -> Taken | str:
+    """What it takes, or why nobody knows; on a thread of its own.
+
+    No exception leaves: with its frames it would keep the arguments of the call alive until the garbage collector
+    comes, and a meter counts them as long as they live.
+    """
+    with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
+        if why := effort.too_much(threads):
+            return why
+        try:
+            found = {_once(func, recipe, mask) for mask in ((False, True) if recipe.has_masks else (False,))}
+        except Exception as error:  # noqa: BLE001 - whatever torch raises for made-up data
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            return f"it cannot be run on made-up data ({said})"
+        return found.pop() if len(found) == 1 else _BY_VALUE
+
+
+def _once(func: Any, recipe: made_up.Recipe, mask: bool) -> Taken:
+    args, kwargs = recipe.make(mask)
+    peak, out = peak_of(lambda: func(*args, **kwargs))
+    return peak, layouts_of(out, made_up.tensors((args, kwargs)))
+
+
+@cache
+def _rate(dtype: torch.dtype, threads: int) -> float:
+    """Floating-point operations a second, from a small product."""
+    factor = torch.full((_SIDE, _SIDE), 0.5, dtype=dtype)
+    taken = []
+    for _ in range(2):
+        began = time.perf_counter()
+        torch.mm(factor, factor)
+        taken.append(time.perf_counter() - began)
+    return 2 * _SIDE**3 / min(taken)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def _size(*trees: Any) -> int:
+    """Bytes of the storages that made-up tensors would have."""
+    return sum(
+        t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in made_up.tensors(trees)
+        if t.numel()
+    )

@@ -1,0 +1,48 @@
+"""A profile that is used elsewhere than it was made: on another processor, torch release or number of threads.
+
+What kernels take for themselves differs then, and with another torch also what autograd saves. The figures of a plan
+stay those of the machine that was profiled; whoever certifies or trains elsewhere is told so, in one sentence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from pipefit.errors import PipefitWarning
+from pipefit.meter.machine import this_machine
+from pipefit.profiles import Assumptions
+
+CERTIFIED = "the peaks certified are those of the profile"
+TRAINED = "what this run takes may differ from its plan"
+
+
+def warn_elsewhere(made: Assumptions, meaning: str, *, threads: int | None = None) -> None:
+    """One `PipefitWarning` if the profile was not made for this torch and, for the CPU's kernels, this processor and
+    `threads` of them; None where the number of threads is the profile's own.
+    """
+    if differences := list(_differences(made, threads)):
+        warnings.warn(
+            f"the profile was made {', '.join(differences)}: {meaning}, so profile the model again here "
+            "for figures of this machine",
+            PipefitWarning,
+            stacklevel=3,
+        )
+
+
+def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
+    here = this_machine(threads or made.threads)
+    if made.torch != torch.__version__:
+        yield f"with torch {made.torch}, not {torch.__version__}"
+    if made.target != "cpu":
+        return
+    if made.cpu and (made.cpu, made.capability) != (here.cpu, here.capability):
+        yield f"on {made.cpu} with {made.capability}, not {here.cpu} with {here.capability}"
+    if made.threads != here.threads:
+        yield f"for {_threads(made.threads)}, not {here.threads} (call torch.set_num_threads({made.threads}))"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"

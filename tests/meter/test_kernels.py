@@ -1,0 +1,331 @@
+"""What kernels take: measured once, kept on disk and in the profile, named where it cannot be known."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import re
+import threading
+import warnings
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from pipefit.errors import PipefitWarning
+from pipefit.fake.target import FakeTarget
+from pipefit.kernels import Kernel, KernelMemory, Layout
+from pipefit.meter import kernels as kernels_module
+from pipefit.meter import machine, measuring
+from pipefit.meter.cache import Cache
+from pipefit.meter.cpu import Meter
+from pipefit.meter.kernels import Kernels
+from pipefit.meter.machine import this_machine
+from pipefit.meter.signature import key_of, text_of
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "pipefit" / "kernels"
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations that are measured from now on."""
+    found: list[str] = []
+
+    def measured(operation: str, *args: object, **kwargs: object) -> Kernel:
+        found.append(operation)
+        return measuring.measured(operation, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels_module, "measured", measured)
+    return found
+
+
+def met(kernels: Kernels, func: object, *args: object) -> Kernel:
+    """The kernel of one call."""
+    with torch.no_grad():
+        kernels.of(func, args, {}, func(*args))  # type: ignore[operator]
+    return kernels.memory.kernels[-1]
+
+
+def text(func: object, *args: object) -> str:
+    """The text of one call."""
+    key = key_of(func, args, {}, "")
+    assert key is not None
+    return text_of(func, key)
+
+
+# ---------------------------------------------------------------- what tells operations apart
+
+
+def test_an_operation_says_its_dtypes_shapes_and_strides() -> None:
+    """Strides are told where a tensor is not contiguous, a gradient where one is needed and recorded."""
+    x, weight = torch.rand(4, 8), torch.rand(2, 8, dtype=torch.float64, requires_grad=True)
+    assert text(aten.mm.default, x, weight.t()) == ("aten.mm.default(float32[4x8], float64[8x2 by 1,8] with gradient)")
+    with torch.no_grad():
+        assert text(aten.mm.default, x, weight.t()) == "aten.mm.default(float32[4x8], float64[8x2 by 1,8])"
+
+
+def test_numbers_count_by_kind_and_sizes_by_value() -> None:
+    """A learning rate that falls makes no new operation; a scale, a dimension, zero, one and a boolean do."""
+    x, image = torch.rand(4), torch.rand(1, 1, 4, 4)
+    assert text(aten.mul.Tensor, x, 0.3) == text(aten.mul.Tensor, x, 0.4)
+    apart = [text(aten.mul.Tensor, x, number) for number in (0.3, 0.0, 1.0, 1, True, 2)]
+    assert len(set(apart)) == len(apart)
+    assert text(aten.sum.dim_IntList, x, [0]) != text(aten.sum.dim_IntList, x, [1])
+    scales = [text(aten._upsample_bilinear2d_aa.vec, image, None, False, [scale, scale]) for scale in (0.3, 0.4)]
+    assert scales[0] != scales[1]
+
+
+def test_settings_of_the_process_tell_operations_apart() -> None:
+    """Deterministic algorithms are other kernels: they are looked up, and measured, by themselves."""
+    kernels = Kernels(1)
+    met(kernels, aten.sort.default, torch.rand(10))
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels.refresh()
+        assert met(kernels, aten.sort.default, torch.rand(10)).operation.startswith("deterministic: aten.sort")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(kernels.memory.kernels) == 2
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def test_measuring_disturbs_nobody() -> None:
+    """Random state, gradient mode, threads, fake tensors, a meter and a running profiler are as they were."""
+    x = torch.rand(50)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    meter = Meter(0)
+    meter.begin("nothing")
+    with FakeTarget("cpu") as fake, meter, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+        drawn = fake.fake(x)
+        kernel = met(Kernels(threads + 1), aten.bernoulli.default, drawn)
+    assert kernel.peak_bytes is not None and kernel.peak_bytes >= 200
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+    assert meter.end(0, 0.0).total_bytes == 400
+    assert not any(event.nbytes() for event in running.profiler.kineto_results.events())
+    assert all(thread.name != "pipefit-measuring" for thread in threading.enumerate())
+
+
+def test_views_and_new_tensors_need_no_measuring(counted: list[str]) -> None:
+    """What can take nothing of its own on any machine is not run."""
+    meter = Meter(0, kernels=Kernels(1))
+    meter.begin("views")
+    with meter:
+        x = torch.empty(4, 4)
+        y = [x.t(), x.view(-1), x[1], x.detach(), torch.empty_like(x), x.new_empty(3)]
+    assert not counted
+    assert len(y) == 6
+
+
+def test_what_is_too_large_or_too_slow_is_named_and_not_run() -> None:
+    """More than 1 GiB, or more than two seconds by its operations: unknown, with its shapes and the reason."""
+    with FakeTarget("cpu"):
+        large, slow, known = torch.empty(1 << 14, 1 << 14), torch.empty(1 << 13, 1 << 13), Kernels(1)
+        assert "2.00 GiB" in met(known, aten.relu.default, large).reason
+        assert re.search(r"about \d+ s", met(known, aten.mm.default, slow, slow).reason)
+    assert [(kernel.operation, kernel.peak_bytes) for kernel in known.memory.unknown] == [
+        ("aten.relu.default(float32[16384x16384])", None),
+        ("aten.mm.default(float32[8192x8192], float32[8192x8192])", None),
+    ]
+
+
+def test_measuring_keeps_no_arguments_alive() -> None:
+    """Whether or not an operation can be measured, its arguments and results die with their last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        meter = Meter(0, kernels=Kernels(1))
+        meter.begin("run")
+        with FakeTarget("cpu"), meter:
+            for shape in ((3, 3), (1 << 15, 1 << 15)):
+                x = torch.empty(shape)
+                y = x.relu()
+                del x, y
+                assert meter.total == 0
+        x = torch.rand(3, 3)
+        alive, kernels = weakref.ref(x), Kernels(1)
+        met(kernels, aten.nonzero.default, x)
+        met(kernels, aten._pack_padded_sequence.default, x, torch.ones(3, dtype=torch.long), True)
+        assert len(kernels.memory.unknown) == 2
+        del x
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@torch.library.custom_op("pipefit_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """An operation that does not come with torch."""
+    return x * 2
+
+
+def test_what_cannot_be_made_up_is_named() -> None:
+    """Masks as indices, results of unknown size, sparse arguments, invalid data and foreign operations are unknown."""
+    x, mask, bags = torch.rand(4, 4), torch.rand(4, 4) > 0.5, torch.zeros(4, dtype=torch.long)
+    calls = {
+        "depends on the values": [
+            (aten.index.Tensor, x, [mask]),
+            (aten.nonzero.default, x),
+            (aten.masked_select.default, x, mask),
+        ],
+        "only dense": [(aten.mul.Tensor, torch.eye(3).to_sparse(), torch.eye(3).to_sparse())],
+        "cannot be run on made-up data": [(aten._pack_padded_sequence.default, x, bags + 1, True)],
+        "does not come with torch": [(torch.ops.pipefit_tests.doubled.default, x)],
+    }
+    for why, group in calls.items():
+        for func, *args in group:
+            kernel = met(Kernels(1), func, *args)
+            assert kernel.peak_bytes is None
+            assert why in kernel.reason
+
+
+def test_indices_and_masks_that_change_nothing_are_known() -> None:
+    """Indexing by positions, and operations that take a mask as data, are measured."""
+    x, mask, positions = torch.rand(4, 4), torch.rand(4, 4) > 0.5, torch.tensor([0, 3])
+    for func, *args in (
+        (aten.index.Tensor, x, [positions]),
+        (aten.masked_fill.Scalar, x, mask, 0.0),
+        (aten.embedding.default, x, positions),
+        (aten.nll_loss_forward.default, x, torch.zeros(4, dtype=torch.long), None, 1, -100),
+    ):
+        assert met(Kernels(1), func, *args).peak_bytes is not None
+
+
+def test_fake_results_lie_as_the_kernels_do() -> None:
+    """A reduced loss keeps its unreduced storage, an LSTM its workspace, a layer norm's gradient its order."""
+    given = KernelMemory(
+        kernels=(
+            Kernel(
+                operation="aten.relu.default(float32[2x3])",
+                peak_bytes=400,
+                results=(Layout(shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400),),
+            ),
+        )
+    )
+    meter = Meter(0, kernels=Kernels(1, given))
+    meter.begin("relu")
+    with FakeTarget("cpu"), meter:
+        x = torch.empty(2, 3).relu()
+        assert (x.stride(), x.storage_offset(), x.untyped_storage().nbytes()) == ((1, 2), 4, 400)
+        assert meter.end(0, 0.0).total_bytes == 400 + 24
+        loss = F.mse_loss(torch.empty(5, 7), torch.empty(5, 7))
+    assert loss.untyped_storage().nbytes() == F.mse_loss(torch.rand(5, 7), torch.rand(5, 7)).untyped_storage().nbytes()
+
+
+# ---------------------------------------------------------------- the cache, and what a profile gives
+
+
+def test_each_operation_is_measured_once(cache: Path, counted: list[str]) -> None:
+    """Another process, or another run, finds it in the cache."""
+    first = Kernels(1)
+    kernel = met(first, aten.sort.default, torch.rand(10))
+    met(first, aten.sort.default, torch.rand(10))
+    first.keep()
+    assert met(Kernels(1), aten.sort.default, torch.rand(10)) == kernel
+    assert counted == ["aten.sort.default(float32[10])"]
+    assert len(list(cache.iterdir())) == 1
+    met(Kernels(2), aten.sort.default, torch.rand(10))
+    assert len(counted) == 2  # two threads are another machine
+
+
+@pytest.mark.parametrize("content", ["", "{", "null\nnull", '{"pipefit": "kernels"}\n{"kernels": 3}', "\0\xff"])
+def test_a_broken_cache_is_replaced(cache: Path, counted: list[str], content: str) -> None:
+    """What cannot be read counts as empty, and the next measurement makes a good file of it."""
+    path = Cache(this_machine(1)).path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content.encode("latin-1"))
+    for _ in range(2):
+        kernels = Kernels(1)
+        met(kernels, aten.sort.default, torch.rand(10))
+        kernels.keep()
+    assert len(counted) == 1
+
+
+def test_another_machines_file_is_not_believed(cache: Path) -> None:
+    """The file says whose it is; under another name it counts as empty."""
+    machine = this_machine(1)
+    theirs, ours = Cache(replace(machine, cpu="another")), Cache(machine)
+    theirs.add([Kernel(operation="x", peak_bytes=1)])
+    assert set(theirs.read()) == {"x"}
+    theirs.path.rename(ours.path)
+    assert not ours.read()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file where the folder should be stops nothing."""
+    (tmp_path / "pipefit").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels = Kernels(1)
+    assert met(kernels, aten.sort.default, torch.rand(10)).peak_bytes is not None
+    kernels.keep()
+
+
+def _write(number: int) -> None:
+    for entry in range(20):
+        Cache(this_machine(1)).add([Kernel(operation=f"{number} {entry}", peak_bytes=number)])
+
+
+def test_workers_that_write_at_once_leave_a_good_file(cache: Path) -> None:
+    """At any moment the file is whole; what is lost of one's entries was overtaken by another's."""
+    context = mp.get_context("fork")
+    workers = [context.Process(target=_write, args=(number,)) for number in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    found = Cache(this_machine(1)).read()
+    assert all(kernel.peak_bytes == int(kernel.operation.split()[0]) for kernel in found.values())
+    assert any(kernel.operation.endswith(" 19") for kernel in found.values())
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:
+    """What the profile says of an operation is what its figures were made with."""
+    operation = "aten.sort.default(float32[10])"
+    given = KernelMemory(kernels=(Kernel(operation=operation, peak_bytes=123456),))
+    assert met(Kernels(1, given), aten.sort.default, torch.rand(10)).peak_bytes == 123456
+    assert not counted
+
+
+def test_unknown_operations_are_told_once_unless_the_profile_named_them() -> None:
+    """A warning names the first, says how many others there are, and why."""
+    x = torch.rand(3)
+    kernels = Kernels(1)
+    named = met(kernels, aten.nonzero.default, x)
+    with pytest.warns(PipefitWarning, match="aten.nonzero.default.*depends on the values"):
+        kernels.tell_unknown()
+    following = Kernels(1, KernelMemory(kernels=(named,)))
+    met(following, aten.nonzero.default, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.tell_unknown()
+        following.tell_unknown()
+
+
+def test_the_machine_is_told_by_more_than_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment lets kernels use, torch's release and the threads are part of it."""
+    machine._capability.cache_clear()
+    try:
+        before = this_machine(1)
+        machine._capability.cache_clear()
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        assert this_machine(1).capability == f"{before.capability.split()[0]} ONEDNN_MAX_CPU_ISA=SSE41"
+    finally:
+        machine._capability.cache_clear()
+    assert this_machine(2) != before
+    assert before.torch == torch.__version__

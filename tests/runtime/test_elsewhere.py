@@ -1,0 +1,159 @@
+"""Profiles that are used elsewhere than they were made: they say so, and the figures stay what they were."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.cli import main
+from pipefit.cluster import Cluster
+from pipefit.errors import PipefitWarning
+from pipefit.files import save
+from pipefit.kernels import KernelMemory
+from pipefit.meter.threads import threads_of
+from pipefit.planner import plan as make_plan
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.zoo import build
+from random_cases import accounts, random_case
+
+SETTINGS = {"widths": (8, 16, 16, 4)}
+MODEL = ["zoo:mlp", "--set", "widths=(8, 16, 16, 4)"]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan for this machine, with one thread."""
+    found = profile(build("mlp", **SETTINGS), microbatch_size=2)
+    return make_plan(found, Cluster.emulated((2, 1 << 30)), batch_size=8, microbatches=4)
+
+
+def assuming(plan: Plan, **assumed: Any) -> Plan:
+    """The plan, had its profile been made otherwise."""
+    return replace(plan, profile=replace(plan.profile, assumptions=replace(plan.profile.assumptions, **assumed)))
+
+
+@pytest.mark.parametrize(
+    ("assumed", "words"),
+    [
+        ({"cpu": "Other CPU"}, r"made on Other CPU with \S+, not .+: "),
+        ({"capability": "NONE"}, r"made on .+ with NONE, not .+: "),
+        ({"torch": "1.0"}, r"made with torch 1\.0, not \d.+: "),
+        ({"cpu": "Other CPU", "torch": "1.0"}, r"made with torch 1\.0, not .+, on Other CPU .+: "),
+    ],
+)
+def test_another_machine_is_told_in_one_sentence(plan: Plan, assumed: dict[str, str], words: str) -> None:
+    """Certifying and training each warn once: what differs, and what it means."""
+    task, other = build("mlp", **SETTINGS), assuming(plan, **assumed)
+    with pytest.warns(PipefitWarning) as certified:
+        certify(task, other)
+    with threads_of(1), pytest.warns(PipefitWarning) as trained:
+        Trainer(task, other)
+    for told, meaning in ((certified, "are those of the profile"), (trained, "may differ from its plan")):
+        (message,) = [str(w.message) for w in told if issubclass(w.category, PipefitWarning)]
+        assert re.search(words, message)
+        assert meaning in message
+        assert "\n" not in message
+
+
+def test_another_number_of_threads_is_told_where_it_matters(plan: Plan) -> None:
+    """A trainer computes with this process's threads and warns; a dry run with the profile's, and has no need to."""
+    task = build("mlp", **SETTINGS)
+    with threads_of(2), pytest.warns(PipefitWarning, match=r"made for 1 thread, not 2 \(.+\): what this run"):
+        Trainer(task, plan)
+    with threads_of(2), warnings.catch_warnings():
+        warnings.simplefilter("error", PipefitWarning)
+        certify(task, plan)
+
+
+def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
+    """Nor for a profile of CUDA's kernels on another processor: none of the CPU's is in it."""
+    task = build("mlp", **SETTINGS)
+    cuda = make_plan(profile(task, microbatch_size=2, target="cuda"), plan.cluster, batch_size=8, microbatches=4)
+    with threads_of(1), warnings.catch_warnings():
+        warnings.simplefilter("error", PipefitWarning)
+        certify(task, plan)
+        Trainer(task, plan)
+        certify(task, assuming(cuda, cpu="Other CPU"))
+    assert not cuda.profile.kernels.kernels
+    assert not cuda.profile.assumptions.cpu
+
+
+def test_a_dry_run_elsewhere_certifies_what_the_profile_says(plan: Plan) -> None:
+    """Kernels that took a mebibyte on the profile's machine take it in the dry run, wherever that is made."""
+    grown = tuple(
+        kernel if kernel.peak_bytes is None else replace(kernel, peak_bytes=kernel.peak_bytes + (1 << 20))
+        for kernel in plan.profile.kernels.kernels
+    )
+    other = replace(plan, profile=replace(plan.profile, kernels=KernelMemory(kernels=grown)))
+    task = build("mlp", **SETTINGS)
+    found, usual = certify(task, other).peak_bytes, certify(task, plan).peak_bytes
+    assert all(1 << 20 <= ours < usual[device] + (1 << 20) + 1 for device, ours in enumerate(found))
+    assert min(found) > max(usual)
+
+
+def make_task() -> Any:
+    """The model, in a worker."""
+    return build("mlp", **SETTINGS)
+
+
+def test_workers_leave_it_to_their_parent(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:
+    """`train` warns once, not once for each worker."""
+    with pytest.warns(PipefitWarning) as told:
+        train(make_task, assuming(plan, cpu="Other CPU"), steps=1)
+    assert len([w for w in told if issubclass(w.category, PipefitWarning)]) == 1
+    assert "Other CPU" not in capfd.readouterr().err
+
+
+def test_the_command_line_prints_it_to_stderr(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, in the form of every message."""
+    save(assuming(plan, cpu="Other CPU"), tmp_path / "plan.json")
+    assert main(["certify", str(tmp_path / "plan.json"), *MODEL]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Other CPU" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("pipefit: the profile was made on Other CPU")
+
+
+LESSER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "2"}
+COMPARED = """
+import sys
+from random import Random
+sys.path[:0] = [{tests!r}]
+from own_models import OWN_MODELS
+from random_cases import accounts, plan_for
+for account in accounts(plan_for(OWN_MODELS["resnet"](), Random(7))):
+    print(account.dry_run_bytes, account.oracle_bytes, account.simulated_bytes)
+"""
+
+
+def test_peaks_are_exact_on_a_lesser_processor() -> None:
+    """With the instructions of a common laptop and two threads, dry run, simulator and allocator agree to the byte."""
+    script = COMPARED.format(tests=str(Path(__file__).parent.parent))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **LESSER}, capture_output=True, text=True, check=True
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows
+    assert all(len(set(row)) == 1 for row in rows)
+
+
+def test_two_threads_are_exact_too() -> None:
+    """A profile for two threads, and training on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for account in accounts(random_case(Random(5), model="mlp")):
+            assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
+    finally:
+        torch.set_num_threads(before)
