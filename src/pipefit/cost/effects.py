@@ -21,20 +21,28 @@ from typing import NamedTuple
 class Effect(NamedTuple):
     """Bytes relative to the entry of an action: at its highest moment, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary; `after` is the same
-    without the temporary bytes, of which nothing stays.
+    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace; `after` is
+    the same without the last two, of which nothing stays.
     """
 
     peak_bytes: int
     after_bytes: int
-    at_peak: tuple[int, int, int, int, int]
+    at_peak: tuple[int, int, int, int, int, int]
     after: tuple[int, int, int, int]
 
 
 def effect(
-    *, peak_bytes: int = 0, gradients: int = 0, optimizer: int = 0, activations: int = 0, boundary: int = 0
+    *,
+    peak_bytes: int = 0,
+    workspace: int = 0,
+    gradients: int = 0,
+    optimizer: int = 0,
+    activations: int = 0,
+    boundary: int = 0,
 ) -> Effect:
-    """The effect of an action that changes the categories by these bytes and reaches `peak_bytes` above its entry."""
+    """The effect of an action that changes the categories by these bytes and reaches `peak_bytes` above its entry, of
+    which `workspace` are a kernel's own.
+    """
     after = (gradients, optimizer, activations, boundary)
     peak_bytes = max(0, peak_bytes, sum(after))
     at_peak = [max(0, change) for change in after]
@@ -44,4 +52,7 @@ def effect(
             given = min(-change, -temporary)
             at_peak[category] -= given
             temporary += given
-    return Effect(peak_bytes, sum(after), (*at_peak, temporary), after)  # type: ignore[arg-type]  # four and one make five
+    inside = min(workspace, temporary)
+    gradients, optimizer, activations, boundary = at_peak
+    peak = gradients, optimizer, activations, boundary, temporary - inside, inside
+    return Effect(peak_bytes, sum(after), peak, after)

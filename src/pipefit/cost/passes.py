@@ -22,7 +22,7 @@ class Working:
         self.storages, self.holders = storages, Holders(storages)
         self.held, self.away = dict(residency.held), dict(residency.away)
         self.before = self.categories()
-        self.level = self.peak = 0
+        self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
         """Bytes of an instance; negative ones are the copies of a run's buffers."""
@@ -34,7 +34,7 @@ class Working:
         """Somebody holds an instance; it comes with its first holder."""
         if instance not in self.held:
             self.level += self.size(instance)
-            self.peak = max(self.peak, self.level)
+            self.reach(0)
         self.held[instance] = self.held.get(instance, 0) | holder
 
     def drop(self, instance: int, holder: int) -> None:
@@ -50,9 +50,10 @@ class Working:
         for instance in [i for i, holders in self.held.items() if holders & holder]:
             self.drop(instance, holder)
 
-    def reach(self, above: int) -> None:
-        """Within a layer the level is higher than between layers."""
-        self.peak = max(self.peak, self.level + above)
+    def reach(self, above: int, workspace: int = 0) -> None:
+        """Within a layer the level is higher than between layers, in part by the workspace of a kernel."""
+        if self.level + above > self.peak:
+            self.peak, self.workspace = self.level + above, workspace
 
     def categories(self) -> tuple[int, int]:
         """Bytes of activations and of boundary buffers that are on the device."""
@@ -70,6 +71,7 @@ class Working:
         after = self.categories()
         return effect(
             peak_bytes=self.peak,
+            workspace=self.workspace,
             gradients=gradients,
             activations=after[0] - self.before[0],
             boundary=after[1] - self.before[1] + boundary,
@@ -121,7 +123,10 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     values = inputs
     for position in range(way.first, way.end):
         layer = storages.layers[position]
-        working.reach(layer.cost.forward_peak_bytes if way.saves else layer.cost.checkpoint_peak_bytes)
+        if way.saves:
+            working.reach(layer.cost.forward_peak_bytes, layer.cost.forward_workspace_bytes)
+        else:
+            working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
         is_loss = storages.start + position == storages.stop
         outputs = () if is_loss else tuple(known.get(s, s + shift) for s in layer.outputs)
         for number in layer.saves if way.saves else ():
@@ -167,7 +172,7 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         for span in cost.backward_first if is_first else cost.backward_later:
             gone = {known.get(layer.inputs[k], layer.inputs[k] + shift) for k in span.released}
             released = sum(working.size(i) for i in gone if working.held.get(i) == mine)
-            working.reach(above + span.peak_bytes - released)
+            working.reach(above + span.peak_bytes - released, span.workspace_bytes)
         for number in layer.saves:
             working.drop(known.get(number, number + shift), mine)
         born += cost.gradient_bytes - added[position] if is_first else 0

@@ -53,14 +53,17 @@ class StageRest:
         repeated = Counter[int]()  # bytes of state that a layer shares with an earlier one
         for again in self.storages.repetitions:
             repeated[again.later] += again.shared.state_bytes
-        grown = peak = 0
+        grown = 0
+        peaks = []
         for position, cost in enumerate(self.storages.costs):
-            peak = max(peak, grown + cost.update_first_peak_bytes - repeated[position])
+            level = grown + cost.update_first_peak_bytes - repeated[position]
+            peaks.append((level, cost.update_first_workspace_bytes))
             grown += cost.state_bytes - cost.early_state_bytes - repeated[position]
-        return effect(peak_bytes=peak, gradients=-self.gradient_bytes, optimizer=grown)
+        peak, workspace = max(peaks)
+        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes, optimizer=grown)
 
     @cached_property
     def later_update(self) -> Effect:
         """Every later STEP."""
-        peak = max(cost.update_peak_bytes for cost in self.storages.costs)
-        return effect(peak_bytes=peak, gradients=-self.gradient_bytes)
+        peak, workspace = max((cost.update_peak_bytes, cost.update_workspace_bytes) for cost in self.storages.costs)
+        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes)

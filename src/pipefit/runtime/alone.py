@@ -84,7 +84,8 @@ class LoneStages:
             clock=lambda: 0.0,
             seed=self.seed,
         )
-        runner = assemble(site, [stage], device=device, meter=meter)
+        together = next(stages for stages in plan.ranks if stage in stages)
+        runner = assemble(site, together, device=device, meter=meter)
         try:
             with recording("profiling"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(self.seed)
@@ -95,6 +96,6 @@ class LoneStages:
                     for _ in runner.step(cut.inputs, cut.targets):
                         pass
         finally:
-            for layer in runner.stages[stage].layers:
+            for layer in (layer for each in runner.stages.values() for layer in each.layers):
                 layer.module.to("cpu")
         return max(sample.total_bytes for sample in runner.record.samples)

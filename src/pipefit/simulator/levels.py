@@ -48,7 +48,7 @@ def peaks(rest: Levels, steps: Iterable[Step]) -> list[Levels]:
                 boundary + peak[3],
                 lent,
                 peak[4],
-                0,
+                peak[5],
             )
         )
         gradients += after[0]
