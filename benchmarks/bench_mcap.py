@@ -1,13 +1,13 @@
 """Claim: mCAP's Bayesian optimisation finds what its brute force finds, by its own predictor (mCAP, section 3.4).
 
 The two searches as the paper runs them, over the two numbers a layer of incremental runs: VGG-11 with mCAP's batch and
-AmoebaNet-D(36, 544), each on four devices, under GPipe, all microbatches but the last recomputed. Runs are simulated: their peaks are those of
-real ones. Three seeds of the optimisation, 75 evaluations each.
+AmoebaNet-D(36, 544), each on four devices, under GPipe, all microbatches but the last recomputed. Runs are simulated:
+their peaks are those of real ones. Three seeds of the optimisation, 75 evaluations each.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_mcap.py [--seeds N] [--json FILE]
 
-Two minutes on a quiet machine. "over" is the estimated peak of the fullest device against that of brute force; "true over" the same of
-true peaks against those of `exact`: what the predictor costs, whoever searches.
+Two minutes on a quiet machine. "over" is the estimated peak of the fullest device against that of brute force; "true
+over" the same of true peaks against those of `exact`: what the predictor costs, whoever searches.
 """
 
 from __future__ import annotations
