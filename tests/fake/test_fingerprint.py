@@ -61,6 +61,13 @@ class Own(nn.Module):
         return x * 2
 
 
+class Unpacked(nn.Module):
+    """Takes a tensor, or a tuple of one."""
+
+    def forward(self, x: Tensor | tuple[Tensor]) -> Tensor:
+        return x if isinstance(x, Tensor) else x[0]
+
+
 class Plain:
     """An object among a layer's settings."""
 
@@ -182,6 +189,9 @@ OTHERS: list[tuple[Task, Task, str]] = [
     (TRACED, replace(TRACED, module=partial(Heads, heads=4)), "operations of other sizes, such as another number of"),
     (BASE, replace(BASE, batch=lambda n: (batch(n)[0].double(), batch(n)[1]), module=lambda: layers().double()),
      r"float32 \(n, 8\), not float64 \(n, 8\)"),
+    (replace(BASE, module=lambda: nn.Sequential(Unpacked(), *layers()), batch=lambda n: ((batch(n)[0],), batch(n)[1])),
+     replace(BASE, module=lambda: nn.Sequential(Unpacked(), *layers())),
+     r"inputs of \[0\] float32 \(n, 8\), not float32 \(n, 8\)"),
     (BASE, replace(BASE, precision="mixed-bfloat16"), "float32, not mixed-bfloat16"),
     (BASE, replace(BASE, loss=F.smooth_l1_loss), "another loss"),
     (BASE, replace(BASE, loss=lambda y, t: F.mse_loss(y, t) + 0.5 * y.pow(2).mean()), "another loss"),
@@ -211,7 +221,6 @@ SAME = {
     "existing module": replace(BASE, module=layers()),
     "scheduler": replace(BASE, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
     "name": replace(BASE, name="other"),
-    "one input in a tuple": replace(BASE, batch=lambda size: ((batch(size)[0],), batch(size)[1])),
 }
 
 

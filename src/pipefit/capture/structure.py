@@ -50,8 +50,7 @@ class Tree:
                 f"{what} of a batch must be a tensor, or a tuple or dictionary of tensors, not a "
                 f"{type(tree if strange is None else strange).__name__}"
             )
-        plain = _is_flat(tree)
-        return Tree(what, spec, taken, constants, plain, _texts(tree, plain and len(leaves) == 1))
+        return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree))
 
     def flatten(self, tree: Any) -> Values:
         """The tensors of `tree`.
@@ -98,10 +97,10 @@ def tensors(tree: Any, what: str) -> Values:
     return () if tree is None else Tree.of(what, tree).flatten(tree)
 
 
-def _texts(tree: Any, alone: bool) -> tuple[str, ...]:
-    """Every leaf in words, behind its place in the tree where there are several."""
+def _texts(tree: Any) -> tuple[str, ...]:
+    """Every leaf in words, behind its place in the tree; a tensor alone has none."""
     named, _ = pytree.tree_flatten_with_path(tree)
-    return tuple(_text(leaf) if alone else f"{pytree.keystr(place)} {_text(leaf)}" for place, leaf in named)
+    return tuple(f"{pytree.keystr(place)} {_text(leaf)}".strip() for place, leaf in named)
 
 
 def _text(leaf: Any) -> str:
