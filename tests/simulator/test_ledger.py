@@ -357,7 +357,7 @@ def test_a_run_that_is_recomputed_keeps_its_input_instead_of_what_it_saves() -> 
 
 
 def test_a_bundle_moves_together() -> None:
-    """Two saved tensors of one decision leave by one action and come back by one, and the copy takes as long as both."""
+    """Two saved tensors of one decision leave by one action and come back by one, in the time that both take."""
     both = Decision(
         stage=0, subject=SavedTensors(tensors=((0, 0), (1, 0))), what=What.OFFLOAD, place=parse_place("host")
     )

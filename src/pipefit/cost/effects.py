@@ -21,8 +21,8 @@ from typing import NamedTuple
 class Effect(NamedTuple):
     """Bytes relative to the entry of an action: at its highest moment, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace; `after` is
-    the same without the last two, of which nothing stays.
+    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace;
+    `after` is the same without the last two, of which nothing stays.
     """
 
     peak_bytes: int
