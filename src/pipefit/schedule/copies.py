@@ -5,13 +5,16 @@
 
 A reload that is ahead stands before the receives of the compute action it goes before, so that it also fills the time
 in which the device waits for them. Where the way out would not end before the way back begins, the pair is left out.
+Ahead and behind count what the schedule orders, forwards and backwards of a microbatch, however many pieces each has.
 Copies are the last rewriting, because the join of an offload comes behind that of the send of the same storage.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
@@ -52,21 +55,19 @@ class _Ways:
         self.actions = actions
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
-        self.computes = [n for n, a in enumerate(actions) if a.kind in COMPUTE and a.kind is not Kind.STEP]
+        self.units = _units(actions)
         self.position = {action: number for number, action in enumerate(actions)}
 
     def add(self, decision: Decision, microbatch: int, offload: Action, last_saver: int) -> None:
         """The way out and the way back of one microbatch, unless there is no time between."""
-        forward, backward = self._compute_positions(decision, microbatch, last_saver)
-        join, back = forward + decision.behind, backward - decision.ahead
+        made, user = self._positions(decision, microbatch, last_saver)
+        join, back = self._unit(made) + decision.behind, self._unit(user) - decision.ahead
         if join >= back:
             return
         sent = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
-        start = self.position.get(sent, self.computes[forward])
-        freed = max(self.computes[join], self.position.get(sent.join, 0))
-        begin, user = self.computes[back], self.computes[backward]
-        if decision.ahead:
-            begin = self._before_waiting(begin)
+        start = self.position.get(sent, made)
+        freed = max(self.units[join][1], self.position.get(sent.join, 0))
+        begin = self._before_waiting(self.units[back][0]) if decision.ahead else user
         if freed >= begin:
             return
         reload = offload._replace(kind=Kind.RELOAD)
@@ -86,12 +87,15 @@ class _Ways:
             yield action
             yield from self.behind[number]
 
-    def _compute_positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:
+    def _unit(self, position: int) -> int:
+        """The number of the unit that a position is in."""
+        return bisect_left(self.units, position, key=itemgetter(1))
+
+    def _positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:
         """Of a stage's last forward action, and of the first backward action that needs what moves."""
         forward = backward = -1
-        for number, at in enumerate(self.computes):
-            action = self.actions[at]
-            if (action.stage, action.microbatch) != (decision.stage, microbatch):
+        for number, action in enumerate(self.actions):
+            if (action.stage, action.microbatch) != (decision.stage, microbatch) or action.wait:
                 continue
             holds = action.layers is None or action.layers[0] <= last_saver < action.layers[1]
             if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
@@ -109,6 +113,25 @@ class _Ways:
         while number and (self.actions[number - 1].wait or self.actions[number - 1].kind is Kind.LOAD):
             number -= 1
         return number
+
+
+def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
+    """First and last position of every forward and backward that the schedule orders, in all its pieces.
+
+    A recomputation that stands before another unit belongs to it.
+    """
+    units: list[tuple[int, int]] = []
+    current: object = None
+    early: int | None = None
+    for number, action in enumerate(actions):
+        if action.kind is Kind.RECOMPUTE:
+            early = number if early is None else early
+        elif action.kind in COMPUTE and action.kind is not Kind.STEP:
+            key = action.kind in FORWARDS, action.stage, action.microbatch
+            first = units.pop()[0] if key == current else number if early is None else early
+            units.append((first, number))
+            current, early = key, None
+    return units
 
 
 def _action(decision: Decision, microbatch: int, bundles: Bundles) -> Action:
