@@ -70,12 +70,7 @@ class Agreement:
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
         self.gradient_factor = 1.0
-        self._norm: Tensor | None = None
-
-    @property
-    def norm(self) -> float:
-        """Norm of all gradients together, before clipping."""
-        return 0.0 if self._norm is None else self._norm.item()
+        self.norm = 0.0  # of all gradients together, before clipping; a number, so that it takes no device memory
 
     def contribution(self, device: torch.device) -> Tensor:
         """This stage's vector: a norm for each of its parameters, and at the end how many stages overflowed."""
@@ -98,7 +93,8 @@ class Agreement:
     def conclude(self, total: Tensor) -> None:
         """All stages' vectors, added up: clip the gradients, and decide whether this step is skipped."""
         self.overflow = self.scale is not None and not is_fake(total) and bool(total[-1] > 0)
-        norm = self._norm = torch.linalg.vector_norm(total[:-1])
+        norm = torch.linalg.vector_norm(total[:-1])
+        self.norm = 0.0 if is_fake(norm) else norm.item()
         if self.clip_norm is not None and not self.overflow:
             self._clip((self.clip_norm / (norm + _EPSILON)).clamp(max=1.0))
         if self.scale is not None:
