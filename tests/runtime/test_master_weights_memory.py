@@ -218,6 +218,15 @@ def test_all_accounts_agree(optimizer: str, split: tuple[int, ...]) -> None:
     assert {source: found == measured for source, found in accounts(task, plan).items()} == AGREEING
 
 
+def test_simulator_and_dry_run_agree_on_the_kernels_of_cuda() -> None:
+    """There optimizers update all tensors of a layer at once and take memory for all of them."""
+    task = task_of("master-bfloat16")
+    plan = plan_of(profile(task, microbatch_size=4, target="cuda"), (2, 3))
+    traces = (simulate(plan, steps=STEPS), certify(task, plan, steps=STEPS))
+    first, second = ([[d.step_peak_bytes(s) for s in range(STEPS)] for d in trace.devices] for trace in traces)
+    assert first == second
+
+
 @pytest.mark.parametrize("split", [(3,), (2, 1)])
 def test_all_accounts_agree_on_shared_parameters(split: tuple[int, ...]) -> None:
     """A parameter that two layers of a stage share has one copy; on two stages each has its own."""
