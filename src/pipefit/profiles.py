@@ -224,6 +224,7 @@ class SharedParameter:
     nbytes: int
     gradient_bytes: int
     state_bytes: int
+    early_state_bytes: int = 0  # the part of it that exists before the first step
 
     def __post_init__(self) -> None:
         if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):

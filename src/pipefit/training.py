@@ -10,7 +10,10 @@ from pipefit.validation import check_types
 
 MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take seconds to read
 
-Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
+Precision = Literal[
+    "float32", "bfloat16", "float16", "float64",
+    "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +21,10 @@ class Training:
     """One optimizer step: `batch_size` samples in `microbatches` equal parts, under `schedule`.
 
     `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
-    keep float32 parameters and compute under `torch.autocast`, mixed-float16 with loss scaling. `clip_norm` is the
-    largest norm of all gradients together. What is recomputed or moved away is no part of the question: a planner
-    decides it, and `pipefit.plans.Decision` says it.
+    keep float32 parameters and compute under `torch.autocast`; the master ones have half-precision parameters and
+    gradients, and an optimizer that works on float32 copies. mixed-float16 and master-float16 scale the loss.
+    `clip_norm` is the largest norm of all gradients together. What is recomputed or moved away is no part of the
+    question: a planner decides it, and `pipefit.plans.Decision` says it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -58,12 +62,12 @@ class Training:
     @property
     def dtype(self) -> str:
         """The dtype that most operations compute in."""
-        return self.precision.removeprefix("mixed-")
+        return self.precision.removeprefix("mixed-").removeprefix("master-")
 
     @property
     def scales_loss(self) -> bool:
         """Whether float16 gradients need a loss scale."""
-        return self.precision == "mixed-float16"
+        return self.precision in ("mixed-float16", "master-float16")
 
     @property
     def agrees(self) -> bool:

@@ -33,8 +33,9 @@ class Task:
         optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes one of its own, with a group a layer.
         groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}` for biases.
         scheduler: optimizer -> learning-rate scheduler, stepped after every update.
-        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data; the mixed
-            ones run it under `torch.autocast`, `mixed-float16` with loss scaling.
+        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data; so do the
+            master ones, whose optimizer works on float32 copies of the parameters. The mixed ones run the module under
+            `torch.autocast`. `mixed-float16` and `master-float16` scale the loss.
         granularity: what becomes a layer of a module that is no `nn.Sequential`: `blocks` (a module's own blocks, such
             as transformer.h.3), `halves` (attention and MLP apart), or `operations` (wherever a cut is possible).
         name: for people, and for files.
@@ -64,8 +65,13 @@ class Task:
         """What parameters and data are cast to; None where they are left alone."""
         if self.precision is None or self.precision.startswith("mixed-"):
             return None
-        found: torch.dtype = getattr(torch, self.precision)
+        found: torch.dtype = getattr(torch, self.precision.removeprefix("master-"))
         return found
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer works on float32 copies of the parameters."""
+        return self.precision is not None and self.precision.startswith("master-")
 
     @property
     def autocast(self) -> torch.dtype | None:

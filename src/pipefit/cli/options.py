@@ -8,7 +8,10 @@ from typing import Annotated, Literal
 import typer
 
 Target = Literal["cpu", "cuda"]
-Precision = Literal["float32", "bfloat16", "float16", "float64", "mixed-bfloat16", "mixed-float16"]
+Precision = Literal[
+    "float32", "bfloat16", "float16", "float64",
+    "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
+]  # fmt: skip
 Recompute = Annotated[
     Literal["never", "except_last", "always"],
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.sample import sample
-from pipefit.capture.shared import shared_parameters
+from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
@@ -29,6 +30,7 @@ from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
+from pipefit.runtime.master_weights import make_optimizer
 
 Progress = Callable[[int, int, str], None]
 
@@ -114,7 +116,7 @@ class _Survey:
     """The kinds of layers met so far, and what each returned."""
 
     def __init__(self, task: Task, kernels: Kernels | None) -> None:
-        self.task, self.kernels = task, kernels
+        self.optimizer, self.kernels = partial(make_optimizer, task), kernels
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
@@ -141,23 +143,25 @@ class _Survey:
 
         meter = LayerMeter(call, layer.module, values, self.kernels)
         with _named(layer.name, layer.module, values):
-            self.kinds.append(replace(meter.measure(self.task.optimizer), packing=layer.packing))
+            self.kinds.append(replace(meter.measure(self.optimizer), packing=layer.packing))
         return len(self.kinds) - 1, meter.outputs, packing
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
         found = shared_parameters([layer.module for layer in chain.layers])
-        return tuple(
-            SharedParameter(
-                name=f"{chain.layers[shared.places[0][0]].name}.{shared.places[0][1]}",
-                users=shared.users,
-                nbytes=(nbytes := shared.parameter.untyped_storage().nbytes()),
-                gradient_bytes=nbytes if shared.parameter.requires_grad else 0,
-                state_bytes=state_bytes(shared.parameter, self.task.optimizer, self.kernels)
-                if shared.parameter.requires_grad
-                else 0,
-            )
-            for shared in found
+        return tuple(self._shared_parameter(chain, shared) for shared in found)
+
+    def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
+        parameter, (layer, name) = shared.parameter, shared.places[0]
+        nbytes, trainable = parameter.untyped_storage().nbytes(), parameter.requires_grad
+        state, early = state_bytes(parameter, self.optimizer, self.kernels) if trainable else (0, 0)
+        return SharedParameter(
+            name=f"{chain.layers[layer].name}.{name}",
+            users=shared.users,
+            nbytes=nbytes,
+            gradient_bytes=nbytes if trainable else 0,
+            state_bytes=state,
+            early_state_bytes=early,
         )
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
@@ -169,4 +173,4 @@ class _Survey:
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
         with _named("(loss)", nn.Module(), [*values, *targets]):
-            return replace(meter.measure(self.task.optimizer), packing=chain.packing)
+            return replace(meter.measure(self.optimizer), packing=chain.packing)

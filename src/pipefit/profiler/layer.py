@@ -20,9 +20,11 @@ from pipefit.meter.kernels import Kernels
 from pipefit.profiler.gauge import Gauge, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
+from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]
+MakeOptimizer = Callable[[Sequence[Sequence[Group]]], Optimizer | MasterWeights]
 
 
 class Peak(NamedTuple):
@@ -59,7 +61,7 @@ class LayerMeter:
         self.input_gradients: tuple[GradientOrigin, ...] = ()
         self.gradient_storages: tuple[int, ...] = ()
 
-    def measure(self, optimizer: Callable[..., Optimizer]) -> LayerCost:
+    def measure(self, optimizer: MakeOptimizer) -> LayerCost:
         """Everything about the layer. Afterwards `outputs` are like what the layer returned."""
         with self.gauge:
             self.gauge.tag(self.statics, Category.PARAMETERS)
@@ -204,13 +206,13 @@ class LayerMeter:
         self.input_gradients = tuple(origins)
         self.gradient_storages = tuple(tracked.nbytes for tracked in own)
 
-    def _update(self, optimizer: Callable[..., Optimizer]) -> tuple[Peak, Peak, int, int, Work]:
+    def _update(self, optimizer: MakeOptimizer) -> tuple[Peak, Peak, int, int, Work]:
         """Two optimizer steps over the layer: first peak, later peak, state bytes, those before any step, work."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
             return Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0)
         before = self.gauge.total
-        stepper = optimizer([{"params": trainable}])
+        stepper = optimizer([[{"params": trainable}]])
         early = self.gauge.total - before
         self.gauge.start()
         stepper.step()
@@ -229,15 +231,16 @@ class LayerMeter:
         return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
 
 
-def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], kernels: Kernels | None) -> int:
-    """Bytes that the optimizer keeps for one parameter."""
+def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | None) -> tuple[int, int]:
+    """Bytes that the optimizer keeps for one parameter, and those of them that exist before the first step."""
     gauge = Gauge(kernels)
     twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     twin.grad = torch.empty_like(twin, requires_grad=False)
     with gauge:
-        stepper = optimizer([{"params": [twin]}])
+        stepper = optimizer([[{"params": [twin]}]])
+        early = gauge.total
         stepper.step()
-    return gauge.total
+    return gauge.total, early
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:

@@ -25,6 +25,7 @@ from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
 from pipefit.profiles import LayerCost, Measurement, ModelProfile
 from pipefit.runtime.boundary import Cell, backward, enter, leave
+from pipefit.runtime.master_weights import MasterWeights, make_optimizer
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
@@ -79,7 +80,7 @@ class _Clock:
         """`cost` with the median seconds of each pass."""
         flags = tuple(value.requires_grad for value in cost.inputs)
         trainable = [p for p in module.parameters() if p.requires_grad]
-        stepper = self.task.optimizer([{"params": trainable}]) if trainable else None
+        stepper = make_optimizer(self.task, [[{"params": trainable}]]) if trainable else None
         rows: list[tuple[float, float, float]] = []
         for repeat in range(_WARM_UPS + _MOST_REPEATS):
             row = self._once(call, values, flags, stepper)
@@ -101,7 +102,7 @@ class _Clock:
         call: Callable[[Values], Values],
         values: Values,
         flags: Sequence[bool],
-        stepper: torch.optim.Optimizer | None,
+        stepper: torch.optim.Optimizer | MasterWeights | None,
     ) -> tuple[float, float, float]:
         """Seconds of one forward, backward and update."""
         cell = Cell()

@@ -4,6 +4,9 @@ Every stage writes the norms of its own parameters into a vector that has a plac
 the order of their names, and zero elsewhere. Adding up the vectors of all stages is exact, because every place is
 written once, so the split cannot change the result by a rounding. From it every stage computes the same clipping factor
 and the same decision to skip. (Clipping as in `torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
+
+Gradients are unscaled and clipped in place. Those of parameters with master weights, which are in half precision and
+would lose digits, stay as they are: norms are taken in float32, and the update multiplies by `gradient_factor`.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class Agreement:
         parameters: all of this stage's trainable parameters.
         clip_norm: largest norm of all gradients together; None leaves them.
         scale: the loss scale, for float16; None without.
+        master_weights: gradients are left as they are, and `gradient_factor` is for the update.
     """
 
     def __init__(
@@ -58,42 +62,54 @@ class Agreement:
         *,
         clip_norm: float | None,
         scale: LossScale | None,
+        master_weights: bool = False,
     ) -> None:
         places = {name: place for place, name in enumerate(sorted(names))}
         self._own = [(places[name], parameter) for name, parameter in own.items()]
         self._size, self._parameters = len(places) + 1, parameters
-        self.clip_norm, self.scale = clip_norm, scale
+        self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
-        self._norm: Tensor | None = None
-
-    @property
-    def norm(self) -> float:
-        """Norm of all gradients together, before clipping."""
-        return 0.0 if self._norm is None else self._norm.item()
+        self.gradient_factor = 1.0
+        self.norm = 0.0  # of all gradients together, before clipping; a number, so that it takes no device memory
 
     def contribution(self, device: torch.device) -> Tensor:
         """This stage's vector: a norm for each of its parameters, and at the end how many stages overflowed."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, device=device)
+        unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
+        if self.master_weights:
+            self.gradient_factor, unscaling = unscaling, 1.0
         if self.scale is not None and gradients:
             overflow = torch.zeros(1, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, overflow, torch.full((1,), 1.0 / self.scale.value, device=device)
+                gradients, overflow, torch.full((1,), unscaling, device=device)
             )
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:
-                vector[place].copy_(torch.linalg.vector_norm(parameter.grad))
+                vector[place].copy_(self._norm_of(parameter.grad))
         return vector
 
     def conclude(self, total: Tensor) -> None:
         """All stages' vectors, added up: clip the gradients, and decide whether this step is skipped."""
         self.overflow = self.scale is not None and not is_fake(total) and bool(total[-1] > 0)
-        norm = self._norm = torch.linalg.vector_norm(total[:-1])
+        norm = torch.linalg.vector_norm(total[:-1])
+        self.norm = 0.0 if is_fake(norm) else norm.item()
         if self.clip_norm is not None and not self.overflow:
-            factor = (self.clip_norm / (norm + _EPSILON)).clamp(max=1.0)
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            self._clip((self.clip_norm / (norm + _EPSILON)).clamp(max=1.0))
         if self.scale is not None:
             self.scale.update(self.overflow)
+
+    def _norm_of(self, gradient: Tensor) -> Tensor:
+        """The norm of a gradient, without the loss scale."""
+        found: Tensor = torch.linalg.vector_norm(gradient.float() if self.master_weights else gradient)
+        return found.mul_(self.gradient_factor)
+
+    def _clip(self, factor: Tensor) -> None:
+        """Multiply the gradients by `factor`, or leave that to the update."""
+        if self.master_weights:
+            self.gradient_factor *= 1.0 if is_fake(factor) else factor.item()
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))

@@ -37,8 +37,9 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     return own
 
 
-def _agreement(plan: Plan, chain: Chain, stages: Sequence[int], shared: Sequence[Shared]) -> Agreement:
+def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     """A device's part of what all settle before an update; a shared parameter is reported by its first stage."""
+    plan, chain, shared = site.plan, site.chain, site.shared
     first = {place: found.places[0] for found in shared for place in found.places}
     foreign = {
         found.places[0]
@@ -66,6 +67,7 @@ def _agreement(plan: Plan, chain: Chain, stages: Sequence[int], shared: Sequence
         list(trainable.values()),
         clip_norm=plan.training.clip_norm,
         scale=LossScale() if plan.training.scales_loss else None,
+        master_weights=site.task.master_weights,
     )
 
 
@@ -88,7 +90,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
     """The runner of these stages' device, their layers moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
     own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
-    agreement = _agreement(plan, chain, stages, site.shared) if plan.training.agrees else None
+    agreement = _agreement(site, stages) if plan.training.agrees else None
     runners = {}
     for stage in stages:
         place = plan.stages[stage]

@@ -1,4 +1,4 @@
-"""The parameter groups of a stage's optimizer: at least one for every layer.
+"""The parameter groups of a stage's optimizer, layer by layer: at least one for every layer that is trained.
 
 An update's temporary memory is then that of one layer, and what a layer costs in an update does not depend on its
 stage.
@@ -13,10 +13,12 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import ParameterOptions
 
 
-def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[dict[str, Any]]:
-    """A group for every layer and set of options; a shared parameter with the first layer that has it."""
+def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[list[dict[str, Any]]]:
+    """For every layer that is trained, a group for every set of options; a shared parameter is with the first layer
+    that has it.
+    """
     met: set[int] = set()
-    groups: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []
     for layer in layers:
         of_layer: list[dict[str, Any]] = []
         for name, parameter in layer.module.named_parameters():
@@ -29,5 +31,5 @@ def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | N
                 of_layer.append({"params": [parameter], **wanted})
             else:
                 group["params"].append(parameter)
-        groups += of_layer
+        groups += [of_layer] if of_layer else []
     return groups

@@ -22,6 +22,7 @@ from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
+from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
 
 
@@ -59,8 +60,8 @@ class StageRunner:
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
         groups = parameter_groups(layers, task.groups)
-        self.optimizer = task.optimizer(groups) if groups else None
-        self.scheduler = task.scheduler(self.optimizer) if task.scheduler is not None and self.optimizer else None
+        self.optimizer = make_optimizer(task, groups, agreement) if groups else None
+        self.scheduler = make_scheduler(task, self.optimizer)
         self.weights = [1.0 / microbatches] * microbatches
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -225,7 +226,7 @@ class StageRunner:
         if self.optimizer is not None:
             if not skipped:
                 self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
@@ -247,10 +248,11 @@ class StageRunner:
             parameter.grad = None
 
     def optimizer_state(self) -> list[Tensor]:
-        """Every tensor the optimizer keeps."""
+        """Every tensor the optimizer keeps, master weights included."""
         if self.optimizer is None:
             return []
-        return [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+        kept = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+        return [*copies_of(self.optimizer).values(), *kept]
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""Master weights: half-precision parameters and gradients, and an optimizer that works on float32 copies.
+
+A step in bfloat16 rounds away every update that is smaller than a few thousandths of its parameter. So the optimizer
+gets a float32 copy of each trained parameter, and the copy is rounded into the parameter afterwards. That is how
+Megatron, DeepSpeed and DAPPLE train. With AdamW it takes 16 bytes a parameter: 2 for the parameter, 2 for its gradient,
+4 for the copy and 8 for AdamW's state. (Micikevicius et al., Mixed Precision Training, ICLR 2018.)
+
+An update goes layer by layer: gradients in float32 exist for one layer at a time. The loss scale and the clipping
+factor are applied to them, because half-precision gradients would lose digits to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.capture.task import Task
+from pipefit.errors import UsageError
+from pipefit.runtime.agreement import Agreement
+
+Group = dict[str, Any]  # a parameter group, as `torch.optim` takes it
+
+
+class MasterWeights:
+    """The task's optimizer over float32 copies of half-precision parameters.
+
+    Args:
+        task: its optimizer is made over the copies. It is stepped once for every layer.
+        layers: the parameter groups of every layer.
+        agreement: tells what gradients are multiplied by before an update; None leaves them as they are.
+
+    Raises:
+        UsageError: the optimizer works on other parameters than those it is given.
+    """
+
+    def __init__(self, task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None) -> None:
+        self.agreement = agreement
+        self._layers = [[parameter for group in groups for parameter in group["params"]] for groups in layers]
+        self.copies: dict[Tensor, nn.Parameter] = {p: _float32(p) for parameters in self._layers for p in parameters}
+        self.optimizer = task.optimizer(
+            [{**group, "params": [self.copies[p] for p in group["params"]]} for groups in layers for group in groups]
+        )
+        self._layer_of = {self.copies[p]: n for n, parameters in enumerate(self._layers) for p in parameters}
+        if any(copy not in self._layer_of for group in self.param_groups for copy in group["params"]):
+            raise UsageError(
+                f"the optimizer of {task.name} works on other parameters than the groups that it is given: with "
+                f"precision {task.precision} it has to update those, which are float32 copies"
+            )
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The optimizer's groups; their parameters are the copies."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """What the optimizer keeps for every copy."""
+        return self.optimizer.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the copies and round them into the parameters. A parameter without a gradient is left alone."""
+        every = self.optimizer.param_groups
+        try:
+            for parameters, groups in zip(self._layers, self._groups_of_layers(), strict=True):
+                self.optimizer.param_groups = groups
+                self._update([parameter for parameter in parameters if parameter.grad is not None])
+        finally:
+            self.optimizer.param_groups = every
+
+    def zero_grad(self) -> None:
+        """Free the gradients of the parameters."""
+        for parameter in self.copies:
+            parameter.grad = None
+
+    def _groups_of_layers(self) -> list[list[Group]]:
+        """For every layer the optimizer's groups that have parameters of it."""
+        found: list[list[Group]] = [[] for _ in self._layers]
+        for group in self.optimizer.param_groups:
+            for layer in dict.fromkeys(self._layer_of[copy] for copy in group["params"]):
+                found[layer].append(group)
+        return found
+
+    def _update(self, parameters: Sequence[nn.Parameter]) -> None:
+        """One layer: gradients in float32, the optimizer's step, and the copies rounded into the parameters."""
+        try:
+            for parameter in parameters:
+                self.copies[parameter].grad = self._gradient(parameter)
+            self.optimizer.step()
+            for parameter in parameters:
+                parameter.copy_(self.copies[parameter])
+        finally:
+            for parameter in parameters:
+                self.copies[parameter].grad = None
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of a parameter in float32, times what the stages agreed on."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(torch.float32, copy=True)
+        return gradient if self.agreement is None else gradient.mul_(self.agreement.gradient_factor)
+
+
+def make_optimizer(
+    task: Task, layers: Sequence[Sequence[Group]], agreement: Agreement | None = None
+) -> Optimizer | MasterWeights:
+    """The task's optimizer of layers with these parameter groups: over the parameters themselves or, where the task's
+    precision says so, over master weights.
+    """
+    if task.master_weights:
+        return MasterWeights(task, layers, agreement)
+    return task.optimizer([group for groups in layers for group in groups])
+
+
+def make_scheduler(task: Task, optimizer: Optimizer | MasterWeights | None) -> Any:
+    """The task's learning-rate scheduler; None where there is none, or nothing to schedule."""
+    if task.scheduler is None or optimizer is None:
+        return None
+    return task.scheduler(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer)
+
+
+def copies_of(optimizer: Optimizer | MasterWeights | None) -> Mapping[Tensor, nn.Parameter]:
+    """The float32 copy that an optimizer works on instead of each parameter; empty where it works on parameters."""
+    return optimizer.copies if isinstance(optimizer, MasterWeights) else {}
+
+
+def _float32(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
