@@ -26,7 +26,7 @@ TRACING = {
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter sees operations through a dispatch mode; agreement uses what GradScaler uses
-OTHERS = {"meter/cpu.py", "runtime/agreement.py"}
+OTHERS = {"capture/caller.py", "meter/cpu.py", "runtime/agreement.py"}
 
 
 def private_names(path: Path) -> set[str]:
