@@ -1,12 +1,10 @@
-"""What master weights take: 16 bytes a parameter under AdamW, in every account of memory alike.
-
-The layers are such that no kernel takes memory of its own in half precision.
-"""
+"""What master weights take: 16 bytes a parameter under AdamW, in every account of memory alike."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +22,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
 from pipefit.trace import CATEGORIES, Category, MemorySample
 from pipefit.training import Training
+from pipefit.zoo import build
 
 PRECISIONS = ("master-bfloat16", "master-float16")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -214,6 +213,17 @@ def test_all_accounts_agree(optimizer: str, split: tuple[int, ...]) -> None:
     """
     task = task_of("master-bfloat16", optimizer)
     plan = plan_of(profile(task, microbatch_size=4), split)
+    measured = measured_peaks(task, plan, steps=STEPS)
+    assert {source: found == measured for source, found in accounts(task, plan).items()} == AGREEING
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_all_accounts_agree_on_a_transformer(precision: Any) -> None:
+    """With matrix products, attention and norms, whose kernels take memory of their own in half precision."""
+    gpt = build("gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, optimizer="adamw")
+    task = replace(gpt, precision=precision)
+    found = profile(task, microbatch_size=2)
+    plan = plan_of(found, (2, len(found.layers) - 2))
     measured = measured_peaks(task, plan, steps=STEPS)
     assert {source: found == measured for source, found in accounts(task, plan).items()} == AGREEING
 
