@@ -1,4 +1,4 @@
-"""The vectorised memory model against the walk over one stage, and against a ledger of the whole program."""
+"""The vectorised memory model against the ledger of one microbatch, and of the whole program."""
 
 from __future__ import annotations
 
@@ -10,38 +10,70 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ledger import walk
-from pipefit.cost.memory import StageMemory
 
 from chains import devices, hostile, layer, measurement, plain, profile, training, value
+from pipefit.cost.effects import Effect
+from pipefit.cost.flight import Flights
+from pipefit.cost.rest import StageRest
+from pipefit.cost.storages import StageStorages
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
+from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Measurement, Origin, Span
-from pipefit.schedule import situations
+from pipefit.program import parse_action
+from pipefit.schedule import SCHEDULES
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.simulator import Simulation
 
 few = hypothesis_settings(max_examples=150, deadline=None)
 
 
-def band_cell(memory: StageMemory) -> dict[str, int]:
-    """What a band says of one range, from the walk over that range."""
-    forward, first, later = memory.forward(), memory.backward(first_microbatch=True), memory.backward()
-    arriving = memory.input_bytes + memory.target_bytes
+def band_cell(model: Measurement, start: int, stop: int) -> dict[str, int]:
+    """What a band says of one range, from the microbatches that go through it, kept and recomputed."""
+    storages = StageStorages(model, start, stop)
+    flights, rest = Flights(storages), StageRest(storages, 3)
+    here = [start == 0 or storages.last, start > 0, not storages.last]
+
+    def through(words: str, *, is_first: bool = False) -> dict[str, Effect | None]:
+        """The effects of these kinds of actions, but for those that the range has no part in."""
+        residency, effects = flights.start, {}
+        for word in words.split():
+            if (word == "LOAD" and not here[0]) or ("RECV_F" in word and not here[1]):
+                continue
+            if ("RECV_B" in word or "SEND_F" in word) and not here[2]:
+                continue
+            action = parse_action(f"0{word}0")
+            residency, effects[word] = flights.apply(residency, action, is_first=is_first)
+        return effects
+
+    def after(effect: Effect | None) -> int:
+        return effect.after_bytes if effect else 0
+
+    arriving = "RECV_F WAIT_RECV_F LOAD"
+    leaving = "SEND_F WAIT_SEND_F RECV_B WAIT_RECV_B"
+    kept = through(f"{arriving} F {leaving} B", is_first=True)
+    later = through(f"{arriving} F {leaving} B")
+    again = through(f"{arriving} N {leaving} R B")
+    inputs = after(kept.get("LOAD")) + after(kept.get("RECV_F"))
+    travelling = later["B"].after[3] + after(later.get("RECV_B"))
     return {
-        "static": memory.parameter_bytes + memory.loss_bytes,
-        "gradients": memory.gradient_bytes,
-        "state": memory.step.state_bytes,
-        "retained": arriving + forward.after_bytes - memory.sent_bytes,
-        "inputs": arriving,
-        "received": memory.input_bytes if memory.start else 0,
-        "output_gradients": memory.output_gradient_bytes,
-        "input_gradients": memory.input_gradient_bytes,
-        "sent": memory.sent_bytes,
-        "forward_peak": forward.peak_bytes,
-        "backward_first_peak": first.peak_bytes,
-        "backward_later_peak": later.peak_bytes,
-        "update_first_peak": memory.step.first_peak_bytes,
-        "update_peak": memory.step.peak_bytes,
+        "static": rest.parameter_bytes + rest.loss_bytes + rest.early_state_bytes,
+        "gradients": rest.gradient_bytes,
+        "state": rest.state_bytes - rest.early_state_bytes,
+        "retained": inputs + after(kept["F"]) + after(kept.get("WAIT_SEND_F")),
+        "inputs": inputs,
+        "received": after(kept.get("RECV_F")),
+        "output_gradients": after(kept.get("RECV_B")),
+        "input_gradients": travelling,
+        "sent": -after(kept.get("WAIT_SEND_F")),
+        "forward_peak": kept["F"].peak_bytes,
+        "backward_first_peak": kept["B"].peak_bytes,
+        "backward_later_peak": later["B"].peak_bytes,
+        "update_first_peak": rest.first_update.peak_bytes,
+        "update_peak": rest.later_update.peak_bytes,
+        "checkpoint_sent": -after(again.get("WAIT_SEND_F")),
+        "checkpoint_peak": again["N"].peak_bytes,
     }
 
 
@@ -52,14 +84,14 @@ def assert_band_is_the_walk(model: Measurement, width: int, first: int, last: in
         start, stop = first + int(column), first + int(column) + int(row) + 1
         assert valid == (stop <= count)
         if valid:
-            expected = band_cell(StageMemory(model, start, stop, microbatches=3))
+            expected = band_cell(model, start, stop)
             assert {name: int(getattr(band, name)[row, column]) for name in expected} == expected
 
 
 @few
 @given(st.randoms(use_true_random=False), st.integers(1, 7))
 def test_every_range_costs_what_the_walk_over_it_finds(rng: Random, count: int) -> None:
-    """All arrays of a full band equal `StageMemory`, for layers that alias, pass through and release as they like."""
+    """A full band equals what the ledger finds, for layers that alias, pass through and release as they like."""
     assert_band_is_the_walk(hostile(rng, count), count, 0, count - 1)
 
 
@@ -87,31 +119,34 @@ def test_a_part_of_a_band_is_that_part(rng: Random, count: int, data: st.DataObj
 @given(
     st.randoms(use_true_random=False),
     st.integers(1, 6),
-    st.sampled_from(["gpipe", "1f1b"]),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from(RECOMPUTE),
     st.integers(1, 9),
     st.data(),
 )
 def test_a_stage_peaks_where_its_program_does(
-    rng: Random, count: int, schedule: str, microbatches: int, data: st.DataObject
+    rng: Random, count: int, schedule: str, recompute: Recompute, microbatches: int, data: st.DataObject
 ) -> None:
     """The peak at a schedule position equals a ledger of the lowered program over two steps, for every split."""
     model = hostile(rng, count)
     stages = data.draw(st.integers(1, count))
     band = Ranges(model, microbatches=microbatches).band(count)
-    peaks = [stage_peak(band, situations(schedule, s, stages, microbatches)) for s in range(stages)]
+    peaks = [stage_peak(band, surroundings(schedule, s, stages, microbatches, recompute)) for s in range(stages)]
     for cuts in combinations(range(1, count), stages - 1):
         edges = (0, *cuts, count)
         found = tuple(int(peaks[s][edges[s + 1] - edges[s] - 1, edges[s]]) for s in range(stages))
-        assert found == walk(split(model, edges, schedule, microbatches))
+        plan = split(model, edges, schedule, microbatches, recompute)
+        assert found == Simulation(plan, steps=2).peak_bytes
 
 
-def split(model: Measurement, edges: tuple[int, ...], schedule: str, microbatches: int) -> Plan:
-    stages = [Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges))]
+def split(model: Measurement, edges: tuple[int, ...], schedule: str, microbatches: int, recompute: Recompute) -> Plan:
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges)))
     return Plan(
         profile=profile(model),
         cluster=devices(*[1 << 40] * len(stages)),
         training=training(schedule, microbatches),
-        stages=tuple(stages),
+        stages=stages,
+        decisions=whole_stages(stages, recompute, schedule, microbatches),
     )
 
 

@@ -1,0 +1,205 @@
+"""What actions do to one microbatch in one stage, on stages small enough to count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from chains import hostile, layer, measurement, value
+from pipefit.cost.effects import Effect
+from pipefit.cost.flight import Flights
+from pipefit.cost.rest import StageRest
+from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
+from pipefit.profiles import Measurement, Origin, SharedParameter, Span
+from pipefit.program import parse_action
+
+OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
+RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"
+
+
+def chain() -> Measurement:
+    """Values of 10, 20 and 40 bytes; the second layer saves its input, the loss its own; a target of 3 bytes."""
+    first = layer((value(10, grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5)
+    second = layer((value(20),), (value(40),), saved=(INPUT,), parameter_bytes=9, state_bytes=2, update=(1, 4))
+    loss = layer((value(40), value(3, grad=False)), (value(4),), saved=(INPUT,))
+    return measurement([first, second], loss)
+
+
+def effects(model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False) -> dict[str, Effect]:
+    """What the actions in `text` do, by their text; those that do nothing are left out."""
+    flights, found = Flights(StageStorages(model, start, stop)), {}
+    residency = flights.start
+    for word in text.split():
+        residency, effect = flights.apply(residency, parse_action(word), is_first=is_first)
+        if effect is not None:
+            found[word] = effect
+    return found
+
+
+def changes(model: Measurement, start: int, stop: int, text: str, *, is_first: bool = False) -> dict[str, int]:
+    """The bytes that each of these actions leaves or frees."""
+    return {word: e.after_bytes for word, e in effects(model, start, stop, text, is_first=is_first).items()}
+
+
+def test_a_forward_leaves_what_was_saved_and_the_outputs() -> None:
+    """Layer 0 turns 10 bytes into 20 with 5 of scratch; the inputs go, for nobody saved them; the send frees the 20."""
+    found = effects(chain(), 0, 1, f"0LOAD0 0F0 {SENT}")
+    assert found["0LOAD0"].after_bytes == 10
+    assert found["0F0"][:2] == (25, 20 - 10)
+    assert found["0WAIT_SEND_F0"].after_bytes == -20
+
+
+def test_an_activation_that_the_next_layer_saves_is_counted_once() -> None:
+    """The 20 bytes between the layers are the first one's output and the second one's saved tensor."""
+    found = changes(chain(), 0, 2, "0LOAD0 0F0")
+    assert found["0LOAD0"] == 10 + 3
+    assert found["0F0"] == 20 + 40 - 10 - 3
+
+
+def test_a_received_input_that_is_saved_stays_and_one_that_is_not_goes() -> None:
+    """Cut before layer 1, its 20 bytes are a receive buffer; it is retained because layer 1 saves it."""
+    found = changes(chain(), 1, 2, f"{RECEIVED} 0LOAD0 0F0 0B0 0SEND_B0 0WAIT_SEND_B0")
+    assert found["0RECV_F0"] == 20
+    assert found["0F0"] == 40 - 3
+    assert found["0WAIT_SEND_B0"] == -20
+
+
+def test_gradients_are_born_in_the_first_backward_only() -> None:
+    """It leaves 7 bytes of parameter gradients; a later one leaves none."""
+    text = f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0"
+    first, later = effects(chain(), 0, 1, text, is_first=True), effects(chain(), 0, 1, text)
+    assert first["0RECV_B0"].after_bytes == 20
+    assert first["0B0"].after_bytes == 7 - 20
+    assert first["0B0"].after == (7, 0, 0, -20)
+    assert later["0B0"].after_bytes == -20
+
+
+@pytest.mark.parametrize(
+    "text", ["0F0 0B0", "0N0 0R0 0B0", "0F0[0:1] 0F0[1:2] 0B0", "0N0[0:1] 0F0[1:2] 0B0[1:2] 0R0[0:1] 0B0[0:1]"]
+)
+def test_a_microbatch_leaves_nothing_behind(text: str) -> None:
+    """All that came has gone when it is over, kept or recomputed, in one piece or in two."""
+    assert sum(changes(chain(), 0, 2, f"0LOAD0 {text}").values()) == 0
+
+
+def test_a_forward_that_keeps_its_inputs_alone_holds_them() -> None:
+    """N of layer 1: its input of 20 and the target of 3 stay, nothing that it saves; R makes the 40, and saves them."""
+    found = effects(chain(), 1, 2, f"{RECEIVED} 0LOAD0 0N0 0R0 0B0")
+    assert found["0N0"][:2] == (40 + 4, 0)
+    assert found["0R0"].after_bytes == 40 - 3
+    assert found["0B0"].after[2:] == (-20 - 40, 20)  # activations go, the gradient of the input travels
+
+
+def test_a_second_forward_works_on_copies_of_the_buffers() -> None:
+    """11 bytes of buffers are copied by R, and freed by the backward of the piece."""
+    model = chain()
+    buffered = replace(model, kinds=(model.kinds[0], replace(model.kinds[1], buffer_bytes=11)))
+    text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
+    plain, copied = effects(model, 1, 2, text), effects(buffered, 1, 2, text)
+    assert [copied[word].after_bytes - plain[word].after_bytes for word in ("0N0", "0R0", "0B0")] == [0, 11, -11]
+    assert copied["0R0"].peak_bytes - plain["0R0"].peak_bytes == 11
+
+
+def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
+    """The first layer of the run overwrites its input of 20: N makes a copy, whose bytes are gone when it ends."""
+    model = chain()
+    inplace = replace(
+        model.kinds[1], mutates_inputs=True, outputs=(value(20),), output_origins=(INPUT,), storages=(),
+        forward_peak_bytes=0, checkpoint_peak_bytes=0,
+    )  # fmt: skip
+    loss = layer((value(20), value(3, grad=False)), (value(4),), saved=(INPUT,))
+    model = replace(model, kinds=(model.kinds[0], inplace), loss=loss)
+    found = effects(model, 1, 2, f"{RECEIVED} 0LOAD0 0N0")
+    assert found["0N0"][:2] == (20 + 4, 0)
+
+
+def test_the_output_of_a_run_may_be_there_twice() -> None:
+    """The layer behind a run has the first output of 20; R makes it again and drops it, and the kept input with it."""
+    found = effects(chain(), 0, 2, "0LOAD0 0N0[0:1] 0F0[1:2] 0R0[0:1] 0B0[1:2] 0B0[0:1]")
+    assert found["0R0[0:1]"].peak_bytes == 25
+    assert found["0R0[0:1]"].after_bytes == -10
+    assert found["0B0[0:1]"].after[2] == 0  # layer 0 saves nothing
+
+
+def test_the_step_grows_by_optimizer_state_from_layer_to_layer() -> None:
+    """The first step's peak is above the state of the layers before; later ones hold the highest single update."""
+    rest = StageRest(StageStorages(chain(), 0, 2), 2)
+    assert (rest.first_update.peak_bytes, rest.later_update.peak_bytes, rest.state_bytes) == (3, 4, 2)
+    assert rest.first_update.after_bytes == 2 - (7 + 9)
+    assert rest.later_update.after_bytes == -(7 + 9)
+
+
+def test_what_rests_on_a_stage() -> None:
+    """Parameters; on the last stage a loss for each microbatch; what two layers share counts once."""
+    rest = StageRest(StageStorages(chain(), 0, 2), 2)
+    assert (rest.parameter_bytes, rest.gradient_bytes, rest.loss_bytes) == (7 + 9, 7 + 9, 4 * 2)
+    assert StageRest(StageStorages(chain(), 0, 1), 2).loss_bytes == 0
+    shared = SharedParameter(name="w", users=(0, 1), nbytes=5, gradient_bytes=4, state_bytes=1)
+    tied = StageRest(StageStorages(replace(chain(), shared=(shared,)), 0, 2), 2)
+    assert (tied.parameter_bytes, tied.gradient_bytes, tied.state_bytes) == (7 + 9 - 5, 7 + 9 - 4, 2 - 1)
+
+
+@pytest.mark.parametrize(("released", "peak"), [((), 30), ((0,), 10)])
+def test_an_input_is_released_only_by_the_layer_that_saved_it_first(released: tuple[int, ...], peak: int) -> None:
+    """Its last span has 20 bytes less where the saved input went before it; the other spans are lower."""
+    spans = (Span(peak_bytes=5), Span(peak_bytes=30, released=released))
+    only = layer((value(20),), (value(1),), saved=(INPUT,), later=spans)
+    model = measurement([layer((value(1),), (value(20),), saved=()), only, only], layer((value(1),), (value(4),)))
+    assert effects(model, 1, 2, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes == peak
+    both = measurement([layer((value(1),), (value(20),), saved=(OWN,)), only], layer((value(1),), (value(4),)))
+    assert effects(both, 0, 1, f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes == 1
+
+
+def test_a_backward_is_never_below_where_it_begins() -> None:
+    """What exists when it begins counts as its peak, even if no kernel needs more: frozen layers have no spans."""
+    frozen = layer((value(5, grad=False),), (value(8, grad=False),), saved=(OWN,), later=())
+    model = measurement([frozen] * 2, layer((value(8),), (value(4),)))
+    assert effects(model, 0, 1, f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes >= 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_segments_add_up_to_the_stage(seed: int) -> None:
+    """Forward layer by layer leaves what the whole stage leaves, and never peaks above it; backward likewise."""
+    model = hostile(Random(seed), 5)
+    whole = effects(model, 1, 4, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")
+    forwards, backwards = [f"0F0[{k}:{k + 1}]" for k in range(1, 4)], [f"0B0[{k}:{k + 1}]" for k in (3, 2, 1)]
+    cut = effects(model, 1, 4, f"{RECEIVED} {' '.join(forwards)} {SENT} {ANSWERED} {' '.join(backwards)}")
+    for name, pieces in (("0F0", forwards), ("0B0", backwards)):
+        level, highest = 0, 0
+        for piece in pieces:
+            highest, level = max(highest, level + cut[piece].peak_bytes), level + cut[piece].after_bytes
+        assert (highest, level) == (whole[name].peak_bytes, whole[name].after_bytes)
+
+
+def test_equal_microbatches_pass_through_the_same_residencies() -> None:
+    """A second microbatch meets the very residencies of the first, so that nothing is worked out again."""
+    flights = Flights(StageStorages(chain(), 0, 2))
+
+    def path(microbatch: int) -> list[int]:
+        residency, met = flights.start, []
+        for word in ("0LOAD{}", "0F{}", "0B{}"):
+            residency, _ = flights.apply(residency, parse_action(word.format(microbatch)))
+            met.append(id(residency))
+        return [*met, flights.is_over(residency)]
+
+    assert path(0) == path(7)
+    assert path(0)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0LOAD0 0F0 0I0", "0I0 can be written down, but neither simulated nor run yet"),
+        ("0LOAD0{0:1}", "can be written down, but neither simulated nor run yet"),
+        ("0LOAD0 0F0[0:1] 0N0[0:1]", "out of order: the next layer forward is 1"),
+        ("0LOAD0 0N0 0B0", "0B0 needs 0R0 before it"),
+        ("0RECV_F0 0RECV_F0", "0RECV_F0 happens twice"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused(text: str, message: str) -> None:
+    """With the action and the reason."""
+    with pytest.raises(UsageError, match=message):
+        effects(chain(), 0, 2, text)
