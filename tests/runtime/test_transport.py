@@ -18,7 +18,7 @@ from pipefit.errors import PeerLost, UsageError
 from pipefit.message_order import Channel
 from pipefit.plans import Grid, Stage
 from pipefit.program import parse_action
-from pipefit.runtime.transport import Mailroom, Network, connect
+from pipefit.runtime.transport import InProcess, Network, connect
 from pipefit.schedule import lower
 from pipefit.training import Training
 from pipelines import equal_profile, make_plan
@@ -29,7 +29,7 @@ SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 @pytest.mark.parametrize("sender_first", [True, False])
 def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> None:
     """Whoever starts first waits; with the other one the buffers hold what was sent, and both ends may join."""
-    mail, sent, buffer = Mailroom(), torch.arange(4.0), torch.zeros(4)
+    mail, sent, buffer = InProcess(), torch.arange(4.0), torch.zeros(4)
     ends = [(SEND, [sent], 1), (RECEIVE, [buffer], 0)]
     first = mail.start(*ends[not sender_first])
     assert not mail.ready(first)
@@ -41,7 +41,7 @@ def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> Non
 
 def test_a_delivered_letter_is_a_copy() -> None:
     """Sender and receiver share no memory, and the mailroom holds neither's tensors after delivery."""
-    mail, sent, buffer = Mailroom(), torch.zeros(4), torch.ones(4)
+    mail, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
     handle = mail.start(SEND, [sent], 1)
     mail.start(RECEIVE, [buffer], 0)
     sent += 5
@@ -51,7 +51,7 @@ def test_a_delivered_letter_is_a_copy() -> None:
 
 def test_letters_do_not_mix() -> None:
     """Microbatches, directions and stages are letters of their own; a message may hold several tensors, or none."""
-    mail = Mailroom()
+    mail = InProcess()
     buffers = {}
     for number, text in enumerate(("1RECV_F0", "1RECV_F1", "0RECV_B0", "2RECV_F0")):
         buffers[text] = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
@@ -66,7 +66,7 @@ def test_letters_do_not_mix() -> None:
 
 def test_an_abandoned_letter_is_never_delivered() -> None:
     """After a failed step what was under way is forgotten: the next step's message gets its own content."""
-    mail = Mailroom()
+    mail = InProcess()
     mail.start(SEND, [torch.zeros(4)], 1)
     mail.abandon()
     buffer = torch.zeros(4)

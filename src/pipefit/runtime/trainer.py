@@ -40,7 +40,7 @@ from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import Mailroom, Transport, connect
+from pipefit.runtime.transport import InProcess, Transport, connect
 from pipefit.runtime.variants import Variants
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
@@ -91,7 +91,7 @@ class Trainer:
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = lower(plan)
-        transport: Transport = Mailroom()
+        transport: Transport = InProcess()
         if self.distributed:  # first of all, while the workers are together: building may take one longer than another
             transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
         with recording("training"), torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
