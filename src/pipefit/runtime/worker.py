@@ -1,7 +1,7 @@
 """A worker: one process that trains one stage and tells its parent how it goes.
 
 What it says goes through a pipe: each step's loss, then its trace, or what failed. Where it is stands in shared memory
-(`Pulse`), so that the parent knows it even of a worker that says nothing any more. A worker ends when its parent does.
+(`Heartbeat`), so that the parent knows it even of a worker that says nothing any more. A worker ends when its parent does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from pipefit.plans import Plan
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
 
-STARTING, MEETING, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1  # what a pulse says outside the actions, which count from 0
+STARTING, MEETING, BUILDING, BETWEEN_STEPS = (
+    -4,
+    -3,
+    -2,
+    -1,
+)  # what a heartbeat says outside the actions, which count from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,7 @@ class Order:
     store: str
 
 
-class Pulse:
+class Heartbeat:
     """A worker's sign of life, in shared memory: how often it moved on, and the number of the action it is at."""
 
     def __init__(self, context: Any) -> None:
@@ -67,13 +72,13 @@ class Pulse:
         self._words[0] += 1
 
 
-def work(order: Order, pipe: Connection, pulse: Pulse) -> None:
+def work(order: Order, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints is for people: stdout belongs to the parent's result
     try:
-        word: tuple[Any, ...] = ("done", *_train(order, pipe, pulse))
+        word: tuple[Any, ...] = ("done", *_train(order, pipe, heartbeat))
     except Exception as error:  # noqa: BLE001 - a worker reports whatever happens to it: the parent must not have to guess
         word = ("error", *_report(error), traceback.format_exc())
     with suppress(OSError):  # nobody listens any more
@@ -91,23 +96,23 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _train(order: Order, pipe: Connection, pulse: Pulse) -> tuple[DeviceTrace, tuple[float, ...]]:
+def _train(order: Order, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
     """This worker's part of the training; its device's trace and the seconds of every step."""
     ranks = order.plan.ranks
     tells = len(order.plan.stages) - 1 in ranks[order.rank]  # the losses, which are the last stage's
     torch.set_num_threads(order.plan.profile.assumptions.threads)
     task = _task(order.task)
-    pulse.at(MEETING)
+    heartbeat.at(MEETING)
     meeting = _Meeting(order) if len(ranks) > 1 else None
-    pulse.at(BUILDING)
+    heartbeat.at(BUILDING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # of another machine the parent has warned
-        trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=pulse.at)
+        trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=heartbeat.at)
     if meeting is not None:
-        pulse.at(MEETING)
+        heartbeat.at(MEETING)
         meeting.wait("ready")
     for step in range(order.steps):
-        pulse.at(BETWEEN_STEPS)
+        heartbeat.at(BETWEEN_STEPS)
         torch.manual_seed(order.seed + step)
         loss = trainer.step(task.batch(order.plan.training.batch_size))
         if tells:
