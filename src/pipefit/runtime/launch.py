@@ -29,7 +29,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Heartbeat, Order, work
+from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -135,12 +135,12 @@ class _Watch:
         for rank in range(len(self.plan.ranks)):
             ours, theirs = context.Pipe(duplex=False)
             heartbeat = Heartbeat(context)
-            order = Order(
+            assignment = Assignment(
                 task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store,
                 timeout_seconds=self.timeout_seconds, start_seconds=self.start_seconds,
             )  # fmt: skip
             process = context.Process(
-                target=work, args=(order, theirs, heartbeat), daemon=True, name=f"pipefit-worker-{rank}"
+                target=work, args=(assignment, theirs, heartbeat), daemon=True, name=f"pipefit-worker-{rank}"
             )
             with _interrupts_held():
                 process.start()
