@@ -267,7 +267,7 @@ class StageStorages:
 
     @cached_property
     def repetitions(self) -> tuple[Repetition, ...]:
-        """Parameters that several layers of the stage share: one entry for each user but the last, with the next user."""
+        """Parameters that several layers of the stage share: one entry for every two consecutive users."""
         return tuple(
             Repetition(user - self.start, later - self.start, shared)
             for shared in self.measurement.shared
