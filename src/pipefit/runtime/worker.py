@@ -110,7 +110,11 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent has warned already
         trainer = Trainer(
-            task, assignment.plan, seed=assignment.seed, timeout_seconds=assignment.timeout_seconds, on_action=heartbeat.at
+            task,
+            assignment.plan,
+            seed=assignment.seed,
+            timeout_seconds=assignment.timeout_seconds,
+            on_action=heartbeat.at,
         )
     if meeting is not None:
         heartbeat.at(MEETING)
