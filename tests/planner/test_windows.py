@@ -9,7 +9,7 @@ import pytest
 
 from chains import devices, hostile, profile, skewed, training
 from pipefit.planner.closed_forms.ranges import Ranges
-from pipefit.planner.lexmin import solve
+from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Question
 from pipefit.planner.windows import Bounds

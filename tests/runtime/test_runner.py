@@ -159,7 +159,7 @@ def test_a_failed_step_leaves_nothing_behind(at: tuple[str, int], schedule: str)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("at", FAILURES[:-1])  # the last stage has made its update before the last failure
 def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str) -> None:
-    """No letter and no gradient of the failed step gets into the next: its numbers are those without the failure."""
+    """No message and no gradient of the failed step gets into the next: its numbers are those without the failure."""
     task = fused()
     broken, sound = (Trainer(task, three_stages(schedule)) for _ in range(2))
     fuse = broken.runners[1].stages[1].layers[0].module

@@ -12,7 +12,7 @@ from pipefit.errors import UsageError
 from pipefit.profiles import Value
 from pipefit.program import parse_action
 from pipefit.runtime.transfers import Transfers
-from pipefit.runtime.transport import Mailroom
+from pipefit.runtime.transport import InProcess
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 PLANNED = [
@@ -36,17 +36,17 @@ def test_what_is_sent_is_what_the_receiver_allocates(
     change: Callable[[Tensor, Tensor], list[Tensor]], sentence: str
 ) -> None:
     """Tensors of other shapes, dtypes or number than the plan's never leave; the error names action and both sides."""
-    transport = Mailroom()
+    transport = InProcess()
     transfers = Transfers(transport)
     transfers.hand_over(SEND, change(torch.zeros(2, 3), torch.tensor(1)))
     with pytest.raises(UsageError, match=sentence):
         transfers.send(SEND, 1, PLANNED)
-    assert transport.letters == {}
+    assert transport.messages == {}
 
 
 def test_what_is_planned_arrives() -> None:
     """Tensors as planned are sent, and joining hands them on."""
-    transport = Mailroom()
+    transport = InProcess()
     sender, receiver = Transfers(transport), Transfers(transport)
     sent, buffers = [torch.ones(2, 3), torch.tensor(7)], [torch.empty(2, 3), torch.tensor(0)]
     sender.hand_over(SEND, sent)

@@ -1,4 +1,4 @@
-"""Transports: the letter inside one process, the channels between processes, and what a lost peer looks like."""
+"""Transports: the message inside one process, the channels between processes, and what a lost peer looks like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipefit.errors import PeerLost, UsageError
 from pipefit.message_order import Channel
 from pipefit.plans import Grid, Stage
 from pipefit.program import parse_action
-from pipefit.runtime.transport import Mailroom, Network, connect
+from pipefit.runtime.transport import InProcess, Network, connect
 from pipefit.schedule import lower
 from pipefit.training import Training
 from pipelines import equal_profile, make_plan
@@ -29,50 +29,50 @@ SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 @pytest.mark.parametrize("sender_first", [True, False])
 def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> None:
     """Whoever starts first waits; with the other one the buffers hold what was sent, and both ends may join."""
-    mail, sent, buffer = Mailroom(), torch.arange(4.0), torch.zeros(4)
+    transport, sent, buffer = InProcess(), torch.arange(4.0), torch.zeros(4)
     ends = [(SEND, [sent], 1), (RECEIVE, [buffer], 0)]
-    first = mail.start(*ends[not sender_first])
-    assert not mail.ready(first)
-    second = mail.start(*ends[sender_first])
-    assert mail.ready(first)
-    assert mail.ready(second)
+    first = transport.start(*ends[not sender_first])
+    assert not transport.ready(first)
+    second = transport.start(*ends[sender_first])
+    assert transport.ready(first)
+    assert transport.ready(second)
     assert torch.equal(buffer, sent)
 
 
 def test_a_delivered_letter_is_a_copy() -> None:
     """Sender and receiver share no memory, and the mailroom holds neither's tensors after delivery."""
-    mail, sent, buffer = Mailroom(), torch.zeros(4), torch.ones(4)
-    handle = mail.start(SEND, [sent], 1)
-    mail.start(RECEIVE, [buffer], 0)
+    transport, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
+    handle = transport.start(SEND, [sent], 1)
+    transport.start(RECEIVE, [buffer], 0)
     sent += 5
     assert torch.equal(buffer, torch.zeros(4))
-    assert (handle.sent, handle.buffers, mail.letters) == (None, None, {})
+    assert (handle.sent, handle.buffers, transport.messages) == (None, None, {})
 
 
 def test_letters_do_not_mix() -> None:
-    """Microbatches, directions and stages are letters of their own; a message may hold several tensors, or none."""
-    mail = Mailroom()
+    """Every microbatch, direction and stage has a message of its own; a message may hold several tensors, or none."""
+    transport = InProcess()
     buffers = {}
     for number, text in enumerate(("1RECV_F0", "1RECV_F1", "0RECV_B0", "2RECV_F0")):
         buffers[text] = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
-        mail.start(parse_action(text), buffers[text], number)
+        transport.start(parse_action(text), buffers[text], number)
     for number, text in enumerate(("0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_F0")):
-        mail.start(parse_action(text), [torch.full((2,), float(number)), torch.tensor([number])], number)
+        transport.start(parse_action(text), [torch.full((2,), float(number)), torch.tensor([number])], number)
     assert [(pair[0][0].item(), pair[1].item()) for pair in buffers.values()] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    handle = mail.start(parse_action("0SEND_F9"), [], 1)
-    mail.start(parse_action("1RECV_F9"), [], 0)
-    assert mail.ready(handle)
+    handle = transport.start(parse_action("0SEND_F9"), [], 1)
+    transport.start(parse_action("1RECV_F9"), [], 0)
+    assert transport.ready(handle)
 
 
 def test_an_abandoned_letter_is_never_delivered() -> None:
     """After a failed step what was under way is forgotten: the next step's message gets its own content."""
-    mail = Mailroom()
-    mail.start(SEND, [torch.zeros(4)], 1)
-    mail.abandon()
+    transport = InProcess()
+    transport.start(SEND, [torch.zeros(4)], 1)
+    transport.abandon()
     buffer = torch.zeros(4)
-    handle = mail.start(RECEIVE, [buffer], 0)
-    assert not mail.ready(handle)
-    mail.start(SEND, [torch.ones(4)], 1)
+    handle = transport.start(RECEIVE, [buffer], 0)
+    assert not transport.ready(handle)
+    transport.start(SEND, [torch.ones(4)], 1)
     assert torch.equal(buffer, torch.ones(4))
 
 

@@ -1,1 +1,1 @@
-"""What layers on a device cost: memory, time. Pure arithmetic over a profile, no torch."""
+"""What the layers of a stage cost on a device: bytes and seconds, computed from a profile without torch."""

@@ -1,15 +1,15 @@
 """What an action does to the memory of its device, by category.
 
-How bytes are attributed between actions:
+Between actions, every byte belongs to one category:
 
-    activations        storages that a forward saved and no backward has consumed
+    activations        storages that a forward saved and no backward has used up
     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
     gradients          of parameters, from the first backward of a step to its STEP
     optimizer state    from the first STEP on
 
-Within an action, at its peak: a category that grows counts with what the action leaves in it, a category that shrinks
-with what it held at the start, and what the peak has above both is temporary. Where the peak is below that sum, because
-the action consumed before it produced, the shrinking categories have given way. So categories always add up to the
+At the peak of an action, a category that grows counts as large as after the action, and one that shrinks as large as
+before it; the bytes of the peak above this sum are temporary. The sum may also exceed the peak, because the action
+freed before it allocated. The categories that shrink then count as smaller. So the categories always add up to the
 exact total.
 """
 
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 
 class Effect(NamedTuple):
-    """Bytes relative to the entry of an action: at its highest moment, and when it has ended.
+    """Bytes relative to the start of an action: at its peak, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace;
-    `after` is the same without the last two, of which nothing stays.
+    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace. `after` is
+    the same without the last two, because none of their bytes outlive the action.
     """
 
     peak_bytes: int
@@ -40,14 +40,17 @@ def effect(
     activations: int = 0,
     boundary: int = 0,
 ) -> Effect:
-    """The effect of an action that changes the categories by these bytes and reaches `peak_bytes` above its entry, of
-    which `workspace` are a kernel's own.
+    """The effect of an action that changes the categories by these bytes and peaks at `peak_bytes` above its start.
+
+    `workspace` bytes of the peak are the workspace of a kernel.
     """
     after = (gradients, optimizer, activations, boundary)
     peak_bytes = max(0, peak_bytes, sum(after))
     at_peak = [max(0, change) for change in after]
     temporary = peak_bytes - sum(at_peak)
-    for category, change in sorted(enumerate(after), key=lambda item: item[1]):  # the most consumed gives way first
+    for category, change in sorted(
+        enumerate(after), key=lambda item: item[1]
+    ):  # the one that shrinks most counts as smaller first
         if change < 0 and temporary < 0:
             given = min(-change, -temporary)
             at_peak[category] -= given

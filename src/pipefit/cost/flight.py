@@ -1,7 +1,7 @@
-"""One microbatch on its way through a stage: what every kind of action does to it, and when it must be refused.
+"""One microbatch in a stage: what every kind of action does to its residency, and which actions are refused.
 
-`apply` is the whole of it: a residency and an action give another residency and an effect. It is pure; `Flights`
-remembers its answers, so that a program costs one look-up for each of its actions.
+`Flights.apply` takes a residency and an action and returns the next residency and the effect on the device's memory.
+It depends on nothing else, so its answers are remembered, and most actions of a program cost one look-up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Handler = Callable[["_Step"], Answer]
 
 
 class Flights:
-    """The microbatches of one stage: every residency that they pass through, made once, and what actions do to it."""
+    """The microbatches of one stage: every residency that they pass through, each made only once."""
 
     def __init__(self, storages: StageStorages) -> None:
         self.storages = storages
@@ -31,14 +31,14 @@ class Flights:
     def apply(
         self, residency: Residency, action: Action, moved: Sequence[Subject] = (), *, is_first: bool = False
     ) -> Answer:
-        """What `action` makes of `residency`, and what it does to the memory of the device; None for nothing.
+        """The residency after `action`, and the action's effect on the memory of the device; None where it has none.
 
         Args:
             moved: of an OFFLOAD or RELOAD, the saved tensors that it moves.
-            is_first: of a backward, whether it is the step's first for its layers: gradients are born.
+            is_first: of a backward, whether it is the step's first for its layers and so allocates their gradients.
 
         Raises:
-            UsageError: the action uses what is not there; says what is missing.
+            UsageError: the action uses what does not exist then; says what is missing.
         """
         key = action.kind, action.layers, action.subject, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
@@ -48,7 +48,7 @@ class Flights:
         return answer
 
     def is_over(self, residency: Residency) -> bool:
-        """Nothing of the microbatch is left: another one may have its number."""
+        """Whether nothing of the microbatch is left, so that the next step may use its number again."""
         wanted = {"WAIT_SEND_F"} if not self.storages.last else set()
         wanted |= {"WAIT_SEND_B"} if self.storages.start else set()
         return not residency.held and residency.back == 0 and wanted <= residency.done
@@ -58,7 +58,7 @@ class Flights:
 
 
 class _Step:
-    """One application of an action that was not met before."""
+    """One action applied to one residency; computed once, then remembered."""
 
     def __init__(
         self, storages: StageStorages, residency: Residency, action: Action, moved: Sequence[Subject], is_first: bool
@@ -69,10 +69,10 @@ class _Step:
         self.holders = self.working.holders
 
     def answer(self) -> Answer:
-        """By the kind of action.
+        """The next residency and the effect, computed by the function for this kind of action.
 
         Raises:
-            UsageError: it does not belong to a microbatch, or is not supported.
+            UsageError: the action is not supported, or uses what does not exist then.
         """
         handler = (_JOINS if self.action.wait else _STARTS).get(self.action.kind)
         if handler is None or self.action.part is not None:
@@ -87,18 +87,18 @@ class _Step:
         return f"{self.action.stage}WAIT_{kind.value}{self.action.microbatch}"
 
     def left(self, *, gradients: int = 0, boundary: int = 0, **fields: Any) -> Answer:
-        """The residency that the working copy has become, and its effect."""
+        """The residency that the action leaves, and its effect."""
         found = self.residency.changed(held=self.working.held, away=self.working.away, **fields)
         return found, self.working.effect(gradients=gradients, boundary=boundary)
 
     def once(self, name: str) -> frozenset[str]:
-        """What has been done with the microbatch, and now this too, for the first time."""
+        """`done` with `name` in it, which must not have been done with this microbatch before."""
         if name in self.residency.done:
             self.refuse("happens twice")
         return self.residency.done | {name}
 
     def layers(self) -> tuple[int, int]:
-        """The positions that a compute action covers; the loss belongs to the layers that end the model."""
+        """The positions that a compute action covers; with the model's last layer, the loss too."""
         storages, given = self.storages, self.action.layers
         if given is None:
             return 0, storages.count
@@ -180,7 +180,7 @@ def _forward_only(step: _Step) -> Answer:
 
 
 def _pass(step: _Step, *, saves: bool) -> Answer:
-    """A forward that keeps a graph, or one that keeps its inputs to go forward again."""
+    """A forward that saves for the backward, or one that keeps its inputs alone, to run again."""
     first, end = step.layers()
     inputs = _inputs(step, first, end)
     piece = Piece(first, end, not saves, inputs)
@@ -202,7 +202,7 @@ def _inputs(step: _Step, first: int, end: int) -> tuple[int, ...]:
     """The instances that a forward starts from.
 
     Raises:
-        UsageError: they are not there.
+        UsageError: they do not exist yet.
     """
     storages, residency = step.storages, step.residency
     if first != residency.at:
@@ -219,7 +219,7 @@ def _recompute(step: _Step) -> Answer:
     first, end = step.layers()
     number, piece = _piece(step, first, end)
     if not piece.keeps_inputs or piece.again:
-        step.refuse("has nothing to run again: it belongs once between an N of these layers and their backward")
+        step.refuse("has nothing to recompute: it belongs once between an N of these layers and their backward")
     kept = step.holders.kept(first)
     step.working.hold(buffer_copies(step.storages, first, end), kept)
     for instance in piece.inputs:
@@ -238,10 +238,10 @@ def _recompute(step: _Step) -> Answer:
 
 
 def _piece(step: _Step, first: int, end: int) -> tuple[int, Piece]:
-    """The piece of exactly these positions, which went forward in one action, and its number.
+    """The piece of exactly these positions, whose forward was one action, and its number.
 
     Raises:
-        UsageError: the forwards were cut otherwise.
+        UsageError: there is none: the forwards were cut at other layers.
     """
     found = [(n, p) for n, p in enumerate(step.residency.pieces) if (p.first, p.end) == (first, end)]
     if not found:
@@ -285,7 +285,7 @@ def _layers(step: _Step, piece: Piece) -> tuple[int, int]:
 
 
 def _check_back(step: _Step, first: int, end: int) -> None:
-    """Nothing that the backward needs is away."""
+    """Refuse a backward that needs a saved tensor which is not on the device."""
     for instance, (state, place) in step.residency.away.items():
         holders = step.residency.held[instance]
         savers = [p for p in range(step.storages.count) if holders & step.holders.saved(p)]
@@ -361,7 +361,7 @@ def _subjects(step: _Step) -> list[tuple[Subject, int]]:
 
 
 def _instance(step: _Step, number: int, subject: Subject) -> int:
-    """The instance that the named layer saved: of the first forward, or of the second."""
+    """The instance that the named layer saved, in the first forward or in the second."""
     saver = step.holders.saved(subject.layer - step.storages.start)
     again = number + AGAIN * len(step.storages.sizes)
     return again if step.residency.held.get(again, 0) & saver else number

@@ -1,8 +1,8 @@
-"""Forward and backward of layers in a row, storage by storage: what is held, and the highest level on the way.
+"""Forward and backward through consecutive layers: which storages are held, and the peak on the way.
 
-At the entry of a layer's forward its inputs exist; at the entry of its backward what the forwards left and the
-gradients of its outputs. `LayerCost` has the highest level above that. Its spans tell which inputs a backward has
-released before its peak: an input counts as released where nobody else holds it.
+A layer's own peak is in its `LayerCost`, in bytes above what exists when the layer begins: before its forward its
+inputs, before its backward what the forward saved and the gradients of its outputs. The spans of a `LayerCost` also
+say which inputs a backward has released before it peaks: their bytes are subtracted where nothing else holds them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipefit.cost.storages import StageStorages
 
 
 class Working:
-    """The instances that are held, while an action changes them: bytes above its entry, and the highest so far."""
+    """A copy of a residency that an action changes: its bytes above the start of the action, and the peak so far."""
 
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
@@ -25,20 +25,20 @@ class Working:
         self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
-        """Bytes of an instance; negative ones are the copies of a run's buffers."""
+        """Bytes of an instance; a negative instance stands for the copies of the buffers of some layers."""
         if instance < 0:
             return buffer_bytes(self.storages, *_run_of(self.storages, instance))
         return self.storages.sizes[instance % len(self.storages.sizes)]
 
     def hold(self, instance: int, holder: int) -> None:
-        """Somebody holds an instance; it comes with its first holder."""
+        """Add a holder to an instance, which is allocated with its first holder."""
         if instance not in self.held:
             self.level += self.size(instance)
             self.reach(0)
         self.held[instance] = self.held.get(instance, 0) | holder
 
     def drop(self, instance: int, holder: int) -> None:
-        """Somebody holds an instance no more; it goes with its last holder."""
+        """Remove a holder from an instance, which is freed with its last holder."""
         left = self.held.get(instance, 0) & ~holder
         if left:
             self.held[instance] = left
@@ -46,17 +46,17 @@ class Working:
             self.level -= self.size(instance)
 
     def drop_all(self, holder: int) -> None:
-        """A holder holds nothing any more."""
+        """Remove a holder from all instances."""
         for instance in [i for i, holders in self.held.items() if holders & holder]:
             self.drop(instance, holder)
 
     def reach(self, above: int, workspace: int = 0) -> None:
-        """Within a layer the level is higher than between layers, in part by the workspace of a kernel."""
+        """Count a moment within a layer, at which `above` more bytes are allocated, `workspace` of them by a kernel."""
         if self.level + above > self.peak:
             self.peak, self.workspace = self.level + above, workspace
 
     def categories(self) -> tuple[int, int]:
-        """Bytes of activations and of boundary buffers that are on the device."""
+        """Bytes of the activations and of the boundary buffers on the device."""
         activations = boundary = 0
         for instance, holders in self.held.items():
             if self.away.get(instance, _HERE).state != "away":
@@ -67,7 +67,7 @@ class Working:
         return activations, boundary
 
     def effect(self, *, gradients: int = 0, boundary: int = 0) -> Effect:
-        """What the action did, with gradients of parameters and of values besides."""
+        """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
         after = self.categories()
         return effect(
             peak_bytes=self.peak,
@@ -82,12 +82,12 @@ _HERE = Away("here", None)
 
 
 def _run_of(storages: StageStorages, instance: int) -> tuple[int, int]:
-    """The positions of the run whose buffer copies an instance stands for."""
+    """The positions whose buffer copies a negative instance stands for."""
     return divmod(-1 - instance, storages.count + 1)
 
 
 def buffer_copies(storages: StageStorages, first: int, end: int) -> int:
-    """The instance that stands for the copies of the buffers of positions `first` to `end - 1`."""
+    """The negative instance that stands for the copies of the buffers of positions `first` to `end - 1`."""
     return -1 - (first * (storages.count + 1) + end)
 
 
@@ -97,7 +97,7 @@ def buffer_bytes(storages: StageStorages, first: int, end: int) -> int:
 
 
 class Forward(NamedTuple):
-    """How a forward goes: over which positions, what of every storage its instances are, and what it keeps."""
+    """A forward: its positions, whether it makes the first or the second instances, and whether it saves."""
 
     first: int
     end: int
@@ -106,16 +106,16 @@ class Forward(NamedTuple):
 
 
 def instance_of(storages: StageStorages, first: int, inputs: tuple[int, ...], offset: int) -> dict[int, int]:
-    """Storage numbers of a piece's inputs with their instances; all others are `offset` times the storages further."""
+    """The instances of a piece's inputs and of the targets, by the numbers of their storages."""
     numbers = storages.values(first)
     found = dict(zip(numbers, inputs, strict=True))
     return found | {s: s for s in storages.target_storages}
 
 
 def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers in order; the instances of the values behind the last of them, which nobody holds yet but the walk.
+    """Run the layers forward; the instances of the values after the last one, held as values.
 
-    The inputs are held as values when it begins; what holds them besides stays as it is.
+    The inputs must be held as values too, and are dropped as such; other holders of theirs stay.
     """
     storages, holders = working.storages, working.holders
     shift = way.offset * len(storages.sizes)
@@ -143,7 +143,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
 
 
 def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Copies of a run's inputs, where its first layer works on them in place and they are needed again."""
+    """What a forward starts from whose inputs are kept to run again: copies, if its first layer works in place."""
     storages = working.storages
     if not storages.layers[first].cost.mutates_inputs:
         return inputs
@@ -156,8 +156,9 @@ def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[
 
 
 def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int, int]:
-    """The layers of a piece from the last to the first: bytes of parameter gradients that are born, and those of the
-    values' gradients that came minus went. `is_first`: the step's first backward of these layers.
+    """Run the layers of a piece backward. `is_first`: it is the step's first backward of these layers.
+
+    Returns the bytes of the parameter gradients that it allocates, and how many bytes of gradients of values it adds.
     """
     storages, holders = working.storages, working.holders
     shift = AGAIN * len(storages.sizes) if piece.again else 0
@@ -184,7 +185,10 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
 
 
 def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
-    """Bytes of gradient that a layer of the piece adds to one that waits: into a third."""
+    """By position, the gradient bytes of parameters that the layer shares with a later one of the piece.
+
+    The later layer's gradient waits, and autograd adds the two into newly allocated memory.
+    """
     added = Counter[int]()
     for again in storages.repetitions:
         if piece.first <= again.user and again.later < piece.end:
@@ -195,7 +199,8 @@ def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
 def _waiting(storages: StageStorages, piece: Piece, position: int) -> int:
     """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `position`.
 
-    In the first microbatch they are counted as born; autograd adds them up before it touches what exists.
+    Autograd adds up the gradients of all users before it adds the sum to `.grad`. In a step's first backward this
+    function is not used: the sum becomes `.grad`, and counts among the parameter gradients that are allocated.
     """
     return sum(
         again.shared.gradient_bytes

@@ -1,27 +1,28 @@
-"""What of one microbatch is on its device, and what an action makes of it: the one model of a storage's life.
+"""A residency: which storages of one microbatch are in its stage's memory at a moment, and what holds each of them.
 
-    residency, effect = apply(storages, residency, action)
+    residency, effect = flights.apply(residency, action)
 
-A storage is there as long as somebody holds it: a layer that saved it, until its backward; the next forward, which
-will read it; a message; a run that keeps its inputs to go forward again. An action adds and removes holders, and bytes
-come and go with the first and the last of them. Which bytes are held does not depend on the microbatch, only on what
-has been done with it: all microbatches of a stage pass through the same few residencies. So a residency remembers what
-each action makes of it, and a ledger over a million actions looks nearly all of them up.
+This is the one model of when a storage is allocated and freed. A storage exists as long as something holds it: a layer
+that saved it for its backward; the forward that will read it next; a message that sends it; a run of layers that keeps
+its inputs to run again. Actions add and remove holders: a storage is allocated with its first holder and freed with its
+last. What is held does not depend on the microbatch's number, but only on what has been done with it, so all
+microbatches of a stage pass through the same few residencies. A residency therefore remembers what each action makes of
+it, and a ledger looks up nearly all of a million actions.
 
-A forward that runs again makes other storages than the first one did, and both may be there at once: the output of a
-recomputed run waits for its reader while the run goes forward again. So what is held are instances: the storage's
-number, moved up by the number of storages for those that a second forward makes (`AGAIN`), and once more for copies
-that a forward without a graph works on in place (`COPY`).
+A second forward makes new storages, and those of the first may still exist: the output of a recomputed run may wait for
+the next layer while the run is recomputed. What is held are therefore instances of storages. In a stage of n storages,
+instance s is storage s of the first forward, n * AGAIN + s that of the second, and n * COPY + s a copy on which a
+forward that keeps its inputs works in place.
 
 What each action holds and drops:
 
-    LOAD, RECV_F          the inputs (and targets) come, for the first forward
-    F[a:b]                every layer drops what only it read, and holds what it saves
-    N[a:b]                the inputs are held to go forward again; nothing is saved
-    R[a:b]                the forward again, from those inputs, with copies of the buffers; its outputs are dropped
-    B[a:b]                every layer, from the last, drops what it saved; gradients of the values go and come
-    WAIT_SEND_F, _B       outputs and gradients that were sent are dropped
-    WAIT_OFFLOAD, RELOAD  bytes go and come, holders stay
+    LOAD, RECV_F          holds the inputs (and targets) for the first forward
+    F[a:b]                every layer holds what it saves, and drops what only it read
+    N[a:b]                holds the inputs to run again, and saves nothing
+    R[a:b]                runs forward from those inputs with copies of the buffers, saves, and drops its outputs
+    B[a:b]                every layer, from the last to the first, drops what it saved
+    WAIT_SEND_F, _B       drops the outputs or gradients that were sent
+    WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Place
 
-AGAIN, COPY = 1, 2  # times the number of storages: what moves the number of an instance up
+AGAIN, COPY = 1, 2  # which instance of a storage, see above
 
 
 class Piece(NamedTuple):
-    """Positions `first` to `end - 1`, which went forward in one action, from inputs that lived in these instances."""
+    """Positions `first` to `end - 1`, whose forward was one action, and the instances of its inputs."""
 
     first: int
     end: int
-    keeps_inputs: bool  # an N: it must go forward again before its backward
+    keeps_inputs: bool  # its forward was an N: it must be recomputed before its backward
     inputs: tuple[int, ...]
-    again: bool = False  # it has gone forward again
+    again: bool = False  # it has been recomputed
 
 
 class Away(NamedTuple):
-    """Where a storage is that is not simply there."""
+    """The state of a storage that is moved: on its way out, away, or on its way back; and the other place."""
 
     state: str
     place: Place | None
 
 
 class Residency:
-    """One microbatch in one stage, at one moment. Compared by identity; `of` makes each only once for a stage.
+    """One microbatch in one stage at one moment. Compared by identity: `Flights` makes each only once for a stage.
 
-    `held` are the instances that are there or away, with their holders as bits (`Holders`). `at` is the boundary that
-    the forward has reached, with the values there; `back` the one that the backward has reached, None before it begins.
-    `done` are the messages and loads so far.
+    `held` maps the instances that exist, on the device or away, to their holders (`Holders`). `at` is the boundary that
+    the forward has reached, and `values` the instances there; `back` is the boundary that the backward has reached,
+    None before it begins. `done` names the messages and loads so far.
     """
 
     __slots__ = ("at", "away", "back", "done", "held", "known", "pieces", "values")
@@ -75,39 +76,39 @@ class Residency:
     ) -> None:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces
         self.back, self.done, self.away = back, done, away
-        self.known: dict[object, tuple[Residency, Effect | None]] = {}  # what actions make of it
+        self.known: dict[object, tuple[Residency, Effect | None]] = {}  # the answers for actions
 
     def key(self) -> object:
-        """Equal for residencies that are the same."""
+        """Equal for residencies with equal fields."""
         away = frozenset(self.away.items())
         held = frozenset(self.held.items())
         return held, self.at, self.values, self.pieces, self.back, self.done, away
 
     def changed(self, **fields: object) -> Residency:
-        """Another residency, like this one but for some fields."""
+        """Another residency, with some fields changed."""
         names = ("held", "at", "values", "pieces", "back", "done", "away")
         return Residency(**{name: fields.get(name, getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 def begin() -> Residency:
-    """Nothing is there yet."""
+    """The residency of a microbatch that has not reached the stage yet."""
     return Residency(held={}, at=0, values=(), pieces=(), back=None, done=frozenset(), away={})
 
 
 class Holders:
-    """Who may hold an instance, as bits: the layers that save it, by position, and what else is in flight."""
+    """All that may hold an instance, each as one bit of a whole number."""
 
     def __init__(self, storages: StageStorages) -> None:
         self._count = storages.count
-        self.value = 1 << self._count  # the next forward reads it
+        self.value = 1 << self._count  # the forward that reads it next
         self.sending = 1 << self._count + 1
         self.target = 1 << self._count + 2
-        self.activations = ~(self.value | self.sending | self.target)  # saved, or kept to go forward again
+        self.activations = ~(self.value | self.sending | self.target)  # saved, or kept to be recomputed from
 
     def saved(self, position: int) -> int:
-        """The layer at a position saves it."""
+        """The layer at a position, which saved it."""
         return 1 << position
 
     def kept(self, position: int) -> int:
-        """The run that begins at a position keeps it, to go forward again or while it has done so."""
+        """The run that begins at a position, which keeps its inputs until its backward has ended."""
         return 1 << self._count + 3 + position

@@ -1,7 +1,7 @@
-"""What a stage holds from step to step: parameters, gradients, optimizer state; and what its update does to them.
+"""What a stage holds whatever microbatches are in flight: parameters, gradients, optimizer state; and its update.
 
-The second residency beside that of the microbatches (`pipefit.cost.residency`): it belongs to the stage, not to a
-microbatch. Parameters that several layers share exist once.
+What belongs to a microbatch is in `pipefit.cost.residency`. A parameter that several layers of the stage share exists
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipefit.cost.storages import StageStorages
 
 
 class StageRest:
-    """The bytes of a stage that do not belong to a microbatch, in a step of so many."""
+    """The bytes of a stage that do not belong to a microbatch, in a step of `microbatches`."""
 
     def __init__(self, storages: StageStorages, microbatches: int) -> None:
         self.storages, self.microbatches = storages, microbatches
@@ -32,7 +32,7 @@ class StageRest:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Parameter gradients, from the first backward of a step to its end."""
+        """Parameter gradients, from the first backward of a step to its STEP."""
         repeated = sum(again.shared.gradient_bytes for again in self.storages.repetitions)
         return sum(cost.gradient_bytes for cost in self.storages.costs) - repeated
 
@@ -44,14 +44,14 @@ class StageRest:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Optimizer state, from the first step on."""
+        """Optimizer state, from the first STEP on."""
         repeated = sum(again.shared.state_bytes for again in self.storages.repetitions)
         return sum(cost.state_bytes for cost in self.storages.costs) - repeated
 
     @cached_property
     def first_update(self) -> Effect:
-        """The STEP that creates the optimizer state, one layer after the other."""
-        repeated = Counter[int]()  # bytes by which an earlier layer's update has grown a state that is this one's too
+        """The first STEP, which creates the optimizer state, one layer after the other."""
+        repeated = Counter[int]()  # by position, bytes of state that an earlier layer's update has created already
         for again in self.storages.repetitions:
             repeated[again.later] += again.shared.state_bytes - again.shared.early_state_bytes
         grown = 0

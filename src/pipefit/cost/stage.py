@@ -1,4 +1,4 @@
-"""What the actions of one stage cost on one kind of device: memory, by `Flights` and `StageRest`, and seconds."""
+"""The costs of one stage on one kind of device: bytes by action (`Flights`, `StageRest`), and seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipefit.training import Training
 
 
 class StageCost:
-    """Layers `start` to `stop - 1` on a device. What it works out is kept."""
+    """The costs of layers `start` to `stop - 1` on a device of `kind`; what has been computed is kept."""
 
     def __init__(self, measurement: Measurement, start: int, stop: int, kind: DeviceKind, training: Training) -> None:
         self.start, self.stop = start, stop
@@ -30,14 +30,14 @@ class StageCost:
         self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
 
     def seconds(self, action: Action) -> float:
-        """Time of a compute action."""
+        """Seconds of a compute action."""
         if action.kind is Kind.STEP:
             return self.update_seconds
         first, end = action.layers or (self.start, self.stop)
         return self.backward_seconds(first, end) if action.kind is Kind.BACKWARD else self.forward_seconds(first, end)
 
     def collective_bytes(self, action: Action) -> int:
-        """What every member of a collective contributes: a shared parameter's gradient."""
+        """Bytes that every member of a collective contributes: of a REDUCE, a shared parameter's gradient."""
         shared = self.storages.measurement.shared
         subject = action.subject
         if action.kind is Kind.REDUCE and subject is not None and not isinstance(subject, int):
@@ -46,7 +46,7 @@ class StageCost:
 
 
 class Costs:
-    """The costs of every stage asked for so far, for one profile and training. Planners keep one for all plans."""
+    """The costs of all stages asked for so far, for one profile and training. Planners share one between plans."""
 
     def __init__(self, measurement: Measurement, training: Training) -> None:
         self._measurement, self._training = measurement, training
@@ -67,14 +67,14 @@ class Costs:
 
 
 class WholeStage:
-    """The effects of the actions of a stage that runs its layers in one piece, as a closed form needs them."""
+    """Effects of a stage whose forward and backward are one action each; closed forms take them from here."""
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
         self.storages = StageStorages(measurement, start, stop)
         self._flights = Flights(self.storages)
 
     def backward(self, *, is_first: bool) -> Effect:
-        """The backward of a microbatch that was kept, the step's first or a later one."""
+        """The effect of a backward without recomputation, the step's first or a later one."""
         residency = self._flights.start
         first, last = not self.storages.start, self.storages.last
         kinds: list[tuple[Kind, bool]] = [] if first else [(Kind.RECV_FORWARD, False), (Kind.RECV_FORWARD, True)]

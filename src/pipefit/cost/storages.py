@@ -1,9 +1,9 @@
-"""The storages that a microbatch can have in a stage: who makes each, who saves it, and where it travels.
+"""The storages of a microbatch in a stage: which layer makes each, which layers save it, and which pass it on.
 
-A storage has one number in its stage, whichever layers see it: what one layer returns, the next one may save, and a
-later one may pass on. Gradients have storages too: a layer may hand a gradient on, or slices of a larger one. All of
-this follows from the costs of the layers alone and holds for every microbatch and every program; what of it is on the
-device at some moment is a `pipefit.cost.residency.Residency`.
+Each storage has one number in the stage, whichever layers use it: what one layer returns, the next one may save, and a
+later one may pass on. Gradients have storages too: a layer may pass a gradient on, or slices of a larger one. All of
+this follows from the costs of the layers, and holds for every microbatch and every program. Which of the storages are
+in memory at some moment is a `pipefit.cost.residency.Residency`.
 
 Costs: one walk over the layers and what they save, microseconds per saved tensor.
 """
@@ -33,7 +33,7 @@ class LayerStorages(NamedTuple):
 
 
 class GradientValue(NamedTuple):
-    """The gradient of a value: the storage it lives in, whether it is in one piece there, and its own bytes."""
+    """The gradient of a value: the storage it lives in, whether it is contiguous there, and its own bytes."""
 
     storage: int
     contiguous: bool
@@ -42,7 +42,7 @@ class GradientValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """A parameter that two layers of a stage share: positions of a user and of the next one."""
+    """A parameter that two layers of a stage share: the positions of one user and of the next."""
 
     user: int
     later: int
@@ -50,10 +50,10 @@ class Repetition:
 
 
 class StageStorages:
-    """Layers `start` to `stop - 1` on one device; with `measurement.loss` behind the model's last layer.
+    """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
 
-    Positions count the layers of the stage from 0; the loss is the last position. A boundary is what is between two
-    positions: boundary 0 are the stage's inputs, the last one its outputs.
+    Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before position n:
+    boundary 0 has the stage's inputs, and the last boundary its outputs.
     """
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
@@ -66,7 +66,7 @@ class StageStorages:
         self.targets: tuple[Value, ...] = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.sizes: list[int] = []  # bytes of every storage, by its number
         self.target_storages: tuple[int, ...] = ()
-        self._saved_places: list[dict[Origin, int]] = []  # of every position: where what it saves lives
+        self._saved_places: list[dict[Origin, int]] = []  # by position: the storage of each saved tensor
         self.layers: tuple[LayerStorages, ...] = self._walk()
 
     @staticmethod
@@ -94,7 +94,7 @@ class StageStorages:
         return () if self.last and boundary == self.count else self.layers[boundary - 1].outputs
 
     def position(self, layer: int) -> int:
-        """The boundary before a layer of the model, or behind the stage's last one."""
+        """The boundary before a layer of the model, or, for `stop`, the stage's last boundary."""
         return self.count if layer == self.stop else layer - self.start
 
     def _new(self, sizes: Iterable[int]) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class StageStorages:
 
     @cached_property
     def sent_gradient_bytes(self) -> int:
-        """What a backward leaves to be sent to the stage before, each gradient in one piece; nothing on the first."""
+        """Gradients that a backward leaves to be sent to the stage before, each contiguous; none on the first stage."""
         if not self.start:
             return 0
         whole = {g.storage: self._gradient_sizes[g.storage] for g in self._present(0) if g.contiguous}
@@ -177,8 +177,10 @@ class StageStorages:
 
     @cached_property
     def made_gradient_bytes(self) -> int:
-        """Gradients of the inputs that are made to be sent: copies in one piece, and zeros for inputs that no layer of
-        the stage used.
+        """Gradients of the inputs that are allocated in order to be sent.
+
+        They are contiguous copies of those that are not contiguous, and zeros for inputs that no layer of the stage
+        used.
         """
         if not self.start:
             return 0
@@ -192,14 +194,18 @@ class StageStorages:
         return sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
 
     def arrived_gradients(self, boundary: int) -> int:
-        """Those that exist before the backward of what ends at a boundary; the one that a loss starts from is made in
-        it.
+        """Bytes of the gradients at a boundary that exist before the backward of the position before it begins.
+
+        At the model's end there are none: the gradient that the backward of the loss starts from is made in it.
         """
         return 0 if self.last and boundary == self.count else self.gradients(boundary)
 
     def unlike_gradients(self) -> list[tuple[int, int]]:
-        """Boundaries at which a value has no gradient of its own, but a slice of one, or none because a later layer
-        drops it; with the boundary up to which a stage that ends before it is handed a whole one.
+        """Boundaries at which a gradient has other bytes than a whole gradient for each value would have.
+
+        There the gradient of a value is a slice of a larger one, or there is none because a later layer drops the
+        value. Each comes with the boundary at which that gradient is made, or the value is dropped: only a stage that
+        holds both boundaries meets the exception, because one that ends between them receives whole gradients.
         """
         born = {g.storage: n for n in range(self.count + 1) for g in self._present(n)}
         found = dict[tuple[int, int], None]()
@@ -215,7 +221,7 @@ class StageStorages:
         return list(found)
 
     def _dropped(self, position: int, index: int) -> int:
-        """The position in which a value that gets no gradient ends, from that before `position` on."""
+        """The position that drops a value without a gradient, followed through the layers from `position` on."""
         while position < self.count - 1 and (o := self.costs[position].input_gradients[index]).kind == "output":
             position, index = position + 1, o.index
         return position
@@ -232,8 +238,8 @@ class StageStorages:
     def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
         """The gradients of the values at every boundary, and the bytes of the storages that they live in.
 
-        Followed from the end: a layer may pass a gradient on, or hand out slices of one, or have none for a value. The
-        gradient that a loss starts from is one like any other.
+        Followed from the last layer to the first: a layer may pass on the gradient of an output, or slices of it, or
+        have none for a value. The gradient that the backward of a loss starts from is counted like any other.
         """
         sizes: list[int] = []
 
@@ -261,7 +267,7 @@ class StageStorages:
 
     @cached_property
     def repetitions(self) -> tuple[Repetition, ...]:
-        """Parameters that several layers of the stage share, for every pair of users that follow each other."""
+        """Parameters that several layers of the stage share: one entry for every two consecutive users."""
         return tuple(
             Repetition(user - self.start, later - self.start, shared)
             for shared in self.measurement.shared
@@ -270,14 +276,14 @@ class StageStorages:
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:
-    """Bytes of the gradients of `values`: as large as they, for those that need one."""
+    """Bytes of the gradients of `values`, of those that require one; a gradient is as large as its value."""
     return sum(value.nbytes for value in values if value.requires_grad)
 
 
 def _gradient(
     origin: GradientOrigin, nbytes: int, own: Sequence[int], behind: Sequence[GradientValue | None]
 ) -> GradientValue | None:
-    """The gradient of a value of `nbytes`, from those behind the layer."""
+    """The gradient of an input of `nbytes`, given those of the layer's outputs (`behind`)."""
     if origin.kind == "own":
         return GradientValue(own[origin.index], origin.contiguous, nbytes)
     passed = behind[origin.index] if origin.kind == "output" else None

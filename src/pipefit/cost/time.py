@@ -1,8 +1,8 @@
-"""Seconds of a piece of work: measured where the profile holds seconds, otherwise estimated from the device's figures.
+"""Seconds of a pass through layers: measured where the profile holds seconds, otherwise estimated by the roofline.
 
-The estimate is the roofline: the longer of computing at the device's peak FLOP/s and moving bytes at its memory
-bandwidth, both derated, because kernels reach a part of either (Williams et al., 2009). It orders layers and splits
-well; it is not a promise of seconds. Measure (`pipefit profile --device cpu|cuda`) for that.
+The roofline estimate is the longer of two times: computing at a part of the device's peak FLOP/s, and moving bytes at a
+part of its memory bandwidth, since kernels reach neither figure (Williams et al., 2009). It is good enough to compare
+layers and splits; for seconds, measure with `pipefit profile --device cpu|cuda`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pipefit.cluster import DeviceKind
 from pipefit.profiles import LayerCost, Measurement, Work
 
-FLOPS_REACHED = 0.6  # part of peak FLOP/s that large matrix products reach
-BANDWIDTH_REACHED = 0.8  # part of peak bandwidth that elementwise kernels reach
+FLOPS_REACHED = 0.6  # share of the peak FLOP/s that large matrix products reach
+BANDWIDTH_REACHED = 0.8  # share of the peak bandwidth that elementwise kernels reach
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:

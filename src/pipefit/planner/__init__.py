@@ -1,7 +1,7 @@
 """Planners: from a profile, a cluster and a training to a plan. `plan` is the one to call.
 
-A planner is a callable, `Question -> Found`; a new one is one new file and one line here. One driver asks it, takes the
-time and makes the plan (`planner.driver`).
+A planner is a callable, `Question -> Found`; a new one is one new file and one line here. One driver runs it, times it
+and makes the plan (`planner.driver`).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def plan(
     stages: int | None = None,
     allow_infeasible: bool = False,
 ) -> Plan:
-    """Which layers go where, so that the model fits.
+    """Choose which layers go on which device, so that the model fits.
 
-    Say how it is trained with `training`, or in parts: `batch_size` samples in `microbatches` parts under `schedule`,
-    with gradients clipped to `clip_norm`. Without `microbatches` their size is the first profiled; without `batch_size`
-    there are four for each device. `planner` is a name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are
-    explained in `Options`.
+    Say how the model is trained either with `training` or with `batch_size` samples in `microbatches` parts, `schedule`
+    and `clip_norm`, the norm to which gradients are clipped. Without `microbatches`, their size is the first one that
+    was profiled; without `batch_size`, there are four for each device. `planner` is a name in `PLANNERS`; `stages`,
+    `recompute` and `allow_infeasible` are explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -97,7 +97,9 @@ def plan(
     if training is None:
         training = _training(profile, cluster, batch_size, microbatches, schedule=schedule, clip_norm=clip_norm)
     elif (batch_size, microbatches, clip_norm) != (None, None, None):
-        raise UsageError("say how the model is trained either in training or in parts, not both")
+        raise UsageError(
+            "say how the model is trained either with training or with batch_size, microbatches and clip_norm, not both"
+        )
     options = Options(stages=stages, recompute=recompute, allow_infeasible=allow_infeasible)
     question = Question(profile=profile, cluster=cluster, training=training, options=options)
     return solved(question, PLANNERS[planner], name=planner)

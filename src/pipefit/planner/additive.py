@@ -1,10 +1,10 @@
-"""The additive planner: mCAP's. The best split by the two numbers that training runs found for every layer.
+"""The additive planner, mCAP's: the best split by the two numbers that training runs measured for every layer.
 
-Needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made under the training that is
-planned. All splits are compared, by dynamic programming, under the rule of mCAP-BF (`mcap_bf`, which tries each): the
-fullest device as empty as can be, then the next. Its peaks are estimates, blind to the place in the schedule; the plan
-that comes out is judged by the true ones. Stage s is on device s, devices count as alike. A few hundredths of a second
-for 42 layers. (mCAP, listing 1.1 and section 3.4.)
+It needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made with the settings of the
+training that is planned. Dynamic programming finds the split that mCAP-BF finds by trying each (`mcap_bf`): the highest
+peak is as low as possible, then the second highest, and so on. These peaks are estimates that ignore a stage's place in
+the schedule; the finished plan shows the true ones. Stage s is on device s, and all devices count as alike. A few
+hundredths of a second for 42 layers. (mCAP, listing 1.1 and section 3.4.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipefit.profiles import AdditiveCosts
 
 
 def additive(question: Question) -> Found:
-    """The split whose fullest device is least full, then the next, and so on, were peaks sums of the layers' numbers.
+    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
 
     Raises:
         UsageError: no training runs were made under this training.
@@ -33,7 +33,7 @@ def additive(question: Question) -> Found:
 
 
 def measured_costs(question: Question) -> AdditiveCosts:
-    """What training runs found, under the very training that is asked for.
+    """What training runs measured, under exactly the training that is planned.
 
     Raises:
         UsageError: there were none, or they were made under another training; says what differs.

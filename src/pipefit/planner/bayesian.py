@@ -2,11 +2,11 @@
 
 One dimension per device, the number of layers on it; scikit-optimize with 75 evaluations, the acquisition function
 `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn kernel (smoothness 5/2).
-The optimiser knows nothing of the total, so what it proposes is scaled to the number of layers, at least one on each
-device; that is our reading, the paper does not say. Stage s is on device s. Ten to twenty seconds on a few devices and
-up to a minute on 64, many times that where other work keeps the cores busy (its threads wait for each other:
-OMP_NUM_THREADS=1 helps); and far from the optimum on many devices: `exact` finds less in milliseconds. Needs
-`pipefit[bayes]`. (mCAP, section 3.4.)
+The optimiser does not know that the lengths must add up to the number of layers. So its proposals are scaled, with at
+least one layer on each device; this is our reading, as the paper does not say. Stage s is on device s. It takes ten to
+twenty seconds on a few devices and up to a minute on 64, and many times that where other work keeps the cores busy,
+because its threads wait for each other (OMP_NUM_THREADS=1 helps). On many devices it stays far from the optimum, where
+`exact` finds a lower peak in milliseconds. Needs `pipefit[bayes]`. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Edges = tuple[int, ...]
 
 
 def bayesian(question: Question) -> Found:
-    """The best of 75 splits, each chosen after looking at those before. The same question has the same answer.
+    """The best of 75 splits, each chosen from the results of those before. The same question has the same answer.
 
     Raises:
-        UsageError: the question is wrong, or scikit-optimize is not installed.
+        UsageError: scikit-optimize is not installed.
     """
     peak = true_peaks(question.profile, question.training, stages=question.stages, recompute=question.options.recompute)
 
@@ -65,7 +65,7 @@ def minimiser() -> Minimise:
 def search(
     value_of: Callable[[Edges], float], layers: int, stages: int, minimise: Minimise, *, seed: int = SEED
 ) -> dict[Edges, float]:
-    """Every split that is looked at, by its edges, and its value."""
+    """The splits that are evaluated, by their edges, each with its value."""
     values: dict[Edges, float] = {}
 
     def value(proposed: Sequence[int]) -> float:
@@ -74,11 +74,11 @@ def search(
         return values[edges]
 
     most = layers - stages + 1
-    if stages == 1 or most == 1:  # there is one split
+    if stages == 1 or most == 1:  # there is only one split
         value([1] * stages)
         return values
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a point is proposed twice
+        warnings.simplefilter("ignore")  # scikit-optimize warns when it proposes a point twice
         minimise(
             value,
             [(1, most)] * stages,
@@ -93,9 +93,9 @@ def search(
 
 
 def scaled(proposed: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Edges of stages of lengths in proportion to `proposed`, at least one layer each, `layers` in all."""
+    """Edges of stages with lengths in proportion to `proposed`: at least one layer each, `layers` in all."""
     count, sums = len(proposed), accumulate(map(int, proposed))
-    more = sum(map(int, proposed)) - count  # than one on each
+    more = sum(map(int, proposed)) - count  # layers than one for each stage
     if more == 0:
         return (0, *(number * layers // count for number in range(1, count + 1)))
     return (0, *(number + (layers - count) * (total - number) // more for number, total in enumerate(sums, 1)))

@@ -1,10 +1,10 @@
-"""The bisection planner: guesses the peak, fills the stages greedily up to it, and halves the interval of guesses.
+"""The bisection planner: guesses a peak, fills the stages greedily up to it, and halves the interval of guesses.
 
-Then the fullest device is left out, and the same is done with the layers before it and those behind it, and so on.
-Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand layers take a part
-of a second. Finds the lowest peak where a stage never shrinks by taking one more layer and every layer alone fits
-wherever the filling puts it. Neither is always so: a cut may fall on a smaller tensor, and a layer may fit late in
-1F1B alone. There, `exact` finds less. (CAPSlog, PDP 2024.)
+Then the stage with the highest peak is fixed, and the same is done with the layers before it and those after it, and so
+on. Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand layers take less
+than a second. It finds the lowest peak if the peak of a stage never falls when it takes one more layer, and every layer
+fits wherever greedy filling puts it. Neither always holds: a cut may fall on a smaller tensor, and under 1F1B a large
+layer may fit only on a late stage. There, `exact` finds a lower peak. (CAPSlog, PDP 2024.)
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipefit.planner.question import Found, Question
 from pipefit.planner.uniform import equal_lengths
 from pipefit.planner.windows import Bounds, Floats
 
-_FINEST = 1e-12  # parts of a budget that make no difference
+_FINEST = 1e-12  # share of a budget that makes no difference
 _ROUNDING = 1 + 1e-9
 
 
 def bisection(question: Question) -> Found:
-    """A plan whose fullest device is as little full as greedy filling can make it, then the devices beside it."""
+    """The split with the lowest highest peak that greedy filling finds, improved on both sides of that stage."""
     filling = _Filling(question)
     split = question.in_order(filling.best())
     value = question.value(stage_peaks(question, split), split.devices)
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
 
 class _Filling:
-    """Fills stages up to a level. Levels are bytes, or parts of a budget where devices differ."""
+    """Fills stages up to a level, which is in bytes or, where budgets differ, a share of the budget."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -55,16 +55,16 @@ class _Filling:
         level = max(range_peak(question, ranges, stage, *end) / self.units[stage] for stage, end in ends)
         windows = Bounds(question, ranges).windows(level * max(self.units) * _ROUNDING)
         assert windows is not None, "a level that equal lengths achieve excludes every split"
-        self.width = max(window.widest for window in windows)  # nothing wider stays below equal lengths
+        self.width = max(window.widest for window in windows)  # a wider stage would exceed the peak of equal lengths
         self.band = ranges.band(self.width)
 
     @property
     def looked_at(self) -> int:
-        """Number of candidate stages whose peak was worked out."""
+        """Number of candidate stages whose peak was computed."""
         return sum(map(len, self.columns.values()))
 
     def best(self) -> tuple[int, ...]:
-        """Edges of the split that is found, one part after the other."""
+        """Edges of the split that is found, computed one part after the other."""
         edges = list(self.start)
         waiting = [_Part(0, self.start)]
         while waiting:
@@ -93,7 +93,7 @@ class _Filling:
         return part
 
     def _filled(self, part: _Part, level: float) -> _Part | None:
-        """Early stages as long as the level allows, each of at least a layer; None where layers are left over."""
+        """Stages filled to the level from the first on, at least a layer each; None where layers are left over."""
         end, stages = part.edges[-1], len(part.edges) - 1
         edges = [part.edges[0]]
         for number in range(stages):
@@ -108,7 +108,7 @@ class _Filling:
         return _Part(part.first, tuple(edges))
 
     def _column(self, stage: int, start: int) -> Floats:
-        """Cost of stage number `stage` from layer `start`, by the number of its layers, one first."""
+        """Costs of stage number `stage` from layer `start` on, with one layer, two layers and so on."""
         if (stage, start) not in self.columns:
             rows = min(self.width, self.question.layers - start)
             window = (slice(0, rows), slice(start, start + 1))

@@ -1,6 +1,7 @@
-"""The driver of every planner: asks it, takes the time, and makes a plan of what it found.
+"""The driver of all planners: runs one, times it, and makes a plan of the split that it found.
 
-Predicted peaks and step time, who found it and how good it is known to be, and whether it fits.
+The plan gets predicted peaks and step time, and its provenance: which planner found it, and how good it is proven to
+be. A split that does not fit is refused here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exhaustive planner: tries every split of L layers over P stages, and every order of unlike devices.
 
-Optimal for its predictor, in C(L-1, P-1) splits: 3,654 for 30 layers on 4 devices, hopeless for 100 on 16. There, use
-`exact`, which it checks: the two share the question and nothing of the search. (mCAP, section 3.4.)
+It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 layers on 4 devices, hopelessly many for 100 on 16. There, use
+`exact`. Tests compare the two, which share no code but the question. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT = 2_000_000  # splits; about a minute
 
 
 def exhaustive(question: Question) -> Found:
-    """The plan whose fullest device is least full, then the next, and so on; found by looking at all of them.
+    """The split with the lowest highest peak, then the lowest second highest, and so on, found by trying all.
 
     Raises:
         UsageError: more than `LIMIT` splits.
@@ -40,8 +40,9 @@ def exhaustive(question: Question) -> Found:
 
 
 def _count(question: Question) -> int:
-    """Splits, times orders of device classes; the orders are counted as if all devices were unlike once that is past
-    the limit.
+    """Number of splits times orders of device classes.
+
+    The orders are counted one by one only if there would be few enough even with all devices different.
     """
     splits = comb(question.layers - 1, question.stages - 1)
     sizes = [len(c.devices) for c in question.classes]
@@ -63,9 +64,7 @@ def _orders(question: Question) -> Iterator[tuple[int, ...]]:
 
 
 def _best(question: Question) -> tuple[float, Split]:
-    """Value and split of the lowest of all, by costs in descending order; among equals, by the stages from last to
-    first.
-    """
+    """Value and split with the lowest list of costs, highest first; of equals, by the stages from last to first."""
     peak = _peaks(question)
     units = [1 if question.equal_budgets else c.memory_bytes for c in question.classes]
     orders = list(_orders(question))
@@ -85,10 +84,12 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """The peak of a stage by its position and layers: the ledger's, for two steps of the stage's program."""
+    """The peak of a stage by its position and layers, from the simulator's ledger over two steps of its program."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
     any_split = question.in_order(equal_lengths(question.layers, question.stages))
-    program = lower(plan_of(question, any_split))  # stages compute in one piece, so it does not depend on the split
+    program = lower(
+        plan_of(question, any_split)
+    )  # a stage's forward is one action, so the program does not depend on the split
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:

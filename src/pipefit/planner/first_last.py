@@ -1,9 +1,9 @@
 """The first_last planner: equal numbers of layers, but one less on the first stage and on the last.
 
-What torchtitan does: the embedding before the first block and the head behind the last one count as a layer each.
-So L + 2 layers are dealt out evenly, the first stages one more where that cannot be, and then the first stage and the
-last hold one less. A stage that would be left empty takes a layer from the longest. Knows nothing of what layers cost.
-Instant. (torchtitan, `generate_llm_fqn_per_model_part` with both weights one.)
+As torchtitan does: the embedding before the first block and the head after the last one count as a layer each. So
+L + 2 layers are distributed evenly, with one more on the first stages if that is impossible, and then the first and the
+last stage lose one. A stage that would be empty takes a layer from the longest. It ignores what layers cost. Instant.
+(torchtitan, `generate_llm_fqn_per_model_part` with both weights one.)
 """
 
 from __future__ import annotations

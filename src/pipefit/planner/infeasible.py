@@ -1,6 +1,6 @@
-"""Why a split does not fit, and the cheapest changes that make the model fit: each was planned before it is named.
+"""Why a split does not fit, and the cheapest changes with which the model fits. Each change has been planned first.
 
-Costs up to a dozen exact searches, and only where a plan is refused.
+Costs up to a dozen exact searches, but only when a plan is refused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from pipefit.planner.lexmin import solve
+from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import fits, stage_peaks
 from pipefit.planner.question import Question, Split
 from pipefit.units import format_bytes
 
-_MORE_DEVICES = 8  # times as many as there are
+_MORE_DEVICES = 8  # up to so many times the devices are tried
 
 
 def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, planner: str) -> str:
-    """Which device and stage, how many bytes short, how full; and what would fit."""
+    """Which device and stage do not fit, by how many bytes, how full the device is, and what would fit."""
     budgets = question.cluster.budgets
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
@@ -33,7 +33,7 @@ def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, pla
 
 
 def _remedies(question: Question, planner: str) -> str:
-    """Changes that fit, the cheapest first, and whether more devices would not help."""
+    """Changes with which the model fits, the cheapest first; and whether more devices are no help."""
     if planner != "exact" and _fullest(question) is not None:
         return "What would fit: another split; use the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.layers)
@@ -70,7 +70,10 @@ def _in_parts(question: Question, parts: int) -> Callable[[], Question]:
 
 
 def _enough_devices(question: Question, most: int) -> int | None:
-    """The fewest devices that fit, of the largest size there is: doubling, then bisection; None if `most` do not."""
+    """The fewest devices of the largest size with which the model fits, by doubling and bisection.
+
+    None if it does not fit on `most`.
+    """
     low = high = len(question.cluster.devices)
     while high == low or _fullest(_with_devices(question, high)) is None:
         if high == most:
@@ -91,7 +94,7 @@ def _with_devices(question: Question, count: int) -> Question:
 
 
 def _more_memory(question: Question) -> str:
-    """How much more memory the same number of devices would need."""
+    """The memory that the same number of devices would need."""
     split = solve(question).split
     peaks = stage_peaks(question, split)
     if question.equal_budgets:

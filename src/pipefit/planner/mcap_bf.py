@@ -1,8 +1,8 @@
-"""mCAP's brute force over mCAP's predictor: every split, by the two numbers that training runs found for every layer.
+"""mCAP's brute force: tries every split, with peaks estimated from the two numbers that runs measured for each layer.
 
-Among splits with the same highest peak the fullest device is left out and the rest compared, and so on; among those
-that are still equal, stages are compared from the last to the first: the smaller first layer wins. It is the split of
-`additive`, which finds it by dynamic programming; here so that the paper's searches can be compared as they were.
+Splits are compared by their highest peak, then by their second highest, and so on. Between splits that are equal in
+all, the stages are compared from the last to the first: the one with the smaller first layer wins. The `additive`
+planner finds the same split by dynamic programming; this one exists to reproduce the paper's comparisons.
 C(L-1, P-1) predictions: a tenth of a second for 42 layers on 4 devices. (mCAP, section 3.4.)
 """
 
@@ -20,7 +20,7 @@ LIMIT = 2_000_000  # splits; about half a minute
 
 
 def mcap_bf(question: Question) -> Found:
-    """The split whose fullest device is least full, then the next, and so on, by mCAP's estimates.
+    """The split with the lowest highest estimated peak, then the lowest second highest, and so on.
 
     Raises:
         UsageError: more than `LIMIT` splits, or no training runs were made under this training.

@@ -1,8 +1,8 @@
-"""mCAP's Bayesian optimisation over mCAP's predictor: the settings of the paper, and its two numbers for every layer.
+"""mCAP's Bayesian optimisation of estimated peaks, with the settings of the paper. A baseline.
 
-The search of `bayesian`, over estimated peaks instead of true ones; what the paper compares with its brute force
-(`mcap_bf`). A baseline: `additive` finds the best split by the same estimates, proven, in a fraction of a second. Ten
-to twenty seconds; needs `pipefit[bayes]`. (mCAP, section 3.4.)
+It is the search of `bayesian`, but over the peaks that mCAP estimates from two numbers for each layer; the paper
+compares it with its brute force (`mcap_bf`). The `additive` planner finds the best split by the same estimates, proven,
+in a fraction of a second; this one takes ten to twenty seconds and needs `pipefit[bayes]`. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Edges = tuple[int, ...]
 
 
 def mcap_bo(question: Question) -> Found:
-    """The best of 75 splits by mCAP's estimates, each chosen after looking at those before.
+    """The best of 75 splits by mCAP's estimates, each chosen from the results of those before.
 
     Raises:
         UsageError: no training runs were made under this training, or scikit-optimize is not installed.
@@ -30,7 +30,7 @@ def mcap_bo(question: Question) -> Found:
 
 
 def estimates(costs: AdditiveCosts, layers: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
-    """Every split that the optimisation looks at, by its edges, and the estimated peak of its fullest device.
+    """The splits that the optimisation evaluates, by their edges, each with its highest estimated peak.
 
     Raises:
         UsageError: scikit-optimize is not installed.

@@ -1,8 +1,8 @@
-"""The parameters planner: the device with the most parameters has as few as can be. DeepSpeed's default.
+"""The parameters planner: the device with the most parameters has as few as possible. DeepSpeed's default.
 
-Good where parameters, gradients and optimizer state are most of the memory. Blind to activations: a model whose
-first layers are thin in parameters and thick in activations fills its first device. Exact for its own measure, in
-milliseconds. (DeepSpeed, `partition_method="parameters"`.)
+Good where parameters, gradients and optimizer state are most of the memory. It ignores activations: a model whose first
+layers have few parameters and large activations fills its first device. The minimum is exact, found in milliseconds.
+(DeepSpeed, `partition_method="parameters"`.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipefit.plans import Objective
 
 
 def parameters(question: Question) -> Found:
-    """The split with the lowest highest sum of parameter bytes. Stage s is on device s."""
+    """The split whose largest stage has the fewest parameter bytes. Stage s is on device s."""
     weights = [cost.parameter_bytes for cost in question.measurement.costs]
     value, edges = lightest_parts(weights, question.stages)
     return Found(question.in_order(edges), Objective.PARAMETERS, value)

@@ -10,13 +10,13 @@ from pipefit.planner.question import Question, Split
 
 
 def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
-    """Highest bytes of every stage."""
+    """The peak of every stage."""
     ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
     return tuple(range_peak(question, ranges, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
 
 
 def range_peak(question: Question, ranges: Ranges, stage: int, start: int, stop: int) -> int:
-    """Highest bytes of layers `start` to `stop - 1` as stage number `stage`."""
+    """The peak of layers `start` to `stop - 1` as stage number `stage`."""
     band = ranges.band(stop - start, first=start, last=start)
     return int(stage_peak(band, question.surroundings(stage))[-1, 0])
 

@@ -3,10 +3,10 @@
     best_split(AdditiveCosts(mem_isolated=..., mem_added=...), layers, devices)
     best_split(true_peaks(profile, training, stages=devices), layers, devices)
 
-Best means: the fullest device is as empty as can be; left out, so is the fullest of the rest, and so on. That is the
-rule of mCAP-BF, which tries every split; dynamic programming over (stages, layers placed) finds the same one, because
-adding the same peak to two lists in descending order leaves their order as it is. O(P L^2) predictions for L layers
-on P devices, lists of P numbers: 42 layers on 8 devices take a few hundredths of a second. Devices are alike.
+The highest peak is as low as possible; among splits with that highest peak the second highest is, and so on. This is
+the rule of mCAP-BF, which tries every split. Dynamic programming over (stages, layers placed) finds the same split:
+adding the same peak to two lists of peaks, highest first, does not change which list is lower. It takes O(P L^2)
+predictions for L layers on P devices: a few hundredths of a second for 42 layers on 8. All devices count as alike.
 (mCAP, section 3.4.)
 """
 
@@ -24,7 +24,9 @@ from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 
-_Way = tuple[tuple[int, ...], tuple[int, ...]]  # minus the peaks, in rising order; starts from the last stage
+_Partial = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # the negated peaks, in rising order; first layers from the last stage to the first
 
 
 class Predictor(Protocol):
@@ -35,36 +37,40 @@ class Predictor(Protocol):
 
 
 def best_split(predictor: Predictor, layers: int, devices: int) -> tuple[int, ...]:
-    """Edges 0 = e0 < e1 < ... = `layers`; stage s holds layers e_s to e_(s+1) - 1. Among equals, stages are compared
-    from the last to the first: the smaller first layer wins.
+    """Edges 0 = e0 < e1 < ... = `layers`; stage s holds layers e_s to e_(s+1) - 1.
+
+    Between splits with equal peaks, the stages are compared from the last to the first: the one with the smaller first
+    layer wins.
 
     Raises:
         UsageError: no device, or fewer layers than devices.
     """
     if not 1 <= devices <= layers:
         raise UsageError(f"{layers} layers cannot be split over {devices} devices: each holds at least one")
-    ways: dict[int, _Way] = {0: ((), ())}
+    partials: dict[int, _Partial] = {0: ((), ())}
     for stage in range(devices):
         last = layers - (devices - 1 - stage)
         stops = range(stage + 1, last + 1) if stage < devices - 1 else (layers,)
-        ways = {stop: _lowest(predictor, stage, stop, ways) for stop in stops}
-    return (*reversed(ways[layers][1]), layers)
+        partials = {stop: _lowest(predictor, stage, stop, partials) for stop in stops}
+    return (*reversed(partials[layers][1]), layers)
 
 
-def _lowest(predictor: Predictor, stage: int, stop: int, ways: dict[int, _Way]) -> _Way:
-    """The best way to end stage number `stage` before layer `stop`."""
-    found = (_extended(way, predictor(stage, start, stop), start) for start, way in ways.items() if start < stop)
-    return min(found, key=lambda way: ([-peak for peak in way[0]], way[1]))
+def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
+    """The best split of the layers before `stop` into stages up to number `stage`."""
+    found = (
+        _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
+    )
+    return min(found, key=lambda partial: ([-peak for peak in partial[0]], partial[1]))
 
 
-def _extended(way: _Way, peak: int, start: int) -> _Way:
-    peaks = list(way[0])
+def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
+    peaks = list(partial[0])
     insort(peaks, -peak)
-    return tuple(peaks), (start, *way[1])
+    return tuple(peaks), (start, *partial[1])
 
 
 def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
-    """Our predictor for pipelines of so many stages: the peak at the stage's place in the schedule, to the byte.
+    """The exact predictor for pipelines of so many stages: the peak at the stage's place in the schedule.
 
     Raises:
         UsageError: no such schedule, or a microbatch size that was not profiled.

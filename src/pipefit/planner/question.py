@@ -1,4 +1,4 @@
-"""What every planner is asked: which layers, how many stages, on which devices, under which schedule."""
+"""The planning problem that every planner solves (a `Question`), and its answer (`Found`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipefit.validation import check_types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What may be asked of any planner.
+    """Options of every planner.
 
     `stages` None uses every device, or as many as there are layers. `recompute` names the microbatches whose forward
     every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
@@ -35,23 +35,23 @@ class Options:
 
 
 class DeviceClass(NamedTuple):
-    """Devices of one kind with one budget: which of them holds a stage makes no difference."""
+    """Devices of one kind with the same budget, which are interchangeable."""
 
     memory_bytes: int
     devices: tuple[int, ...]
 
 
 class Split(NamedTuple):
-    """An answer: stage s holds layers `edges[s]` to `edges[s + 1] - 1` and sits on `devices[s]`."""
+    """A split of the model: stage s holds layers `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`."""
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """What a planner answers: a split, how it was judged, and how many splits or stages were looked at.
+    """What a planner found: a split, its value, and how many splits or stages were evaluated.
 
-    Where it is `proven`, no split has less than `value` of `objective`.
+    `proven` says that no other split has a lower value of the objective.
     """
 
     split: Split
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One planning problem, and what follows from it.
+    """One planning problem: a profile, a cluster, a training and the planner's options.
 
     Raises:
         UsageError: more stages than layers or devices, no such schedule, or a microbatch size that was not profiled.
@@ -91,7 +91,7 @@ class Question:
 
     @cached_property
     def measurement(self) -> Measurement:
-        """The layer costs at the microbatch size asked for."""
+        """The layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
 
     @property
@@ -105,14 +105,14 @@ class Question:
         return self.options.stages or min(self.layers, len(self.cluster.devices))
 
     def surroundings(self, stage: int) -> tuple[Surroundings, ...]:
-        """What surrounds the compute actions of a stage at this position."""
+        """The surroundings that the compute actions of a stage at this position meet."""
         return surroundings(
             self.training.schedule, stage, self.stages, self.training.microbatches, self.options.recompute
         )
 
     @cached_property
     def classes(self) -> tuple[DeviceClass, ...]:
-        """Classes of equal devices, by their lowest device number; devices in rising number."""
+        """Classes of equal devices, in the order of their lowest device numbers."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, device in enumerate(self.cluster.devices):
             kind = device.kind
@@ -122,22 +122,22 @@ class Question:
 
     @property
     def equal_budgets(self) -> bool:
-        """Whether all devices have the same memory, so that bytes are compared and not fractions of a budget."""
+        """Whether all devices have the same budget: peaks are compared in bytes then, else as shares of budgets."""
         return len(set(self.cluster.budgets)) == 1
 
     @property
     def objective(self) -> Objective:
-        """What planners of memory minimise."""
+        """What planners that minimise memory minimise: the peak, or the peak's share of the budget."""
         return Objective.PEAK if self.equal_budgets else Objective.PEAK_SHARE
 
     def value(self, peaks: tuple[int, ...], devices: tuple[int, ...]) -> float:
-        """What the objective makes of the peaks of the stages on these devices."""
+        """The objective's value for stages with these peaks on these devices."""
         if self.equal_budgets:
             return max(peaks)
         return max(peak / self.cluster.budgets[device] for peak, device in zip(peaks, devices, strict=True))
 
     def in_order(self, edges: tuple[int, ...]) -> Split:
-        """The split at `edges`, stage s on device s."""
+        """The split at `edges` with stage s on device s."""
         return Split(edges, tuple(range(self.stages)))
 
 

@@ -1,7 +1,7 @@
-"""Splits a chain of weights so that the heaviest part is as light as can be: what baselines minimise.
+"""Splits a sequence of weights into consecutive parts so that the heaviest part is as light as possible.
 
-Exact for integers: bisection on the heaviest part, each try a greedy filling by binary search. O(P log L) for each
-of the few dozen tries. Among equals the first parts are filled first.
+Exact for integers: bisection on the weight of the heaviest part, with a greedy filling by binary search for each of the
+few dozen tries, in O(P log L). Between equal solutions, the first parts are as long as possible.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from itertools import accumulate, pairwise
 
 
 def lightest_parts(weights: Sequence[int], parts: int) -> tuple[int, tuple[int, ...]]:
-    """The heaviest sum, and edges 0 = e0 < e1 < ... = len(weights) of `parts` parts whose heaviest sum is lowest.
-    Weights are not negative.
+    """The lowest possible sum of the heaviest of `parts` parts, and their edges 0 = e0 < e1 < ... = len(weights).
+
+    No weight is negative.
     """
     sums = [0, *accumulate(weights)]
     low, best = -1, (*range(parts), len(weights))
@@ -29,7 +30,7 @@ def lightest_parts(weights: Sequence[int], parts: int) -> tuple[int, tuple[int, 
 
 
 def _filled(sums: Sequence[int], parts: int, most: int) -> tuple[int, ...] | None:
-    """Parts of at most `most` each, early ones as long as can be; None where that is impossible."""
+    """Edges of parts of at most `most` each, the first ones as long as possible; None where there are none."""
     layers = len(sums) - 1
     edges = [0]
     for later in reversed(range(parts)):

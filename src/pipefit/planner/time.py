@@ -1,9 +1,9 @@
-"""The time planner: the slowest stage is as fast as can be. What planners of throughput do; memory has no say.
+"""The time planner: the slowest stage is as fast as possible, as in planners for throughput. It ignores memory.
 
-Good for speed when memory is plenty: a pipeline runs at the pace of its slowest stage. Under 1F1B the first stage
-holds the most microbatches, so equal time fills it first. Takes forward and backward seconds from the profile, or
-their estimate, on the first device's kind. Exact for its own measure, in milliseconds. (torchgpipe's
-`balance_by_time`, solved exactly.)
+Good where memory is plenty, because a pipeline runs at the pace of its slowest stage. Under 1F1B the first stage holds
+the most microbatches, so that stages of equal time fill the first device first. Forward and backward seconds are
+measured ones from the profile, or estimates for the kind of the first device. The minimum is exact, found in
+milliseconds. (torchgpipe's `balance_by_time`, solved exactly.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TICK = 1e-12  # seconds are rounded to this, so that sums of them are exact
 
 
 def time(question: Question) -> Found:
-    """The split with the lowest highest sum of forward and backward seconds. Stage s is on device s."""
+    """The split whose slowest stage needs the fewest seconds forward and backward. Stage s is on device s."""
     slowest, edges = lightest_parts(ticks(question), question.stages)
     return Found(question.in_order(edges), Objective.SECONDS, slowest * _TICK)
 

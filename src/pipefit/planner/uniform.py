@@ -1,7 +1,7 @@
-"""The uniform planner: the same number of layers on every device, or one more. What one does without a planner.
+"""The uniform planner: the same number of layers on every device, give or take one, as one would split by hand.
 
-Good where all layers are alike and memory is plenty. It knows nothing of what layers cost, nor that early stages of
-1F1B hold more microbatches. Instant.
+Good where all layers are alike and memory is plenty. It ignores what layers cost, and that early stages of 1F1B hold
+more microbatches. Instant.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pipefit.plans import Objective
 
 
 def uniform(question: Question) -> Found:
-    """Stages of equal length; where that cannot be, the first ones hold one layer more. Stage s is on device s."""
+    """Stages of equal length; if that is impossible, the first ones have one layer more. Stage s is on device s."""
     edges = equal_lengths(question.layers, question.stages)
     longest = edges[1]
     return Found(question.in_order(edges), Objective.LAYERS, longest)
 
 
 def equal_lengths(layers: int, stages: int) -> tuple[int, ...]:
-    """Edges of stages of equal length, the first ones a layer longer where that cannot be."""
+    """Edges of stages of equal length, the first ones one layer longer if that is impossible."""
     length, longer = divmod(layers, stages)
     return tuple(stage * length + min(stage, longer) for stage in range(stages + 1))

@@ -1,13 +1,14 @@
-"""Which layers a stage can start at, and how many it can hold, if no stage may need more than a given level.
+"""Which layers a stage can start at, and how many it can hold, if no stage may need more than a given level of bytes.
 
-Bounds alone, in microseconds. Parameters, gradients and optimizer state of a range only grow with it, and so do the
-activations that were born and saved inside it (`Ranges.floor`). A stage that holds n microbatches at once, and in some
-moment m microbatches besides its gradients, needs at least
+These are lower bounds, found in microseconds. When a range of layers grows, its parameters, gradients and optimizer
+state only grow, and so do the activations that are made and saved inside it (`Ranges.floor`). A stage that holds n
+microbatches at once needs for layers i to j - 1 at least
 
-    owned(j) - owned(i) + n * (saved(j) - born(i))          and         the same with m, and gradients among the owned
+    owned(j) - owned(i) + n * (saved(j) - born(i))
 
-bytes for layers i to j - 1. Each is a rising reach(j) minus a rising base(i), so the furthest stop and the earliest
-start are binary searches.
+bytes; and if it holds m microbatches while its gradients exist, the same with m instead of n and gradients added to
+what is owned. Both are a rising reach(j) minus a rising base(i), so that the last possible stop and the first possible
+start are found by binary search.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class Window(NamedTuple):
-    """A stage's starts `first` to `last` and its widths, `narrowest` to `widest`."""
+    """The layers at which a stage can start, `first` to `last`, and its possible widths, `narrowest` to `widest`."""
 
     first: int
     last: int
@@ -34,14 +35,14 @@ class Window(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """At least reach[j] - base[i] bytes for layers i to j - 1."""
+    """One lower bound: layers i to j - 1 need at least reach[j] - base[i] bytes."""
 
     reach: Floats
     base: Floats
 
 
 class Bounds:
-    """The lower bounds of every stage of a question."""
+    """The lower bounds of all stages of a question."""
 
     def __init__(self, question: Question, ranges: Ranges) -> None:
         self.stages, self.layers = question.stages, question.layers
@@ -56,7 +57,7 @@ class Bounds:
             self.lines.append([_Line(owned + n * saved, owned + n * born), _Line(full + m * saved, full + m * born)])
 
     def windows(self, level: float) -> list[Window] | None:
-        """Where every stage must lie if none may need more than `level` bytes; None where that is impossible."""
+        """The window of every stage if none may need more than `level` bytes; None if there is no such split."""
         last = self._latest_starts(level)
         first = self._earliest_starts(level)
         if last[-1] < self.layers or any(a > b for a, b in zip(first, last, strict=True)):
@@ -64,7 +65,7 @@ class Bounds:
         return [self._window(stage, first, last, level) for stage in range(self.stages)]
 
     def greedy(self, level: float) -> tuple[int, ...] | None:
-        """A split that the bounds all but allow at `level`, early stages filled first."""
+        """A split whose stages nearly keep to `level` by their bounds, filled from the first on; None if there is none."""
         last = self._latest_starts(level)
         if last[-1] < self.layers or any(start < stage for stage, start in enumerate(last)):
             return None
@@ -74,7 +75,7 @@ class Bounds:
         return tuple(reversed(edges))
 
     def lowest_split(self) -> tuple[int, ...]:
-        """A split whose highest bound is about as low as can be: bisection on the level."""
+        """A split whose highest lower bound is about as low as possible, by bisection on the level."""
         high = float(max(line.reach[-1] for lines in self.lines for line in lines)) + 1.0
         low, best = 0.0, self.greedy(high)
         assert best is not None
@@ -85,9 +86,10 @@ class Bounds:
         return best
 
     def _latest_starts(self, level: float) -> list[int]:
-        """For every stage, the last layer it can start at; then how many layers all stages can hold.
+        """For every stage, the last layer it can start at; at the end, the number of layers that all stages can hold.
 
-        These may fall: a layer that is too large for one stage may fit a later one, which holds fewer microbatches.
+        A later stage may have to start earlier than the one before: a layer that is too large for one stage may fit a
+        later one, which holds fewer microbatches.
         """
         starts = [0]
         for stage in range(self.stages):
@@ -96,14 +98,14 @@ class Bounds:
         return starts
 
     def _stops(self, stage: int, starts: NDArray[np.intp], level: float) -> NDArray[np.intp]:
-        """The furthest stop from each start."""
+        """The last possible stop for each start."""
         lines = self.lines[stage]
         stops = [np.searchsorted(line.reach, level + line.base[starts], side="right") for line in lines]
         furthest: NDArray[np.intp] = np.minimum.reduce(stops) - 1
         return furthest
 
     def _earliest_starts(self, level: float) -> list[int]:
-        """For every stage, the first layer it can start at so that it and the later ones reach the end."""
+        """For every stage, the first layer it can start at if it and the later ones are to reach the end."""
         starts = [self.layers]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]

@@ -29,8 +29,8 @@ from pipefit.validation import seed_number
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
-class Silence:
-    """A transport without another end."""
+class NoPeers:
+    """A transport that stands for all other devices: what is received is zeros, and what is sent is dropped."""
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> None:
         if action.kind in _RECEIVES:
@@ -80,7 +80,7 @@ class LoneStages:
             plan=plan,
             program=lower(plan),
             shared=self.shared,
-            transport=Silence(),
+            transport=NoPeers(),
             clock=lambda: 0.0,
             seed=self.seed,
         )

@@ -28,7 +28,7 @@ from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
-from pipefit.runtime.transport import Mailroom
+from pipefit.runtime.transport import InProcess
 from pipefit.schedule import lower
 from pipefit.trace import PREDICTED_STEPS, Category, DeviceTrace, MemorySample, Trace
 from pipefit.validation import whole
@@ -66,7 +66,7 @@ def certify(
             plan=plan,
             program=program,
             shared=shared_parameters([layer.module for layer in chain.layers]),
-            transport=Mailroom(),
+            transport=InProcess(),
             clock=lambda: 0.0,
             seed=0,
         )

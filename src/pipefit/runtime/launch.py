@@ -1,6 +1,6 @@
 """Launching the workers of a plan on this machine, and watching over them.
 
-One process a stage, each with a pipe to the parent and a pulse that it can read. Every wait has a timeout, in the
+One process a stage, each with a pipe to the parent and a heartbeat that it can read. Every wait has a timeout, in the
 workers and here. When something goes wrong the parent decides who is to blame: a worker that died without a word, else
 one that reported an error of its own, else one that fell silent while the others waited for it; among equals the
 first. The rest are victims and are stopped.
@@ -29,13 +29,13 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Order, Pulse, work
+from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 OnStep = Callable[[int, float], None]
-_POLL_SECONDS = 0.5  # between two looks at the pulses
+_POLL_SECONDS = 0.5  # between two looks at the heartbeats
 _GRACE_SECONDS = 3.0  # for the other workers to report, once one has failed
 _SITUATIONS = {
     STARTING: "while it started",
@@ -106,7 +106,7 @@ class _Worker:
 
     process: Any
     pipe: Connection
-    pulse: Pulse
+    heartbeat: Heartbeat
     beats: int = 0
     last_sign: float = field(default_factory=time.monotonic)
     result: tuple[DeviceTrace, tuple[float, ...]] | None = None
@@ -114,8 +114,8 @@ class _Worker:
 
     def look(self) -> None:
         """Has it moved on since the last look?"""
-        if self.pulse.beats != self.beats:
-            self.beats, self.last_sign = self.pulse.beats, time.monotonic()
+        if self.heartbeat.beats != self.beats:
+            self.beats, self.last_sign = self.heartbeat.beats, time.monotonic()
 
 
 @dataclass(slots=True)
@@ -134,17 +134,17 @@ class _Watch:
         context = mp.get_context("spawn")
         for rank in range(len(self.plan.ranks)):
             ours, theirs = context.Pipe(duplex=False)
-            pulse = Pulse(context)
-            order = Order(
+            heartbeat = Heartbeat(context)
+            assignment = Assignment(
                 task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store,
                 timeout_seconds=self.timeout_seconds, start_seconds=self.start_seconds,
             )  # fmt: skip
             process = context.Process(
-                target=work, args=(order, theirs, pulse), daemon=True, name=f"pipefit-worker-{rank}"
+                target=work, args=(assignment, theirs, heartbeat), daemon=True, name=f"pipefit-worker-{rank}"
             )
             with _interrupts_held():
                 process.start()
-                self.workers.append(_Worker(process, ours, pulse))
+                self.workers.append(_Worker(process, ours, heartbeat))
             theirs.close()
 
     def until_done(self) -> None:
@@ -195,7 +195,7 @@ class _Watch:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(timeout=1)
-            worker.error = _death(worker.process.exitcode, worker.pulse.action)
+            worker.error = _death(worker.process.exitcode, worker.heartbeat.action)
             return
         finally:
             worker.last_sign = time.monotonic()
@@ -230,7 +230,7 @@ class _Watch:
         error = worker.error
         if error is not None and not isinstance(error, WorkerFailed):
             return error  # it says where by itself
-        number, names = worker.pulse.action, self.plan.profile.layers
+        number, names = worker.heartbeat.action, self.plan.profile.layers
         stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
         layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
         who = f"worker {rank} (device {stages[0].device}, layers {layers})"
@@ -245,7 +245,7 @@ class _Watch:
         return verdict
 
     def _patience(self, worker: _Worker) -> float:
-        return self.start_seconds if worker.pulse.action < BETWEEN_STEPS else self.timeout_seconds
+        return self.start_seconds if worker.heartbeat.action < BETWEEN_STEPS else self.timeout_seconds
 
 
 def _blame(worker: _Worker) -> tuple[int, float]:

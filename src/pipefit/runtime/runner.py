@@ -20,14 +20,14 @@ from pipefit.profiles import Value
 from pipefit.program import COMPUTE, RECEIVES, SENDS, Action, Kind, Program, Subject
 from pipefit.runtime.flight import Flight
 from pipefit.runtime.record import Record
+from pipefit.runtime.specializations import Specialization, boundaries
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import Transport
-from pipefit.runtime.variants import Variant, boundaries
 from pipefit.trace import Category, DeviceTrace, Event, Stream
 
 Microbatch = list[Tensor]
-Script = tuple[tuple[Action, str, Stream], ...]
+Instructions = tuple[tuple[Action, str, Stream], ...]
 _LEFT = {
     Kind.FORWARD: Category.ACTIVATIONS,
     Kind.RECOMPUTE: Category.ACTIVATIONS,
@@ -61,11 +61,11 @@ class DeviceRunner:
         self.plan, self.program, self.stages = plan, program, dict(stages)
         self.number = plan.stages[min(stages)].device
         self.transfers, self.meter, self.clock, self.on_action = Transfers(transport), meter, clock, on_action
-        self.usual = Variant(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
+        self.usual = Specialization(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
         self.record = Record()
-        self._variants: Sequence[Variant] = ()
+        self._specializations: Sequence[Specialization] = ()
         self._flights: dict[tuple[int, int], Flight] = {}
-        self._scripts: dict[int, tuple[Program, Script]] = {}
+        self._instructions_of: dict[int, tuple[Program, Instructions]] = {}
         self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that go forward again
         self._inputs: Sequence[Microbatch] = ()
         self._targets: Sequence[Microbatch] = ()
@@ -84,25 +84,25 @@ class DeviceRunner:
         *,
         program: Program | None = None,
         weights: Sequence[float] | None = None,
-        variants: Sequence[Variant] | None = None,
+        specializations: Sequence[Specialization] | None = None,
     ) -> Iterator[None]:
         """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
 
         Args:
             program: another than the plan's, such as one that only evaluates.
             weights: of every microbatch's loss; equal parts unless given.
-            variants: for every microbatch, where some are not like the plan's.
+            specializations: for every microbatch, where some are not like the plan's.
 
         Raises:
             OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
         """
-        script = self._script(self.program if program is None else program)
-        self._again = {(a.stage, a.microbatch) for a, _, _ in script if a.kind is Kind.RECOMPUTE}
-        self._variants = variants or (self.usual,) * len(inputs)
+        instructions = self._instructions(self.program if program is None else program)
+        self._again = {(a.stage, a.microbatch) for a, _, _ in instructions if a.kind is Kind.RECOMPUTE}
+        self._specializations = specializations or (self.usual,) * len(inputs)
         self._inputs, self._targets = inputs, targets
         for stage in self.stages.values():
             stage.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
-        for number, (action, text, stream) in enumerate(script):
+        for number, (action, text, stream) in enumerate(instructions):
             if self.on_action is not None:
                 self.on_action(number)
             if action.wait:
@@ -112,14 +112,14 @@ class DeviceRunner:
         self._inputs = self._targets = ()
         self.record.next_step()
         for stage in self.stages.values():
-            stage.batch_number += any(action.kind is Kind.BACKWARD for action, _, _ in script)
+            stage.batch_number += any(action.kind is Kind.BACKWARD for action, _, _ in instructions)
 
-    def _script(self, program: Program) -> Script:
+    def _instructions(self, program: Program) -> Instructions:
         """What this device does in `program`, with text and stream; read once."""
-        known = self._scripts.get(id(program))
+        known = self._instructions_of.get(id(program))
         if known is None or known[0] is not program:
-            script = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
-            known = self._scripts[id(program)] = program, script
+            instructions = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
+            known = self._instructions_of[id(program)] = program, instructions
         return known[1]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
@@ -203,7 +203,7 @@ class DeviceRunner:
 
     def _values(self, action: Action) -> Sequence[Value]:
         """What the plan says of the tensors in a message: the values at the boundary, or gradients of some of them."""
-        stage, known = self.stages[action.stage], self._variants[action.microbatch or 0].boundaries
+        stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0].boundaries
         values = known[stage.stop if action.neighbour > action.stage else stage.start]
         if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
             return values
@@ -264,8 +264,8 @@ class DeviceRunner:
         key = action.stage, action.microbatch
         flight = self._flights.get(key)
         if flight is None:
-            variant = self._variants[action.microbatch]
-            flight = Flight(action.microbatch, variant.layers[action.stage], variant.boundaries)
+            specialization = self._specializations[action.microbatch]
+            flight = Flight(action.microbatch, specialization.layers[action.stage], specialization.boundaries)
             self._flights[key] = flight
         return flight
 
@@ -341,13 +341,13 @@ def _stream(action: Action) -> Stream:
 
 
 def run_in_turn(
-    runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **variant: Any
+    runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **options: Any
 ) -> None:
     """One step of every device inside this process: each runs until it would wait for another.
 
-    `variant` is handed on to `step`.
+    `options` are handed on to `step`.
     """
-    running = {runner.number: runner.step(inputs, targets, **variant) for runner in runners}
+    running = {runner.number: runner.step(inputs, targets, **options) for runner in runners}
     try:
         while running:
             before = [len(runner.record.events) for runner in runners]

@@ -38,10 +38,10 @@ from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
+from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import Mailroom, Transport, connect
-from pipefit.runtime.variants import Variants
+from pipefit.runtime.transport import InProcess, Transport, connect
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -91,7 +91,7 @@ class Trainer:
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = lower(plan)
-        transport: Transport = Mailroom()
+        transport: Transport = InProcess()
         if self.distributed:  # first of all, while the workers are together: building may take one longer than another
             transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
         with recording("training"), torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
@@ -122,7 +122,7 @@ class Trainer:
             for number in ([self.rank] if self.distributed else range(len(ranks)))
         ]
         own = {number: stage.layers for runner in self.runners for number, stage in runner.stages.items()}
-        self.variants = Variants(task, plan, own, traced=chain.traced)
+        self.specializations = Specializations(task, plan, own, traced=chain.traced)
         self.chain = replace(chain, layers=())  # other stages' layers are not this process's to keep
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
@@ -222,14 +222,14 @@ class Trainer:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss."""
         samples = sum(cut.sizes)
         weights = [size / samples / batches for size in cut.sizes]
-        variants = [self.variants.of(size, training=training) for size in cut.sizes]
-        variant: dict[str, Any] = {"program": program, "weights": weights, "variants": variants}
+        specializations = [self.specializations.of(size, training=training) for size in cut.sizes]
+        options: dict[str, Any] = {"program": program, "weights": weights, "specializations": specializations}
         with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
             if self.distributed:
-                for _ in self.runners[0].step(cut.inputs, cut.targets, **variant):
+                for _ in self.runners[0].step(cut.inputs, cut.targets, **options):
                     pass
             else:
-                run_in_turn(self.runners, cut.inputs, cut.targets, **variant)
+                run_in_turn(self.runners, cut.inputs, cut.targets, **options)
         self._kernels.keep()
         self._kernels.tell_unknown()
         return self._mean_loss([size / samples for size in cut.sizes])

@@ -42,7 +42,7 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True)
-class _Letter:
+class _Message:
     """A message inside one process: two ends that must meet, then a copy."""
 
     sent: list[Tensor] | None = None
@@ -75,25 +75,25 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class Mailroom:
-    """The transport inside one process: a letter is delivered when both ends have started."""
+class InProcess:
+    """The transport inside one process: a message is delivered when both ends have started."""
 
-    letters: dict[Action, _Letter] = field(default_factory=dict)
+    messages: dict[Action, _Message] = field(default_factory=dict)
     sums: dict[Action, _Sum] = field(default_factory=dict)
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> _Letter:
+    def start(self, action: Action, tensors: list[Tensor], peer: int) -> _Message:
         sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         key = action if sending else message_partner(action)
         assert key is not None
-        letter = self.letters.pop(key, None)
-        if letter is None:
-            letter = self.letters[key] = _Letter()
+        message = self.messages.pop(key, None)
+        if message is None:
+            message = self.messages[key] = _Message()
         if sending:
-            letter.sent = tensors
+            message.sent = tensors
         else:
-            letter.buffers = tensors
-        letter.deliver()
-        return letter
+            message.buffers = tensors
+        message.deliver()
+        return message
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> _Sum:
         key = action._replace(stage=members[0])
@@ -104,14 +104,14 @@ class Mailroom:
             total.add_up()
         return total
 
-    def ready(self, handle: _Letter | _Sum) -> bool:
+    def ready(self, handle: _Message | _Sum) -> bool:
         return handle.done
 
-    def join(self, action: Action, handle: _Letter | _Sum) -> None:
+    def join(self, action: Action, handle: _Message | _Sum) -> None:
         assert handle.done
 
     def abandon(self) -> None:
-        self.letters.clear()
+        self.messages.clear()
         self.sums.clear()
 
 
@@ -130,9 +130,9 @@ class Network:
     workers: dict[int, int]  # device -> the worker that runs it
     channels: dict[Channel, dist.ProcessGroup]
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the stages that add up
-    inside: Mailroom = field(default_factory=Mailroom)
+    inside: InProcess = field(default_factory=InProcess)
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work] | _Letter:
+    def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work] | _Message:
         name = channel(self.device, action, self.placement)
         if name is None:
             return self.inside.start(action, tensors, peer)
@@ -148,11 +148,11 @@ class Network:
         except RuntimeError as error:
             raise PeerLost(f"{action} failed: another stage is gone ({_first_line(error)})") from error
 
-    def ready(self, handle: list[dist.Work] | _Letter) -> bool:
+    def ready(self, handle: list[dist.Work] | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
 
-    def join(self, action: Action, handle: list[dist.Work] | _Letter) -> None:
-        if isinstance(handle, _Letter):
+    def join(self, action: Action, handle: list[dist.Work] | _Message) -> None:
+        if isinstance(handle, _Message):
             return self.inside.join(action, handle)
         for work in handle:
             try:

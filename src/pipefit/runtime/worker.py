@@ -1,7 +1,8 @@
-"""A worker: one process that trains one stage and tells its parent how it goes.
+"""A worker: one process that trains the stages of one device and reports to its parent.
 
-What it says goes through a pipe: each step's loss, then its trace, or what failed. Where it is stands in shared memory
-(`Pulse`), so that the parent knows it even of a worker that says nothing any more. A worker ends when its parent does.
+It sends its reports through a pipe: the loss of each step, then its trace, or what failed. The number of the action
+that it is at stands in shared memory (`Heartbeat`), so that the parent can read it even when the worker hangs. A worker
+ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from pipefit.plans import Plan
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
 
-STARTING, MEETING, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1  # what a pulse says outside the actions, which count from 0
+# What a heartbeat says while the worker is at no action; actions are numbered from 0.
+STARTING, MEETING, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a worker is told. The task is pickled apart: if it cannot be loaded, the worker says so."""
+class Assignment:
+    """What a worker is to do.
+
+    The task is pickled by itself, so that a worker which cannot load it can still report that.
+    """
 
     task: bytes
     plan: Plan
@@ -45,20 +50,20 @@ class Order:
     store: str
 
 
-class Pulse:
-    """A worker's sign of life, in shared memory: how often it moved on, and the number of the action it is at."""
+class Heartbeat:
+    """A worker's sign of life, in shared memory: how many actions it has begun, and the number of the one it is at."""
 
     def __init__(self, context: Any) -> None:
         self._words = context.RawArray("q", [0, STARTING])
 
     @property
     def beats(self) -> int:
-        """Grows whenever the worker moves on."""
+        """How many actions the worker has begun: it grows as long as the worker does not hang."""
         return int(self._words[0])
 
     @property
     def action(self) -> int:
-        """Number of the action the worker is at, or one of the negative names."""
+        """The number of the action that the worker is at, or, at none, one of the negative constants of this module."""
         return int(self._words[1])
 
     def at(self, action: int) -> None:
@@ -67,21 +72,23 @@ class Pulse:
         self._words[0] += 1
 
 
-def work(order: Order, pipe: Connection, pulse: Pulse) -> None:
+def work(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(OSError):
-        os.dup2(2, 1)  # what a model prints is for people: stdout belongs to the parent's result
+        os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:
-        word: tuple[Any, ...] = ("done", *_train(order, pipe, pulse))
-    except Exception as error:  # noqa: BLE001 - a worker reports whatever happens to it: the parent must not have to guess
+        word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
+    except Exception as error:  # noqa: BLE001 - whatever happens is reported to the parent
         word = ("error", *_report(error), traceback.format_exc())
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the parent may be gone
         pipe.send(word)
     pipe.close()
     if word[0] == "error":
         sys.stdout.flush()
-        os._exit(1)  # the others hear of it at once; taking apart a group in the middle of its work may hang or abort
+        os._exit(
+            1
+        )  # the others learn of it at once; destroying a process group in the middle of its work may hang or abort
 
 
 def _end_with_parent() -> None:
@@ -91,31 +98,37 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _train(order: Order, pipe: Connection, pulse: Pulse) -> tuple[DeviceTrace, tuple[float, ...]]:
+def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
     """This worker's part of the training; its device's trace and the seconds of every step."""
-    ranks = order.plan.ranks
-    tells = len(order.plan.stages) - 1 in ranks[order.rank]  # the losses, which are the last stage's
-    torch.set_num_threads(order.plan.profile.assumptions.threads)
-    task = _task(order.task)
-    pulse.at(MEETING)
-    meeting = _Meeting(order) if len(ranks) > 1 else None
-    pulse.at(BUILDING)
+    ranks = assignment.plan.ranks
+    reports_losses = len(assignment.plan.stages) - 1 in ranks[assignment.rank]
+    torch.set_num_threads(assignment.plan.profile.assumptions.threads)
+    task = _task(assignment.task)
+    heartbeat.at(MEETING)
+    meeting = _Meeting(assignment) if len(ranks) > 1 else None
+    heartbeat.at(BUILDING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PipefitWarning)  # of another machine the parent has warned
-        trainer = Trainer(task, order.plan, seed=order.seed, timeout_seconds=order.timeout_seconds, on_action=pulse.at)
+        warnings.simplefilter("ignore", PipefitWarning)  # the parent has warned already
+        trainer = Trainer(
+            task,
+            assignment.plan,
+            seed=assignment.seed,
+            timeout_seconds=assignment.timeout_seconds,
+            on_action=heartbeat.at,
+        )
     if meeting is not None:
-        pulse.at(MEETING)
+        heartbeat.at(MEETING)
         meeting.wait("ready")
-    for step in range(order.steps):
-        pulse.at(BETWEEN_STEPS)
-        torch.manual_seed(order.seed + step)
-        loss = trainer.step(task.batch(order.plan.training.batch_size))
-        if tells:
+    for step in range(assignment.steps):
+        heartbeat.at(BETWEEN_STEPS)
+        torch.manual_seed(assignment.seed + step)
+        loss = trainer.step(task.batch(assignment.plan.training.batch_size))
+        if reports_losses:
             pipe.send(("step", step, loss))
     if meeting is not None:
         dist.destroy_process_group()
     trace = trainer.trace
-    return trace.devices[order.plan.stages[ranks[order.rank][0]].device], trace.step_seconds
+    return trace.devices[assignment.plan.stages[ranks[assignment.rank][0]].device], trace.step_seconds
 
 
 def _task(pickled: bytes) -> Task:
@@ -132,15 +145,18 @@ def _task(pickled: bytes) -> Task:
 
 
 class _Meeting:
-    """Where the workers find each other. They wait here, so that unequal starts do not count as silence later."""
+    """Where the workers find each other.
 
-    def __init__(self, order: Order) -> None:
-        self.rank, self.world = order.rank, len(order.plan.ranks)
-        self.patience = timedelta(seconds=order.start_seconds)
-        self.store = dist.FileStore(order.store, self.world)  # type: ignore[attr-defined]  # exported without its name
-        os.environ["LOCAL_RANK"] = str(order.rank)
+    They wait here for the slowest, so that the time that a worker takes to start does not count as hanging later.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
+        self.patience = timedelta(seconds=assignment.start_seconds)
+        self.store = dist.FileStore(assignment.store, self.world)  # type: ignore[attr-defined]  # exported without its name
+        os.environ["LOCAL_RANK"] = str(assignment.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
-        backend, timeout = backend_of(order.plan), timedelta(seconds=order.timeout_seconds)
+        backend, timeout = backend_of(assignment.plan), timedelta(seconds=assignment.timeout_seconds)
         self.wait("here")
         try:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=timeout)
@@ -157,13 +173,13 @@ class _Meeting:
 
 
 def _report(error: Exception) -> tuple[type[PipefitError], str]:
-    """A failure as the parent can always read it: one of our own types, and a text."""
+    """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
     return WorkerFailed, _told(error)
 
 
 def _told(error: Exception) -> str:
-    """Type and first line, of an exception that may not even know how to print itself."""
+    """Type and first line of an exception, even of one whose `__str__` fails."""
     text = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0][:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Schedules (pure generators of compute actions) and the lowering of a plan into a program."""
+"""Schedules, which are generators of compute actions, and the lowering of a plan to its program."""
 
 from pipefit.schedule.lower import SCHEDULES, lower, lower_evaluation, schedule_named
 from pipefit.schedule.order import Compute, Schedule

@@ -1,8 +1,8 @@
-"""Arenas: the memory that devices with room to spare lend to others for the whole of a run.
+"""Arenas: memory that devices with room to spare reserve for tensors of other devices, for a whole run.
 
-What a borrower has outstanding at a lender is a function of the borrower's program: a slot is taken when an OFFLOAD
-starts and given back when the RELOAD is joined. So every lender reserves at start-up, for each of its borrowers, as
-many slots of each size as are ever in use at once, and its peak depends on nobody's speed.
+A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the number of
+slots that it uses at once depends on its program alone. The lender reserves that many slots of each size before the
+first step, and its peak does not depend on the speed of any device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Arena(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
 
 def arenas(devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], int]) -> tuple[Arena, ...]:
-    """What every device lends to every other one.
+    """The arenas that every device lends to each other one.
 
     Args:
-        devices: the actions of every device; those that move nothing away make no difference.
+        devices: the actions of every device; only OFFLOADs and RELOADs matter.
         moved_bytes: how many bytes an OFFLOAD or RELOAD moves.
     """
     found: list[Arena] = []

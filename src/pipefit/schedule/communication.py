@@ -1,17 +1,18 @@
-"""The rewriting that makes communication explicit: receives, sends and loads around the compute actions.
+"""The rewriting that makes communication explicit: it puts receives, sends and loads around the compute actions.
 
-The rule, for a rank's compute actions c0, c1, ...:
+For each of a rank's compute actions c[0], c[1], ..., in this order:
 
-    post the receive of what c[t+1] needs    so that it arrives while c[t] computes
+    start the receive of what c[t+1] needs    so that it arrives while c[t] computes
     join the receive of what c[t] needs
-    load data that c[t] needs from the host
+    load the data that c[t] needs from the host
     c[t]
-    join the sends that c[t-1] started       so they had the time of one compute action
+    join the sends of what c[t-1] made        they had the time of c[t] to arrive
     start the sends of what c[t] made
 
-Where c[t] is the backward of what c[t-1] sent, its gradients prove that the send arrived: both are joined first.
+If c[t] is the backward of the forward c[t-1], the gradients that it needs can only come after the output of c[t-1] has
+arrived. Then the receive and the send are joined first.
 
-A device thus holds, beside its microbatches in flight, at most one posted receive and one outstanding send in each
+So a device holds, beside its microbatches in flight, at most one started receive and one outstanding send in each
 direction.
 """
 
@@ -25,7 +26,7 @@ from pipefit.schedule.order import Order
 
 
 def communicated(order: Order, plan: Plan) -> Iterator[Action]:
-    """One rank's actions: the compute actions, each between its communication."""
+    """The actions of one rank: its compute actions, and the receives, loads and sends around them."""
     yield from _receives(order[0], plan)
     sending: list[Action] = []
     for number, action in enumerate(order):
@@ -44,7 +45,7 @@ def communicated(order: Order, plan: Plan) -> Iterator[Action]:
 
 
 def answers(action: Action, before: Action) -> bool:
-    """Whether `action` is the backward of the forward `before`."""
+    """Whether `action` is the backward of the forward `before`, for the same stage and microbatch."""
     return (
         action.kind is Kind.BACKWARD
         and before.kind is Kind.FORWARD

@@ -1,12 +1,12 @@
-"""The rewriting that moves saved tensors away and back: offloads behind their forward, reloads ahead of their backward.
+"""The rewriting that moves saved tensors away and back: an OFFLOAD after their forward, a RELOAD before their backward.
 
-    F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind 1: one compute action hides the way out
-    RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead 1: one hides the way back
+    F4 SEND_F4 OFFLOAD4#1  ...compute...  WAIT_SEND_F4 WAIT_OFFLOAD4#1    behind=1: one compute action hides the offload
+    RELOAD4#1  ...compute...  WAIT_RECV_B4 WAIT_RELOAD4#1 B4              ahead=1: one compute action hides the reload
 
-A reload that is ahead stands before the receives of the compute action it goes before, so that it also fills the time
-in which the device waits for them. Where the way out would not end before the way back begins, the pair is left out.
-Ahead and behind count what the schedule orders, forwards and backwards of a microbatch, however many pieces each has.
-Copies are the last rewriting, because the join of an offload comes behind that of the send of the same storage.
+A reload that starts ahead of its backward stands before the waits of an earlier compute action, so that it also uses
+the time in which the device waits for messages. If an offload could not end before its reload begins, neither is done.
+`ahead` and `behind` count the forwards and backwards that the schedule orders, each as one, however many pieces it has.
+This is the last rewriting, because an offload is joined after the send of the same storage.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     """One rank's actions with every decision to offload saved tensors carried out.
 
     Raises:
-        UsageError: a decision moves something else than saved tensors, or what is recomputed.
+        UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
     """
     stages = {action.stage for action in actions}
     decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
     if not decisions:
         return list(actions)
-    way, storages = _Ways(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
+    copies, storages = _Copies(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
     for decision in decisions:
         last_saver = _last_saver(storages[decision.stage], decision)
-        for microbatch in filter(decision.microbatches.__contains__, way.microbatches(decision.stage)):
-            way.add(decision, microbatch, _action(decision, microbatch, bundles), last_saver)
-    return list(way.merged())
+        for microbatch in filter(decision.microbatches.__contains__, copies.microbatches(decision.stage)):
+            copies.add(decision, microbatch, _action(decision, microbatch, bundles), last_saver)
+    return list(copies.merged())
 
 
-class _Ways:
-    """A rank's actions, and what is to stand before and behind each of them."""
+class _Copies:
+    """A rank's actions, and the copies to insert before and after each of them."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
@@ -59,7 +59,7 @@ class _Ways:
         self.position = {action: number for number, action in enumerate(actions)}
 
     def add(self, decision: Decision, microbatch: int, offload: Action, last_saver: int) -> None:
-        """The way out and the way back of one microbatch, unless there is no time between."""
+        """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload."""
         made, user = self._positions(decision, microbatch, last_saver)
         join, back = self._unit(made) + decision.behind, self._unit(user) - decision.ahead
         if join >= back:
@@ -77,11 +77,11 @@ class _Ways:
         self.before[user].append(reload.join)
 
     def microbatches(self, stage: int) -> list[int]:
-        """Of a stage, in rising order."""
+        """The microbatches of a stage, in rising order."""
         return sorted({a.microbatch for a in self.actions if a.stage == stage and a.microbatch is not None})
 
     def merged(self) -> Iterator[Action]:
-        """Everything in order."""
+        """The actions with the copies inserted."""
         for number, action in enumerate(self.actions):
             yield from self.before[number]
             yield action
@@ -92,7 +92,7 @@ class _Ways:
         return bisect_left(self.units, position, key=itemgetter(1))
 
     def _positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:
-        """Of a stage's last forward action, and of the first backward action that needs what moves."""
+        """Where a stage's last forward is, and its first backward that needs the moved tensors."""
         forward = backward = -1
         for number, action in enumerate(self.actions):
             if (action.stage, action.microbatch) != (decision.stage, microbatch) or action.wait:
@@ -109,7 +109,7 @@ class _Ways:
         return forward, backward
 
     def _before_waiting(self, number: int) -> int:
-        """The position before the joins and loads that a compute action waits for."""
+        """The position before the waits and the load that a compute action needs."""
         while number and (self.actions[number - 1].wait or self.actions[number - 1].kind is Kind.LOAD):
             number -= 1
         return number
@@ -142,10 +142,10 @@ def _action(decision: Decision, microbatch: int, bundles: Bundles) -> Action:
 
 
 def _last_saver(storages: StageStorages, decision: Decision) -> int:
-    """The last layer that saves any of the storages: its backward is the first to need them.
+    """The last layer that saves any of the storages, whose backward is the first to need them.
 
     Raises:
-        UsageError: the decision moves something else than saved tensors, or a tensor that the stage does not keep.
+        UsageError: the decision moves something other than saved tensors, or a tensor that the stage does not keep.
     """
     if not isinstance(decision.subject, SavedTensors):
         raise UsageError(f"{decision}: this can be written down, but it cannot be carried out yet")

@@ -4,8 +4,9 @@ Simple, and every stage holds all M microbatches in flight. Bubble: (P-1)/(M+P-1
 backwards: `gpipe` runs them in the order of plain gradient accumulation, so that sums of gradients are bitwise those of
 plain training; `torchgpipe` runs them from the last microbatch to the first, as GPipe and torchgpipe do.
 
-Where a rank holds several stages, as many microbatches as there are ranks go round the ranks together, so that no rank
-waits for messages that nobody can take yet.
+Where a rank holds several stages, the microbatches go through them in groups of as many as there are ranks: a rank
+computes one of its stages for all microbatches of a group, then its next stage. So rank 0 is ready for an output of the
+last rank when it has computed the group, and no rank waits for a receiver that is busy with later microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def torchgpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterato
 
 
 def _rounds(kind: Kind, rank: int, ranks: int, chunks: Iterator[int] | range, numbers: range) -> Iterator[Compute]:
-    """`kind` for every stage of the rank and every microbatch, `ranks` microbatches at a time."""
+    """`kind` for every stage of the rank and every microbatch, in groups of `ranks` microbatches."""
     order = list(chunks)
     for first in range(0, len(numbers), ranks):
         for chunk in order:

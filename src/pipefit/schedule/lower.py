@@ -1,10 +1,10 @@
 """Lowering: from a plan to its program, by rewritings that each make one thing explicit.
 
-    copies(communicate(recompute(computes(plan))))
+    copied(communicated(recomputed(computes(plan))))
 
-The schedule gives every rank an order of forwards and backwards; recomputation cuts them into pieces and adds second
-forwards; communication puts receives, sends and loads around them; copies come last. Each rewriting is a pure function
-of the one before and of the plan.
+The schedule gives every rank an order of forwards and backwards. The first rewriting divides them into pieces and adds
+second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last inserts copies
+of tensors to other places and back. Each is a function of the plan and of the result of the one before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 
 
 def _program(plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bundles: Bundles) -> Program:
-    """Every rank's actions on its device."""
+    """The program with every rank's actions on its device."""
     devices: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
     for stages, actions in zip(plan.ranks, of_ranks, strict=True):
         devices[plan.stages[stages[0]].device] = tuple(actions)
@@ -73,7 +73,7 @@ def _program(plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bu
 
 
 def _update(stages: Sequence[int], plan: Plan) -> Iterator[Action]:
-    """The end of a rank's step: sum the gradients of parameters that other ranks have too, agree on them, update."""
+    """The end of a rank's step: sum the gradients of parameters that other stages share, agree on them, update."""
     reduces = [
         Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
         for stage in stages

@@ -1,7 +1,7 @@
-"""The order in which ranks compute: what a schedule says, for every plan that uses it.
+"""What a schedule is: it gives the order in which every rank computes, for any plan.
 
-A rank is one grid of devices; all of them compute in one order. Where ranks hold several stages, stages go round them
-in turn: with R ranks, stage s is on rank s modulo R, and a rank's stages are its chunks 0, 1, and so on.
+A rank is one grid of devices, all of which compute in the same order. With R ranks, stage s is on rank s modulo R; the
+stages of one rank are its chunks 0, 1 and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipefit.program import Action, Kind
 
 
 class Compute(NamedTuple):
-    """One thing a rank computes: `kind` of a stage for a microbatch."""
+    """A forward or backward of one stage for one microbatch."""
 
     kind: Kind
     stage: int
@@ -23,21 +23,21 @@ class Compute(NamedTuple):
 
 
 Schedule = Callable[[int, int, int, int], Iterator[Compute]]  # rank, ranks, chunks, microbatches
-Order = list[Action]  # of one rank: compute actions alone
+Order = list[Action]  # the compute actions of one rank
 
 
 def computes(plan: Plan, schedule: Schedule, microbatches: int) -> list[Order]:
     """The compute actions of every rank of `plan` under `schedule`.
 
     Raises:
-        UsageError: the stages of the plan do not go round its ranks in turn.
+        UsageError: stage s is not on rank s modulo the number of ranks, or ranks have different numbers of stages.
     """
     ranks = plan.ranks
     if any(stage % len(ranks) != number for number, stages in enumerate(ranks) for stage in stages) or any(
         len(stages) != len(ranks[0]) for stages in ranks
     ):
         raise UsageError(
-            f"schedule {plan.training.schedule} wants stages that go round the devices in turn, as often on each, not "
+            f"schedule {plan.training.schedule} needs stages on the devices in turn, equally many on each, not "
             f"{', '.join(f'stages {list(stages)}' for stages in ranks)}: change the plan, or write its program by hand"
         )
     return [

@@ -1,13 +1,13 @@
-"""The rewriting that makes recomputation explicit: which runs of layers go forward twice, and when the second time.
+"""The rewriting that makes recomputation explicit: which runs of layers run forward twice, and when.
 
-    F  B                              becomes, where layers 3 to 5 of 0 to 8 are recomputed,
+Where layers 3 to 5 of a stage with layers 0 to 8 are recomputed, its F and B become
 
-    F[0:3] N[3:6] F[6:9]              forwards in pieces; an N keeps no more than its inputs
+    F[0:3] N[3:6] F[6:9]              the forward in pieces; an N keeps nothing but its inputs
     B[6:9] R[3:6] B[3:6] B[0:3]       the run goes forward again just before its backward
 
-Where the whole stage is recomputed, that is N, and R B. A decision's `ahead` moves its R to before the compute action
-of the rank that is so many before the backward, so that it may fill a bubble. (Chen et al., 2016; where to put the
-recomputation: Mario, PPoPP 2025, and Lynx, 2024.)
+Where the whole stage is recomputed, they become N and R B. With `ahead` n, a decision's R comes before the n-th compute
+action before the backward, so that it may fill a bubble. (Chen et al., 2016; where to put the recomputation: Mario,
+PPoPP 2025, and Lynx, 2024.)
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def recomputed(orders: Sequence[Order], plan: Plan) -> list[Order]:
 
 
 def _of_rank(order: Order, plan: Plan) -> Order:
-    """One rank's order: every forward and backward in pieces, and the recomputations where they belong."""
+    """One rank's order with every forward and backward in pieces, and the recomputations inserted."""
     units: list[list[Action]] = []
-    early: list[list[Action]] = [[] for _ in order]  # recomputations that stand before an earlier unit
+    early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
     forward_of: dict[tuple[int, int | None], int] = {}
     for number, action in enumerate(order):
         stage, unit = plan.stages[action.stage], list[Action]()
@@ -54,10 +54,10 @@ def _of_rank(order: Order, plan: Plan) -> Order:
 
 
 def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
-    """The layers of a stage, cut where recomputation for this microbatch begins and ends.
+    """The layers of a stage, divided where recomputation for this microbatch begins and ends.
 
     Raises:
-        UsageError: two decisions recompute one layer, or two pieces share a parameter: their gradients would be added
+        UsageError: two decisions recompute one layer, or two pieces share a parameter, whose gradients would be added
             up in another order than in one backward.
     """
     assert microbatch is not None
@@ -84,7 +84,7 @@ def _start(decision: Decision) -> int:
 
 
 def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """No parameter is used in two pieces of a stage.
+    """Check that no parameter is used in two pieces of a stage.
 
     Raises:
         UsageError: one is.
@@ -101,6 +101,6 @@ def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
 
 
 def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
-    """The action for one piece; a piece that is the whole stage is written without layers."""
+    """The action for one piece, without layers where the piece is the whole stage."""
     layers = piece[:2]
     return action._replace(kind=kind, layers=None if layers == (stage.start, stage.stop) else layers)

@@ -1,9 +1,9 @@
-"""Recomputing whole stages: what one may ask for in a word, and the decisions that say it in a plan.
+"""Recomputing whole stages: the settings that one may ask for, and the decisions that they become in a plan.
 
-never         every microbatch is kept
-always        of every microbatch a stage keeps only the inputs, and its forward runs again before the backward
-except_last   of all but the last microbatch of a step; what GPipe and torchgpipe do, whose backwards begin with it
-except_one    of all but the one that costs least to keep: the one that goes backward first
+never         no microbatch is recomputed
+always        every microbatch is: a stage keeps only its inputs, and its forward runs again before the backward
+except_last   all but the last of a step are, as in GPipe and torchgpipe, whose backwards begin with the last
+except_one    all but the one whose backward comes first are: to keep that one costs least
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FROM_THE_LAST = frozenset({"torchgpipe"})  # schedules whose backwards begin wi
 
 
 def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: int) -> Microbatches | None:
-    """Which microbatches of a step go forward twice; None where none does.
+    """The microbatches of a step that are recomputed; None if none is.
 
     Raises:
         UsageError: there is no such setting; says which there are.
@@ -38,7 +38,7 @@ def recomputed_microbatches(recompute: Recompute, schedule: str, microbatches: i
 def whole_stages(
     stages: tuple[Stage, ...], recompute: Recompute, schedule: str, microbatches: int
 ) -> tuple[Decision, ...]:
-    """The decisions that recompute every stage."""
+    """Decisions that recompute every stage as a whole."""
     which = recomputed_microbatches(recompute, schedule, microbatches)
     return tuple(
         Decision(

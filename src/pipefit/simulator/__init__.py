@@ -1,7 +1,7 @@
-"""Reads a program with a virtual clock and a virtual memory ledger: a predicted `Trace`, without torch.
+"""Simulates a program with a virtual clock and a memory ledger: a predicted `Trace`, without torch.
 
 simulate(plan)                    the whole trace: events by stream, memory by category
-Simulation(plan).peak_bytes       only the highest bytes of every device; needs no clock
+Simulation(plan).peak_bytes       only the peak of every device; the clock does not run
 Simulation(plan).step_seconds     only the time
 """
 

@@ -1,9 +1,8 @@
 """The virtual clock: when every action ends and every transfer runs.
 
-Devices run until they join a transfer that has not been placed on its wires yet. Transfers are placed in order of the
-time at which they are ready, which a heap keeps: when every device is blocked, nothing can become ready before the
-earliest transfer in the heap, so it may take its wires. A transfer begins when all its wires are free, and those that
-share a wire run in the order in which they were ready.
+A device runs on until it must wait for a transfer that has no begin yet. When every device waits, the earliest of the
+ready transfers, which a heap holds, gets its wires: no other transfer can become ready before it. A transfer begins
+when all its wires are free, so those that share a wire run in the order in which they became ready.
 
 Costs: a microsecond per action.
 """
@@ -13,38 +12,38 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from pipefit.simulator.script import COMPUTE, COPY, JOIN, POST, Script
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, POST, TimedProgram
 
 
 class Clock:
-    """Runs a script `steps` times.
+    """Runs a timed program for `steps` steps.
 
-    `after[device]` is when each action ended, all steps in a row; an action begins when the one before it has ended.
-    `begins` and `ends` are those of the transfers, all steps in a row. `finished[step]` is when the last device ended
-    that step.
+    `after[device]` lists when each action ended; an action begins when the one before it has ended. `begins` and `ends`
+    are the times of the transfers. All three hold one step after the other. `finished[step]` is when the last device
+    ended that step.
     """
 
-    def __init__(self, script: Script, steps: int) -> None:
-        self._script, self._steps = script, steps
-        self._count = len(script.parts)
-        devices = len(script.devices)
+    def __init__(self, program: TimedProgram, steps: int) -> None:
+        self._program, self._steps = program, steps
+        self._count = len(program.parts)
+        devices = len(program.devices)
         self._now, self._at, self._step = [0.0] * devices, [0] * devices, [0] * devices
         self._posted = [0.0] * (self._count * steps)
-        self._missing = script.ends * steps
+        self._missing = program.ends * steps
         self._waiting: dict[int, list[int]] = {}
-        self._wire_free = [0.0] * script.wires
+        self._wire_free = [0.0] * program.wires
         self._stream_free = [0.0] * (2 * devices)
         self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(2 * devices)]
-        self._stream_waits = [False] * (2 * devices)  # its head is in the heap
+        self._stream_waits = [False] * (2 * devices)  # its first copy is in the heap
         self._heap: list[tuple[float, int]] = []  # when a transfer is ready; its number breaks ties
-        self.after: list[list[float]] = [[] for _ in script.devices]
+        self.after: list[list[float]] = [[] for _ in program.devices]
         self.begins = [0.0] * (self._count * steps)
         self.ends = [-1.0] * (self._count * steps)
         self.finished = [0.0] * steps
         self._run()
 
     def _run(self) -> None:
-        runnable = [device for device, script in enumerate(self._script.devices) if script.codes]
+        runnable = [device for device, actions in enumerate(self._program.devices) if actions.codes]
         heap, waiting = self._heap, self._waiting
         while True:
             for device in runnable:
@@ -54,12 +53,12 @@ class Clock:
             ready, transfer = heappop(heap)
             self._place(ready, transfer)
             runnable = waiting.pop(transfer, [])
-        steps = [step for step, script in zip(self._step, self._script.devices, strict=True) if script.codes]
-        assert min(steps, default=self._steps) == self._steps, "every program ends: message_order saw to it"
+        steps = [step for step, actions in zip(self._step, self._program.devices, strict=True) if actions.codes]
+        assert min(steps, default=self._steps) == self._steps, "message_order refuses programs that would hang"
 
     def _advance(self, device: int) -> None:
         """Run `device` until it blocks or has done all its steps."""
-        codes, seconds, transfers = self._script.devices[device]
+        codes, seconds, transfers = self._program.devices[device]
         count, ends, after = len(codes), self.ends, self.after[device]
         now, at, step = self._now[device], self._at[device], self._step[device]
         base = step * self._count
@@ -85,19 +84,19 @@ class Clock:
         self._now[device], self._at[device], self._step[device] = now, at, step
 
     def _post(self, transfer: int, now: float) -> None:
-        """One end of a message or collective is there; with the last one it is ready."""
+        """A device has started its end of a message or collective, which is ready when the last one has."""
         ready = self._posted[transfer] = max(now, self._posted[transfer])
         self._missing[transfer] -= 1
         if self._missing[transfer]:
             return
-        if self._script.parts[transfer % self._count]:
+        if self._program.parts[transfer % self._count]:
             heappush(self._heap, (ready, transfer))
         else:
             self.begins[transfer] = self.ends[transfer] = ready
 
     def _copy(self, transfer: int, now: float) -> None:
         """A copy is ready when the one before it in its stream has ended."""
-        stream = self._script.streams[transfer % self._count]
+        stream = self._program.streams[transfer % self._count]
         if self._stream_waits[stream]:
             self._stream_queues[stream].append((now, transfer))
         else:
@@ -105,10 +104,10 @@ class Clock:
             heappush(self._heap, (max(now, self._stream_free[stream]), transfer))
 
     def _place(self, ready: float, transfer: int) -> None:
-        """Put a ready transfer on its wires, and bring up the next copy of its stream."""
+        """Give a ready transfer its wires; if it is a copy, the next one of its stream may become ready."""
         number, free = transfer % self._count, self._wire_free
         first, last = float("inf"), ready
-        for seconds, wires in self._script.parts[number]:
+        for seconds, wires in self._program.parts[number]:
             begin = ready
             for wire in wires:
                 begin = max(begin, free[wire])
@@ -118,7 +117,7 @@ class Clock:
             first = min(first, begin)
             last = max(last, end)
         self.begins[transfer], self.ends[transfer] = first, last
-        stream = self._script.streams[number]
+        stream = self._program.streams[number]
         if stream >= 0:
             self._next_copy(stream, last)
 

@@ -1,8 +1,9 @@
-"""The virtual memory ledger of one device: what every action of a program allocates and frees, to the byte.
+"""The memory ledger of one device: what every action of a program allocates and frees, to the byte.
 
-A fold of `pipefit.cost.flight`: the ledger keeps for every microbatch its residency, and for every stage which layers
-have gradients and whether there is optimizer state. It refuses a program that uses what is not there. What is freed
-when is a function of the program alone, so no clock is needed. Costs: half a microsecond per action.
+It applies `pipefit.cost.flight` to one action after the other. In between it keeps the residency of every microbatch,
+which layers have gradients, and which stages have optimizer state. It refuses an action that uses what does not exist.
+No clock is needed: what is allocated and freed depends on the order of the program alone. Costs: half a microsecond per
+action.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Effects = list[tuple[int, Effect]]  # by position in the device's program; actio
 
 
 class Ledger:
-    """Reads the program of one device, step after step."""
+    """Follows the program of one device, step after step."""
 
     def __init__(self, device: int, stages: dict[int, StageCost], program: Program) -> None:
         self._device, self._stages, self._program = device, stages, program
@@ -32,7 +33,7 @@ class Ledger:
         """The effects of one step.
 
         Raises:
-            UsageError: an action uses what is not there, or is not supported; says which and what is missing.
+            UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
         self.placed = []
@@ -41,7 +42,7 @@ class Ledger:
             if place is not None:
                 self.placed.append(action)
             residency = flights.get((stage, microbatch))
-            if residency is not None and kind is not Kind.BACKWARD:  # nearly always: known already
+            if residency is not None and kind is not Kind.BACKWARD:  # the usual case: its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
                     flights[stage, microbatch], effect = answer
@@ -57,7 +58,7 @@ class Ledger:
         return effects
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
-        """What an action does, by whatever it belongs to: a microbatch, a collective or a stage."""
+        """The effect of an action on a microbatch or a stage; a collective has none."""
         if action.kind is Kind.STEP:
             return self._update(action, stage)
         if action.kind in COLLECTIVE:
@@ -85,7 +86,7 @@ class Ledger:
             return False
         if not self._born.isdisjoint(layers):
             self._refuse(
-                f"{action} is the first backward of the step for some of its layers only: cut it as the others are"
+                f"{action} is the first backward of the step for some of its layers only: cut all backwards alike"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""Bytes by category over a device's program: at the highest moment of every action, and between actions."""
+"""Bytes by category while a device runs its program: at the peak of every action, and between actions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ Levels = tuple[int, int, int, int, int, int, int, int, int]  # bytes by category
 
 Step = tuple[int, int, Effect]  # an effect with its step and its position in the program
 
-Row = tuple[float, int, str, Levels]  # an action's highest bytes: seconds, step, text, bytes
+Row = tuple[float, int, str, Levels]  # an action's peak: seconds, step, text, bytes
 
 
 def at_rest(stages: Iterable[StageRest], lent_bytes: int) -> Levels:
-    """What a device holds before it does anything: parameters and buffers, early state, the buffers of the losses, and
-    the arenas that it lends.
+    """What a device holds before the first step.
+
+    Parameters and buffers, optimizer state that exists before the first update, the memory in which the losses are
+    summed, and the arenas that it lends.
     """
     rests = list(stages)
     parameters = sum(rest.parameter_bytes for rest in rests)
@@ -25,7 +27,7 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int) -> Levels:
 
 
 def highest(rest: Levels, steps: Iterable[Step]) -> int:
-    """The most bytes in all."""
+    """The peak: the most bytes of all categories together."""
     level = top = sum(rest)
     for _, _, (peak_bytes, after_bytes, _, _) in steps:
         top = max(top, level + peak_bytes)
@@ -34,7 +36,7 @@ def highest(rest: Levels, steps: Iterable[Step]) -> int:
 
 
 def peaks(rest: Levels, steps: Iterable[Step]) -> list[Levels]:
-    """The bytes by category at the highest moment of every action."""
+    """The bytes by category at the peak of every action."""
     parameters, gradients, optimizer, activations, _, boundary, lent, *_ = rest
     found = []
     for _, _, (_, _, peak, after) in steps:

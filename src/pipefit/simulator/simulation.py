@@ -1,7 +1,7 @@
-"""A plan's program, simulated: the highest bytes, the seconds of every step, and the trace that shows both.
+"""A plan's program, simulated: the peaks, the seconds of every step, and the trace that holds both.
 
-Good for planners, which ask for one figure thousands of times, and for people, who ask for the trace. Memory is exact
-where the profile is. Costs: one microsecond per action for the peaks, two to three with the seconds, six for a trace.
+Planners may ask for one figure alone thousands of times; people ask for the trace. Peaks are exact where the profile
+is. Costs: one microsecond per action for the peaks, two to three with the seconds, six for a trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.schedule.arenas import Arena, arenas
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, peaks
-from pipefit.simulator.script import COMPUTE, COPY, JOIN, NOTHING, Script
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, TimedProgram
 from pipefit.trace import PREDICTED_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
@@ -27,18 +27,18 @@ from pipefit.validation import whole
 def simulate(plan: Plan, *, program: Program | None = None, steps: int = PREDICTED_STEPS) -> Trace:
     """What `plan` will do in its first `steps` training steps, under `program` or the one it lowers to.
 
-    The first step differs from all others (optimizer state is born in it), so two steps tell everything.
-
-    A memory sample is dated by the start of its action. What a device lends to others it has reserved from the start.
+    The first step differs from all others, because the optimizer's state is created in it; the second and all later
+    steps are alike, so that two steps are enough. The time of a memory sample is the start of its action. Memory that a
+    device lends to others is allocated before the first step.
 
     Raises:
-        UsageError: the program does not belong to the plan or uses what is not there.
+        UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
     """
     return Simulation(plan, program=program, steps=steps).trace()
 
 
 class Simulation:
-    """One program under virtual clock and ledger; each part is worked out when it is first asked for.
+    """One program with its clock and its ledgers; each part is computed when it is first asked for.
 
     `costs` may be shared by all plans of the same profile and training: `Costs.of(plan)`.
     """
@@ -63,7 +63,7 @@ class Simulation:
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """Seconds of every step: from when the last device ended the step before to when the last one ended this."""
+        """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
         return tuple(end - start for start, end in pairwise((0.0, *self.clock.finished)))
 
     @cached_property
@@ -80,7 +80,7 @@ class Simulation:
             step_seconds=self.step_seconds,
         )
 
-    # ---------------------------------------------------------------- the two readings
+    # ---------------------------------------------------------------- ledger and clock
 
     @cached_property
     def effects(self) -> list[list[Effects]]:
@@ -89,22 +89,24 @@ class Simulation:
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
-        """What devices lend to each other."""
+        """The memory that devices lend to each other."""
         return arenas([placed for _, placed in self._readings], self._moved_bytes)
 
     @cached_property
     def clock(self) -> Clock:
-        """When everything happens."""
-        return Clock(self._script, self.steps)
+        """When every action and transfer begins and ends."""
+        return Clock(self._timed_program, self.steps)
 
     @cached_property
-    def _script(self) -> Script:
-        assert self.effects, "the ledger reads first: it refuses what the script cannot resolve"
-        return Script(self.program, self.plan.cluster, self._stages, self._moved_bytes)
+    def _timed_program(self) -> TimedProgram:
+        assert self.effects, (
+            "the ledger comes first: it refuses actions to which the timed program could give no seconds"
+        )
+        return TimedProgram(self.program, self.plan.cluster, self._stages, self._moved_bytes)
 
     @cached_property
     def _readings(self) -> list[tuple[list[Effects], list[Action]]]:
-        """What the ledger of every device says: the effects of two steps, and the actions that name a place."""
+        """Of every device: the effects of its first two steps, and its actions that name a place."""
         return [self._read(device) for device in range(len(self.program.actions))]
 
     def _read(self, device: int) -> tuple[list[Effects], list[Action]]:
@@ -123,7 +125,7 @@ class Simulation:
     # ---------------------------------------------------------------- memory
 
     def _steps_of(self, device: int, steps: int) -> Iterator[Step]:
-        """All that a device does to its memory in the first `steps` steps."""
+        """The effects of a device's first `steps` steps."""
         for step in range(steps):
             for position, effect in self.effects[device][min(step, 1)]:
                 yield step, position, effect
@@ -138,11 +140,11 @@ class Simulation:
         return highest(self._at_rest(device), steps)
 
     def _rows(self, device: int, names: list[str]) -> list[Row]:
-        """The highest bytes of every action that changes or exceeds what the device holds, in order of time."""
+        """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
         steps, count = list(self._steps_of(device, self.steps)), len(self.program.actions[device])
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)
-        if not count and any(rest):  # a device that does no more than lend
+        if not count and any(rest):  # a device that only lends memory
             return [(0.0, 0, "lends", rest)]
         return [
             (before[step * count + position], step, names[position], levels)
@@ -168,8 +170,8 @@ class Simulation:
 
     def _busy(self, device: int) -> Iterator[tuple[float, float, int, int, Stream]]:
         """Start, end, step, position and stream of everything on a device that takes time."""
-        codes, _, transfers = self._script.devices[device]
-        clock, transfers_per_step = self.clock, len(self._script.parts)
+        codes, _, transfers = self._timed_program.devices[device]
+        clock, transfers_per_step = self.clock, len(self._timed_program.parts)
         before = [0.0, *clock.after[device]]
         for step in range(self.steps):
             for position, code in enumerate(codes):
@@ -198,6 +200,8 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
             raise UsageError(f"the program is for {of_program} {what}, the plan has {of_plan}: lower the plan again")
     for number, there in enumerate(program.placement):
         if len(there) != 1:
-            raise UsageError(f"stage {number} is on devices {list(there)}, which cannot be simulated yet: give it one")
+            raise UsageError(
+                f"stage {number} is on devices {list(there)}, which cannot be simulated yet: put it on one device"
+            )
     if program.carried_in or program.carried_out:
         raise UsageError("the program is the body of an endless schedule, which cannot be simulated yet")

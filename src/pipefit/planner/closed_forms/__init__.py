@@ -1,5 +1,5 @@
-"""Closed forms of a stage's peak, for planners alone: the same bytes as the ledger's, without a program.
+"""Closed forms of a stage's peak, for planners: the same bytes that the simulator's ledger finds, without a program.
 
-They know stages that run their layers in one piece, kept or recomputed as a whole. A planner of finer decisions asks
-the ledger.
+They hold for stages whose forward is one action, recomputed as a whole or not at all. For any other decision, ask the
+simulator.
 """

@@ -1,6 +1,7 @@
-"""A band of layer ranges as arrays, and the peak of a stage that holds one at some position of a schedule.
+"""A band: the bytes of all ranges of layers up to some width, as arrays; and the peaks of stages that hold them.
 
-Row w, column c is the range of w + 1 layers that starts at layer `first + c`. `closed_forms.ranges` makes bands.
+Row w, column c is the range of w + 1 layers that starts at layer `first + c`. `closed_forms.ranges` makes bands and
+says what the arrays hold.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Bytes of the ranges [i, j), i from `first`, j up to i + width; arrays of shape (width, starts)."""
+    """Bytes of ranges of layers i to j - 1, i from `first` on, j up to i + width; arrays of shape (width, starts)."""
 
     first: int
     valid: NDArray[np.bool_]  # the range ends within the model
@@ -44,28 +45,28 @@ class Band:
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
 
     def step_peak(self) -> Ints:
-        """The highest of the optimizer step, the first one or a later one."""
+        """The peak of the optimizer step, the first one or a later one."""
         if "step" not in self._sums:
             above = np.maximum(self.update_first_peak, self.state + self.update_peak)
             self._sums["step"] = self.static + self.gradients + above
         return self._sums["step"]
 
-    def around(self, situation: Surroundings) -> Ints:
-        """Peak of one compute action in its surroundings, without the other microbatches in flight."""
-        key = situation._replace(in_flight=0, checkpoints=0)
+    def around(self, surroundings: Surroundings) -> Ints:
+        """The peak of one compute action in its surroundings, without the bytes of other microbatches in flight."""
+        key = surroundings._replace(in_flight=0, checkpoints=0)
         if key not in self._sums:
-            total = self.static + self.state + self._own(situation)
-            if situation.receiving in FORWARDS:
+            total = self.static + self.state + self._own(surroundings)
+            if surroundings.receiving in FORWARDS:
                 total += self.received
-            elif situation.receiving is Kind.BACKWARD:
+            elif surroundings.receiving is Kind.BACKWARD:
                 total += self.output_gradients
-            total += self._sending(situation.sending)
+            total += self._sending(surroundings.sending)
             self._sums[key] = total
         return self._sums[key]
 
-    def _own(self, situation: Surroundings) -> Ints:
-        """What the action itself and its microbatch take, and the gradients that exist before it."""
-        match situation.kind:
+    def _own(self, surroundings: Surroundings) -> Ints:
+        """The bytes of the action itself and of its microbatch, and of gradients that exist before it."""
+        match surroundings.kind:
             case Kind.FORWARD:
                 own = self.inputs + self.forward_peak
             case Kind.FORWARD_ONLY:
@@ -74,18 +75,18 @@ class Band:
                 own = self.inputs + self.forward_peak + self.buffers
             case _:
                 own = self.retained + self.output_gradients
-                own += self.backward_later_peak if situation.gradients else self.backward_first_peak
-                if situation.recomputed:
+                own += self.backward_later_peak if surroundings.gradients else self.backward_first_peak
+                if surroundings.recomputed:
                     own += self.buffers
-        return own + self.gradients if situation.gradients else own
+        return own + self.gradients if surroundings.gradients else own
 
     def _sending(self, before: Kind | None) -> Ints | int:
-        """The send that the action before started."""
+        """The bytes that are being sent since the action before."""
         sends = {Kind.FORWARD: self.sent, Kind.FORWARD_ONLY: self.checkpoint_sent, Kind.BACKWARD: self.input_gradients}
         return 0 if before is None else sends.get(before, 0)
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:
-        """The highest of `around` over surroundings with the same numbers in flight."""
+        """The highest peak of actions in these surroundings, which have the same numbers of microbatches in flight."""
         key = frozenset(s._replace(in_flight=0, checkpoints=0) for s in met)
         if key not in self._sums:
             self._sums[key] = np.maximum.reduce([self.around(part) for part in key])
@@ -97,15 +98,15 @@ EVERYWHERE: Window = (slice(None), slice(None))
 
 
 def stage_peak(band: Band, met: Iterable[Surroundings], window: Window = EVERYWHERE) -> Ints:
-    """Highest bytes of a stage at the position that meets these surroundings, for every range of a band or a window.
+    """The peaks of a stage that meets these surroundings in a step, for every range of a band or a window of it.
 
-    Covers every compute action and the optimizer step, in the first step of training and in later ones. Cells where
-    `band.valid` is false mean nothing.
+    They cover every compute action and the optimizer step, in the first step of training and in later ones. Where
+    `band.valid` is false, the numbers mean nothing.
     """
     peak: Ints = band.step_peak()[window]
     groups: dict[tuple[int, int], list[Surroundings]] = {}
-    for situation in met:
-        groups.setdefault((situation.in_flight, situation.checkpoints), []).append(situation)
+    for surroundings in met:
+        groups.setdefault((surroundings.in_flight, surroundings.checkpoints), []).append(surroundings)
     for (in_flight, checkpoints), members in groups.items():
         level = band.highest(members)[window]
         if in_flight:

@@ -1,14 +1,15 @@
-"""Memory of every range of layers at once, for planners: closed forms of stages that run their layers in one piece.
+"""Memory of every range of layers at once: closed forms for stages whose forward is one action.
 
-`Ranges(measurement).band(width)` holds, for every start i and every stop j up to i + width, the same bytes that the
-ledger finds for a stage of layers i to j - 1, as integer arrays of shape (width, starts): row w is the ranges of w + 1
-layers, column c those that start at layer `first + c`. `stage_peak(band, surroundings)` is then the peak of a stage
-that holds the range at one position of a schedule, to the byte what the simulator finds.
+`Ranges(measurement).band(width)` holds the bytes of every stage of layers i to j - 1 with j up to i + width, as the
+simulator's ledger finds them. They are integer arrays of shape (width, starts): row w has the ranges of w + 1 layers,
+column c those that start at layer `first + c`. `stage_peak(band, surroundings)` is the peak of a stage at one position
+of a schedule, the same to the byte as the simulator's.
 
-    static        parameters and buffers, and the losses on the last stage
-    gradients     parameter gradients; state: optimizer state
-    retained      what a forward leaves for its backward, saved inputs included
-    inputs        what a forward needs: received or loaded inputs, and targets on the last stage
+    static          parameters and buffers, and the losses on the last stage
+    gradients       parameter gradients
+    state           optimizer state
+    retained        what a forward saves for its backward, saved inputs included
+    inputs          what a forward reads: received or loaded inputs, and targets on the last stage
 
 A band of 1,000 layers and width 100 takes about 20 ms and 100 bytes per range.
 """
@@ -26,7 +27,7 @@ from pipefit.cost.rest import StageRest
 from pipefit.cost.stage import WholeStage
 from pipefit.cost.storages import StageStorages, gradient_bytes
 from pipefit.planner.closed_forms.bands import Band, Ints
-from pipefit.planner.closed_forms.lives import NEVER, Life, Lives, lives, released_bytes
+from pipefit.planner.closed_forms.lifetimes import NEVER, Lifetime, Lifetimes, lifetimes, released_bytes
 from pipefit.profiles import Measurement, Span
 
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
@@ -34,13 +35,11 @@ _NOTHING = -(1 << 60)  # the peak of a backward without a span
 
 
 class Ranges:
-    """The sums over layers and the lives of storages from which bands are made. The loss is the layer behind the
-    last.
-    """
+    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last layer."""
 
     def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
-        model = lives(measurement)
+        model = lifetimes(measurement)
         costs = model.layers
         self.count = len(costs) - 1
         self.loss_bytes = 4 * microbatches
@@ -61,17 +60,17 @@ class Ranges:
         self.unlike = whole.unlike_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         targets = model.fresh[-1][len(costs[-2].outputs) :]
-        self.target_bytes = sum(life.nbytes for life in targets)
-        self.kept_targets = sum(life.nbytes for life in targets if life.saver != NEVER)
+        self.target_bytes = sum(lifetime.nbytes for lifetime in targets)
+        self.kept_targets = sum(lifetime.nbytes for lifetime in targets if lifetime.saver != NEVER)
         self.born = _array(
             [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
         )
-        own = [life for layer in model.own for life in layer]
-        fresh = [life for layer in model.fresh[:-1] for life in layer]
+        own = [one for layer in model.own for one in layer]
+        fresh = [one for layer in model.fresh[:-1] for one in layer]
         self.own_saved, self.own_gone = _saved(own), _gone(own)
         self.handed_on = _array([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
         self.own_ended = _events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
-        copies = (life for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for life in layer)
+        copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
         self.copies_ended = _events((s.end + 1, s.birth, s.nbytes) for s in copies)
         self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
         self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
@@ -83,9 +82,10 @@ class Ranges:
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
 
     def owned(self) -> tuple[Ints, Ints]:
-        """Two rising sums: what the layers of a range own at least, without gradients, and the gradients.
+        """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
 
-        A parameter that several layers share is counted with the first of them alone.
+        A range of layers i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter that several layers share
+        counts with the first of them alone.
         """
         owned, gradients = self.static + self.state, self.gradients.copy()
         for shared in self.measurement.shared:
@@ -95,8 +95,9 @@ class Ranges:
         return owned, gradients
 
     def floor(self) -> tuple[Ints, Ints]:
-        """Two rising sums; `retained` of [i, j) is at least saved[j] - born[i], whatever the cuts do to the storages
-        there.
+        """Two rising sums, saved and born: of layers i to j - 1, at least saved[j] - born[i] bytes are `retained`.
+
+        They count own storages alone, which no cut changes.
         """
         stop, birth, nbytes = self.own_saved
         saved, born = np.zeros(self.count + 2, np.int64), np.zeros(self.count + 2, np.int64)
@@ -106,10 +107,10 @@ class Ranges:
 
 
 class _BandMaker:
-    """Row w, column c of a boundary table is boundary i + w of a range that starts at i = first + c; of a layer
-    table, layer i + w.
+    """Makes a band from tables of boundaries and of layers.
 
-    Rows reach one further than the widest range: where a range ends the model, the loss is in it.
+    Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at i = first + c. Tables have
+    one row more than the widest range needs, because a range that ends the model contains the loss too.
     """
 
     def __init__(self, ranges: Ranges, width: int, first: int, starts: int) -> None:
@@ -121,7 +122,7 @@ class _BandMaker:
         self.ends = ends[inside], np.arange(starts)[inside]
 
     def make(self) -> Band:
-        """All arrays."""
+        """The band with all its arrays."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
         travelling = self._travelling()
@@ -130,7 +131,7 @@ class _BandMaker:
         inner = held + at(r.inner_gradients)
         first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
         early = ended(at(r.early)) - self._start(r.early)
-        return self._put_right(
+        return self._corrected(
             Band(
                 first=self.first,
                 valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts)
@@ -155,11 +156,11 @@ class _BandMaker:
             )
         )
 
-    def _put_right(self, band: Band) -> Band:
-        """The band, with ranges put right that hold a shared parameter twice, cut a gradient's slice from its whole, or
-        end before a value without a gradient is dropped.
+    def _corrected(self, band: Band) -> Band:
+        """The band, with the ranges corrected for which sums over layers are not enough.
 
-        One by one: they are few.
+        These hold two users of a shared parameter, or meet one of `StageStorages.unlike_gradients`. They are few, and
+        each is computed as a stage by itself.
         """
         starts, rows = np.arange(self.first, self.first + self.starts), np.arange(1, self.width + 1)[:, None]
         repeats = np.zeros(band.valid.shape, np.bool_)
@@ -185,39 +186,36 @@ class _BandMaker:
     # ---------------------------------------------------------------- tables
 
     def _at(self, vector: Ints) -> Ints:
-        """`vector[i + w]`; 0 behind the vector's end."""
+        """The table of `vector[i + w]`, 0 after the vector's end."""
         padded = np.zeros(self.columns, np.int64)
         there = vector[self.first : self.first + self.columns]
         padded[: len(there)] = there
         return sliding_window_view(padded, self.starts)
 
     def _held(self) -> Ints:
-        """Bytes saved by the layers before the boundary."""
+        """Bytes that the layers before the boundary have saved."""
         held: Ints = np.cumsum(self._summed(self.ranges.own_saved, self.ranges.fresh_saved), axis=0)
         self._plus_loss(held[2:], self.ranges.kept_targets)
         return held
 
     def _live(self) -> Ints:
-        """Bytes that exist when the layers before the boundary have run forward: saved by one of them, or values
-        there.
-        """
+        """Bytes that exist when the layers before the boundary have run: what they saved, and the values there."""
         change = self._at(self.ranges.born) - self._summed(self.ranges.own_gone, self.ranges.fresh_gone)
         change[0] = self._start(self.ranges.input_bytes)
         return np.cumsum(change, axis=0)
 
     def _travelling(self) -> Ints:
-        """Bytes of the values at the boundary besides a microbatch's inputs, which are held to recompute from.
+        """Bytes of the values at the boundary in a forward that saves nothing, without the microbatch's inputs.
 
-        Copies of those that the first layer works in place on travel until they end.
+        The inputs are kept to recompute from. If the first layer works on them in place, it is given copies, which
+        count here as long as they are values.
         """
         change = self._at(self.ranges.handed_on) - self._summed(self.ranges.own_ended, self.ranges.copies_ended)
         change[0] = self._start(self.ranges.copied)
         return np.cumsum(change, axis=0)
 
     def _summed(self, own: Events, fresh: Events) -> Ints:
-        """Bytes of the events at the boundary: of own storages born in the range, of fresh ones received at its
-        start.
-        """
+        """Bytes of the events at the boundary, of own storages made in the range and of fresh ones at its start."""
         boundary, birth, nbytes = _where(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
         np.add.at(table, (boundary - birth, boundary - self.first), nbytes)
@@ -227,7 +225,7 @@ class _BandMaker:
         return total
 
     def _spans(self, spans: tuple[Ints, Events]) -> Ints:
-        """Highest bytes above entry of the layer's backward, in a range that starts w layers before it."""
+        """The peak of the layer's backward above its start, in a range that starts w layers before the layer."""
         usual, (layer, depth, value) = spans[0], spans[1]
         row = np.full(self.columns, _NOTHING, np.int64)
         there = usual[self.first : self.first + self.columns]
@@ -246,18 +244,18 @@ class _BandMaker:
     # ---------------------------------------------------------------- from tables to ranges
 
     def _start(self, vector: Ints) -> Ints:
-        """The vector at the start of every range, as one row."""
+        """The vector's value at the start of every range, as one row."""
         return vector[None, self.first : self.first + self.starts]
 
     def _ended(self, table: Ints) -> Ints:
-        """A boundary table at the end of every range: behind the loss where a range ends the model."""
+        """A boundary table's value at the end of every range: after the loss where a range ends the model."""
         rows, columns = self.ends
         out = table[1:-1].copy()
         out[self.ends] = table[rows + 2, columns]
         return out
 
     def _highest(self, table: Ints) -> Ints:
-        """The highest of a layer table over the layers of every range, and the loss where a range ends the model."""
+        """The highest value of a layer table over every range, with the loss where a range ends the model."""
         rows, columns = self.ends
         highest = np.maximum.accumulate(table, axis=0)
         out = highest[:-1].copy()
@@ -265,8 +263,9 @@ class _BandMaker:
         return out
 
     def _backward(self, inner: Ints, entry: Ints, spans: Ints) -> Ints:
-        """The highest over the layers of every range, each above what there is behind it: `entry` behind the last
-        layer.
+        """The highest backward peak over the layers of every range.
+
+        To a layer's own peak are added the bytes at the boundary after it: `inner`, or `entry` at the range's end.
         """
         highest = np.maximum.accumulate(inner[1:] + spans, axis=0)
         out = entry[1:-1] + spans[:-1]
@@ -284,42 +283,39 @@ class _BandMaker:
         return array
 
     def _behind_first(self, vector: Ints) -> Ints:
-        """The vector at the start of every range, 0 for ranges that begin the model, which receive and send back
-        nothing.
-        """
+        """The vector's value at the start of every range; 0 where a range begins the model, and so receives nothing."""
         row = self._start(vector).copy()
         if self.first == 0:
             row[0, 0] = 0
         return np.broadcast_to(row, (self.width, self.starts)).copy()
 
 
-# -------------------------------------------------------------------- arrays from lives
+# -------------------------------------------------------------------- arrays from lifetimes
 
 
-def _saved(storages: Sequence[Life]) -> Events:
-    """Storages at the boundary behind their first saver."""
+def _saved(storages: Sequence[Lifetime]) -> Events:
+    """Storages, each at the boundary after the first layer that saves it."""
     return _events((s.saver + 1, s.birth, s.nbytes) for s in storages if s.saver != NEVER)
 
 
-def _gone(storages: Sequence[Life]) -> Events:
-    """Storages that nobody saves, at the first boundary where they are no value any more."""
+def _gone(storages: Sequence[Lifetime]) -> Events:
+    """Storages that no layer saves, each at the first boundary where it holds no value any more."""
     fresh_or_output = (s for s in storages if s.saver == NEVER and (s.fresh or s.end > s.birth))
     return _events((s.end + 1, s.birth, s.nbytes) for s in fresh_or_output)
 
 
-def _span_table(model: Lives, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
-    """Each layer's highest backward bytes in a range that starts far before it; and (layer, depth, bytes) where
-    nearer ones differ.
+def _span_table(model: Lifetimes, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
+    """Backward peaks of all layers in ranges that start far before them, and those in ranges that start nearer.
+
+    The latter are events of (layer, layers between, bytes), for as many layers between as make a difference.
     """
     peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
     nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
     return _array(by_depth[-1] for by_depth in peaks), _events(nearer)
 
 
-def _span_peaks(model: Lives, number: int, spans: tuple[Span, ...]) -> list[int]:
-    """Highest backward bytes of a layer in a range that starts 0, 1, ... layers before it; the last holds for all
-    earlier.
-    """
+def _span_peaks(model: Lifetimes, number: int, spans: tuple[Span, ...]) -> list[int]:
+    """Backward peaks of a layer in ranges that start 0, 1, ... layers before it; the last one holds for all earlier."""
     freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
     depths = range(max(map(len, freed.values()), default=1))
     return [
@@ -338,7 +334,7 @@ def _where(events: Events, mask: NDArray[np.bool_]) -> Events:
 
 
 def _diagonal(table: Ints, starts: int) -> Ints:
-    """Cell (w, c) of the result is cell (w, c + w) of `table`."""
+    """Element (w, c) of the result is element (w, c + w) of `table`."""
     down, across = table.strides
     return as_strided(table, (table.shape[0], starts), (down + across, across), writeable=False)
 

@@ -1,8 +1,9 @@
-"""The distinct surroundings in which a stage computes in a step, however many microbatches there are.
+"""Surroundings: what else is in memory during a compute action. A stage meets only a few different ones in a step.
 
-What a device holds during a compute action depends on few things: which microbatches' activations are kept, whether
-gradients exist, what is being sent and which receive is posted. A stage of a 1F1B schedule with a thousand microbatches
-meets about eight different combinations. Planners evaluate those instead of the program: same peak, no simulation.
+What a device holds beside the action's own bytes depends on how many other microbatches are in flight, whether
+gradients exist, what is being sent, and which receive has started. A stage of a 1F1B schedule meets about eight
+combinations of these, even with a thousand microbatches. Planners compute the peak of each, instead of simulating the
+program: the highest of them is the same.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ class Surroundings(NamedTuple):
     kind: Kind  # FORWARD, FORWARD_ONLY, RECOMPUTE or BACKWARD
     in_flight: int  # other microbatches whose activations are held
     gradients: bool  # parameter gradients exist already
-    receiving: Kind | None  # the next compute action, whose receive is posted
-    sending: Kind | None  # the previous compute action, whose send is outstanding
+    receiving: Kind | None  # the next compute action, whose receive has started
+    sending: Kind | None  # the previous compute action, whose send has not been joined
     checkpoints: int = 0  # other microbatches of which the inputs alone are held
-    recomputed: bool = False  # of a BACKWARD: its forward ran twice
+    recomputed: bool = False  # a BACKWARD whose forward ran twice
 
 
 @cache
 def surroundings(
     schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute = "never"
 ) -> tuple[Surroundings, ...]:
-    """Those of `stage`, without those that another one of the same kind covers with more in flight."""
+    """Those of `stage`, without any that others with more in flight make superfluous."""
     computes = whole_stage_order(schedule, stage, stages, microbatches, recompute)
     highest: dict[Surroundings, Surroundings] = {}
     held, inputs, gradients = 0, 0, False
@@ -58,7 +59,7 @@ def surroundings(
 
 
 def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
-    """The compute actions of a stage that has a device of its own and is kept or recomputed as a whole."""
+    """The compute actions of a stage on a device of its own, recomputed as a whole or not at all."""
     again = recomputed_microbatches(recompute, schedule, microbatches) or ()
     found: list[Action] = []
     for compute in schedule_named(schedule)(stage, stages, 1, microbatches):
@@ -70,7 +71,7 @@ def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int,
 
 
 def _covering(found: list[Surroundings]) -> list[Surroundings]:
-    """Without those that another one covers: equal but for at least as many in flight and as many checkpoints."""
+    """Without any that another covers, which is equal but has at least as many in flight and as many checkpoints."""
 
     def covered(one: Surroundings) -> bool:
         return any(

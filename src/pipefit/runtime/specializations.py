@@ -1,8 +1,8 @@
-"""The model as it is for other microbatches than the plan's: smaller ones, and those of an evaluation.
+"""The model specialized to microbatches that differ from the plan's: smaller ones, and those of an evaluation.
 
-Layers that were written as modules take any size and know `train` from `eval`; only the shapes at their boundaries
-change. Layers that were traced are for one size and one mode: the model is traced again, over fake tensors, and the new
-layers get the parameters and buffers of the old.
+Layers that were written as modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
+boundaries change. Layers that were traced hold for one batch size and one mode: for another, the model is traced again
+over fake tensors, and the new layers get the parameters and buffers of the old ones.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement, Value
 
-Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and behind the last
+Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
 Layers = tuple[ChainLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """How microbatches of one kind run: the values at all boundaries, and the layers of this process's stages."""
+class Specialization:
+    """The layers of this process's stages for one microbatch size and mode, and the values at all boundaries."""
 
     boundaries: Boundaries
     layers: Mapping[int, Layers]
 
 
-class Variants:
-    """The variants of a model for the stages that this process runs, each made when it is first needed."""
+class Specializations:
+    """The specializations of the stages that this process runs, each made when it is first needed."""
 
     def __init__(self, task: Task, plan: Plan, layers: Mapping[int, Layers], *, traced: bool) -> None:
         self.task, self.plan, self.traced = task, plan, traced
-        usual = Variant(boundaries(plan.measurement), layers)
+        usual = Specialization(boundaries(plan.measurement), layers)
         self._usual = usual
         self._known = {(plan.training.microbatch_size, True): usual}
 
-    def of(self, size: int, *, training: bool) -> Variant:
-        """The variant for microbatches of `size` samples.
+    def of(self, size: int, *, training: bool) -> Specialization:
+        """The specialization to microbatches of `size` samples.
 
         Raises:
-            UsageError: traced for this size or mode, the model falls into other layers.
+            UsageError: traced for this size or mode, the model has other layers than in the plan.
         """
-        mode = training or not self.traced  # modules know it themselves
+        mode = training or not self.traced  # layers that are modules obey train() and eval()
         key = size, mode
         if key not in self._known:
             self._known[key] = self._make(size, training=mode)
         return self._known[key]
 
-    def _make(self, size: int, *, training: bool) -> Variant:
+    def _make(self, size: int, *, training: bool) -> Specialization:
         like = sample(self.task, size)
-        with torch.inference_mode(mode=False), FakeTarget("cpu") as fake:  # an evaluation may be inside of it
+        with torch.inference_mode(mode=False), FakeTarget("cpu") as fake:  # an evaluation may run inside it
             chain = fake_chain(self.task, fake, like, training=training)
             self._check(chain, size, training=training)
             found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
@@ -66,19 +66,19 @@ class Variants:
             tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
             for known, tensors in zip(self._usual.boundaries, found, strict=True)
         )
-        return Variant(values, self._rebound(chain) if self.traced else self._usual.layers)
+        return Specialization(values, self._rebound(chain) if self.traced else self._usual.layers)
 
     def _check(self, chain: Chain, size: int, *, training: bool) -> None:
-        """The chain has the plan's layers."""
+        """Refuse a chain whose layers are not the plan's."""
         if tuple(layer.name for layer in chain.layers) != self.plan.profile.layers:
             mode = "training" if training else "evaluation"
             raise UsageError(
-                f"{self.task.name} falls into other layers when it is traced for {mode} with {size} samples: "
+                f"{self.task.name} has other layers than the plan when it is traced for {mode} with {size} samples: "
                 "use batches that divide into the plan's microbatches, and evaluate with a module of your own"
             )
 
     def _rebound(self, chain: Chain) -> dict[int, Layers]:
-        """The new layers of this process's stages, with the tensors of the old."""
+        """The new layers of this process's stages, with the parameters and buffers of the old ones."""
         return {
             stage: tuple(
                 replace(new, module=_rebind(new, old))
@@ -90,7 +90,7 @@ class Variants:
 
 
 def boundaries(measurement: Measurement) -> Boundaries:
-    """The values before every layer, and behind the last."""
+    """The values before every layer, and after the last."""
     costs = measurement.costs
     return (*(cost.inputs for cost in costs), costs[-1].outputs)
 
@@ -111,7 +111,7 @@ def _rebind(new: ChainLayer, old: ChainLayer) -> nn.Module:
     """The new layer's module with the parameters and buffers of the old one's.
 
     Raises:
-        UsageError: it needs a tensor that the old one does not have.
+        UsageError: the new module needs a tensor that the old one does not have.
     """
     local: dict[str, Tensor] = {**dict(old.module.named_parameters()), **dict(old.module.named_buffers())}
     original = {old.originals[name]: tensor for name, tensor in local.items() if name in old.originals}

@@ -1,20 +1,23 @@
-"""The exact search: of all splits and orders of devices, the one whose fullest device is least full, then the next,
-and so on.
+"""The exact search: the split, and the order of devices, with the lexicographically lowest list of costs.
 
-A stage's cost depends on its layers, its position and its device; not on the other stages. So the best way to place
-the first layers on the first stages stays best whatever follows, also when ways are compared by all their costs in
-descending order: adding the same cost to two lists does not change which is smaller. Dynamic programming over
+The list has the cost of every stage, highest first. So the highest cost is as low as possible; of the splits with that
+highest cost, the second highest is as low as possible; and so on. A stage's cost is its peak, in bytes or as a share of
+its device's budget.
 
-    (how many devices of each class are used, how many layers are placed)
+A stage's cost depends on its layers, its position and its device, but not on the other stages. If one placement of the
+first layers has a lower list than another, it still has after both get the same further stage, because adding one cost
+to two lists does not change which is lower. So dynamic programming is exact, with the states
 
-is therefore exact. Peaks do not always grow with a range (a cut may fall on a smaller tensor), so every width
-within the bounds of `planner.windows` is tried. Two passes:
+    (number of devices of each class that are used, number of layers that are placed)
 
-    1. from the last stage to the first, scalars: the lowest possible level of the fullest device
-    2. from the first stage to the last, only along what stays within that level: whole lists of costs, column by column
+A peak may fall when a layer is added, because the cut then falls on a smaller tensor. So every width within the bounds
+of `planner.windows` is tried. There are two passes:
 
-Among equals, compare stages from the last to the first: the smaller first layer wins, then the earlier class of
-devices.
+    1. from the last stage to the first: the lowest possible highest cost (the level), as one number for each state
+    2. from the first stage to the last: whole lists of costs, but only for states that can stay within the level
+
+Between splits with equal lists, the stages are compared from the last to the first: the one with the smaller first
+layer wins, then the one with the earlier class of device.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window
 
-Used = tuple[int, ...]  # how many devices of each class hold a stage already
+Used = tuple[int, ...]  # number of devices of each class that hold a stage
 Indices = NDArray[np.intp]
 
-_ROUNDING = 1 + 1e-9  # bounds in bytes against levels that are fractions of a budget
+_ROUNDING = 1 + 1e-9  # for bounds in bytes that are compared with shares of a budget
 
 
 class Solution(NamedTuple):
-    """The best split, and how many candidate stages were looked at."""
+    """The best split, and how many candidate stages were evaluated."""
 
     split: Split
     evaluated: int
@@ -53,25 +56,21 @@ def solve(question: Question) -> Solution:
 
 
 class _Nodes(NamedTuple):
-    """Ways to place some layers on some devices: one best way for each of `used` and `stop`, and its costs, highest
-    first.
-    """
+    """The states after some stages: for each pair of `used` and `stop`, the costs of the best placement."""
 
     used: list[Used]
     place: Indices  # which of `used`
     stop: Indices
-    costs: Floats  # shape (stages, nodes)
+    costs: Floats  # shape (stages, nodes); of every node the highest first
 
 
 class _Candidates(NamedTuple):
-    """Candidate stages as parallel arrays: from which node, over which layers, on which class, to where, at what
-    cost.
-    """
+    """Candidate stages as parallel arrays: source node, first layer, class of device, target node and cost."""
 
     source: Indices
     start: Indices
     kind: Indices
-    target: Indices  # ranks (used, stop)
+    target: Indices  # number of the pair (used, stop)
     cost: Floats
 
     def take(self, which: Indices | NDArray[np.bool_]) -> _Candidates:
@@ -90,7 +89,7 @@ class _Search:
         self.band: Band
 
     def best(self) -> Solution:
-        """Runs the passes."""
+        """The best split, by the two passes."""
         self._limit(self._achievable())
         self.band = self.ranges.band(max(window.widest for window in self.windows))
         rest = self._rest()
@@ -108,7 +107,7 @@ class _Search:
         self.windows = windows
 
     def _achievable(self) -> float:
-        """The level of some split that is good by the bounds, on the largest devices."""
+        """The highest cost of a split that is good by its lower bounds, with its stages on the largest devices."""
         edges = self.bounds.lowest_split()
         units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
         ends = enumerate(pairwise(edges))
@@ -125,12 +124,12 @@ class _Search:
         return peaks.astype(float)
 
     def _places(self, stage: int) -> list[Used]:
-        """Every way to have used `stage` devices, in rising order."""
+        """Every way to choose `stage` devices, as numbers of each class, in rising order."""
         ways = product(*(range(size + 1) for size in self.sizes))
         return [used for used in ways if sum(used) == stage]
 
     def _next(self, used: Used) -> Iterator[tuple[int, Used]]:
-        """One more device: its class, and what is used then."""
+        """The classes of which a device is left, each with `used` after taking one."""
         for kind, size in enumerate(self.sizes):
             if used[kind] < size:
                 yield kind, (*used[:kind], used[kind] + 1, *used[kind + 1 :])
@@ -138,7 +137,7 @@ class _Search:
     # ---------------------------------------------------------------- pass 1: the level
 
     def _rest(self) -> dict[Used, Floats]:
-        """For what is used and each first layer not placed yet: the lowest possible level of what follows."""
+        """For the devices used and the first layer not placed: the lowest possible level of the stages to come."""
         empty = np.full(self.layers + self.band.valid.shape[0] + 2, np.inf)
         rest = {used: empty.copy() for used in self._places(self.stages)}
         for level in rest.values():
@@ -154,7 +153,7 @@ class _Search:
                     np.minimum(here, np.maximum(by_kind[kind], following).min(axis=0), out=here)
         return rest
 
-    # ---------------------------------------------------------------- pass 2: whole lists
+    # ---------------------------------------------------------------- pass 2: lists of costs
 
     def _forward(self, rest: dict[Used, Floats], level: float) -> Split:
         """The best split within the level, from the first stage to the last."""
@@ -168,7 +167,7 @@ class _Search:
         return self._split(min(ends)[-1])
 
     def _step(self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float) -> tuple[_Candidates, _Nodes]:
-        """The best candidate stage into every node behind this stage, and those nodes."""
+        """The best candidate stage for every node after this stage, and those nodes."""
         places = self._places(stage + 1)
         found = list(self._within(stage, nodes, rest, level, places))
         candidates = _Candidates._make(map(np.concatenate, zip(*found, strict=True)))
@@ -180,7 +179,7 @@ class _Search:
     def _within(
         self, stage: int, nodes: _Nodes, rest: dict[Used, Floats], level: float, places: list[Used]
     ) -> Iterator[_Candidates]:
-        """Candidate stages that leave every stage within the level."""
+        """The candidate stages after which all stages can stay within the level."""
         costs, window = self._costs(stage), self.windows[stage]
         by_kind = [costs / unit for unit in self.units]
         for place, used in enumerate(nodes.used):
@@ -201,7 +200,7 @@ class _Search:
 
 
 def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
-    """First layer and class of device of every stage on the way to a final node, from the last stage to the first."""
+    """First layer and class of device of the stages that lead to a final node, from the last stage to the first."""
     path = []
     for chosen in reversed(trail):
         path.append((int(chosen.start[node]), int(chosen.kind[node])))
@@ -210,16 +209,16 @@ def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
 
 
 def _following(level: Floats, window: Window) -> Floats:
-    """`level` behind every range of the window."""
+    """The element of `level` for the layer after every range of the window."""
     first, last, narrowest, widest = window
     return sliding_window_view(level[first + narrowest : last + widest + 1], last - first + 1)
 
 
 def _lowest(candidates: _Candidates, costs: Floats) -> _Candidates:
-    """For every target the candidate whose list of costs is lowest, the first of equals. Candidates are sorted by
-    target.
+    """For every target the candidate with the lowest list of costs, the first one of equals.
 
-    Adding a cost c to a list a0 >= a1 >= ... gives the list max(a0, c), max(a1, min(a0, c)), max(a2, min(a1, c)), ...
+    Candidates must be sorted by target. With a cost c, a list a0 >= a1 >= ... becomes the list
+    max(a0, c), max(a1, min(a0, c)), max(a2, min(a1, c)), ...
     """
     high = np.full(len(candidates.cost), np.inf)
     for column in (*costs, np.zeros(costs.shape[1])):

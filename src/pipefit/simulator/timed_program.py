@@ -1,7 +1,8 @@
-"""A program as the clock reads it: for every action a code, its seconds, and the transfer that it starts or joins.
+"""A program prepared for the clock: for every action a code, its seconds, and the transfer that it starts or joins.
 
-Wires are numbered. A transfer has parts, each with its own seconds and wires; a striped one has several. Copies of one
-device queue in two streams, one each way; messages do not queue but on wires.
+A wire is a number, that of one direction of a link. A transfer has one part for each member of its place, with seconds
+and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
+they were issued; messages have no stream and wait for their wires alone.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
 
 
-class DeviceScript(NamedTuple):
-    """The actions of one device."""
+class TimedActions(NamedTuple):
+    """The actions of one device: a code, seconds and the number of a transfer for each, -1 where it has none."""
 
     codes: list[int]
     seconds: list[float]
     transfers: list[int]
 
 
-class Script:
-    """All devices, and the transfers among them."""
+class TimedProgram:
+    """The actions of all devices, and the transfers between them."""
 
     def __init__(
         self, program: Program, cluster: Cluster, stages: list[StageCost], moved_bytes: Callable[[Action], int]
@@ -47,19 +48,20 @@ class Script:
         self._message_parts = cache(self._new_message_parts)
         self._copy_parts = cache(self._new_copy_parts)
         self.parts: list[Parts] = []
-        self.streams: list[int] = []  # of a copy: 2 * device outward, 2 * device + 1 inward; of others -1
-        self.ends: list[int] = []  # how many devices must be ready for it
+        self.streams: list[
+            int
+        ] = []  # of a copy 2 * device outward and 2 * device + 1 inward; -1 of all other transfers
+        self.ends: list[int] = []  # how many devices must start it before it is ready
         self.devices = [self._read(device, actions) for device, actions in enumerate(program.actions)]
 
     @property
     def wires(self) -> int:
-        """How many wires are in use."""
+        """How many wires the transfers use."""
         return len(self._wires)
 
-    def _read(self, device: int, actions: tuple[Action, ...]) -> DeviceScript:
-        """Every action of one device, resolved."""
-        script = DeviceScript([], [], [])
-        codes, seconds, transfers = script
+    def _read(self, device: int, actions: tuple[Action, ...]) -> TimedActions:
+        """The actions of one device, with their seconds and transfers."""
+        codes, seconds, transfers = timed = TimedActions([], [], [])
         started: dict[tuple[object, ...], int] = {}
         for action in actions:
             kind, code, duration, transfer = action.kind, NOTHING, 0.0, -1
@@ -76,7 +78,7 @@ class Script:
             codes.append(code)
             seconds.append(duration)
             transfers.append(transfer)
-        return script
+        return timed
 
     def _add(self, parts: Parts, *, ends: int, stream: int = -1) -> int:
         """The number of a new transfer."""
@@ -99,7 +101,7 @@ class Script:
         return number
 
     def _new_message_parts(self, kind: Kind, receiver: int) -> Parts:
-        """What a message into stage `receiver` takes; nothing between stages of one device."""
+        """The parts of a message to stage `receiver`; none between stages of one device."""
         storages, sender = self._stages[receiver].storages, receiver + (-1 if kind is Kind.RECV_FORWARD else 1)
         source, target = self._program.placement[sender][0], self._program.placement[receiver][0]
         inputs = sum(value.nbytes for value in storages.inputs)
@@ -109,7 +111,7 @@ class Script:
     # ---------------------------------------------------------------- collectives
 
     def _collective(self, action: Action) -> int:
-        """The number of the sum or exchange that this stage takes part in."""
+        """The number of the collective that this stage takes part in."""
         own = action.kind, action.subject, action.stage
         key = action.kind, action.subject, self._turns[own]
         self._turns[own] += 1
@@ -156,7 +158,7 @@ class Script:
 
 
 def _members(program: Program) -> dict[tuple[Kind, Subject | Bundle | None], list[int]]:
-    """The devices of every collective, one for each stage in it."""
+    """The devices that take part in every collective: one for each stage."""
     found: dict[tuple[Kind, Subject | Bundle | None], dict[int, int]] = {}
     for device, actions in enumerate(program.actions):
         for action in actions:
