@@ -1,7 +1,8 @@
 """Lets tests in every folder import the helpers that lie beside this file, and the benchmarks; keeps what is measured
 of kernels out of the user's cache.
 
-Tests run in as many processes as there are cores, so each computes with one thread, as pipefit's workers do.
+Tests run in as many processes as there are cores, so each computes with one thread, as pipefit's workers do, unless
+OMP_NUM_THREADS says otherwise.
 """
 
 import os
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="session", autouse=True)

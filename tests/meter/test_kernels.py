@@ -317,15 +317,15 @@ def test_unknown_operations_are_told_once_unless_the_profile_named_them() -> Non
         following.tell_unknown()
 
 
-def test_the_machine_is_told_by_more_than_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment lets kernels use, torch's release and the threads are part of it."""
+def test_the_machine_is_told_by_more_than_its_name() -> None:
+    """What the environment lets kernels use, and the number of threads, make another machine."""
     machine._capability.cache_clear()
-    try:
-        before = this_machine(1)
+    before = this_machine(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         machine._capability.cache_clear()
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-        assert this_machine(1).capability == f"{before.capability.split()[0]} ONEDNN_MAX_CPU_ISA=SSE41"
-    finally:
-        machine._capability.cache_clear()
-    assert this_machine(2) != before
+        limited = this_machine(1)
+    machine._capability.cache_clear()
+    assert limited.capability == f"{before.capability.split()[0]} ONEDNN_MAX_CPU_ISA=SSE41"
+    assert (this_machine(1), this_machine(2).threads) == (before, 2)
     assert before.torch == torch.__version__
