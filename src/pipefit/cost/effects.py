@@ -21,8 +21,8 @@ from typing import NamedTuple
 class Effect(NamedTuple):
     """Bytes relative to the start of an action: at its peak, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace. `after` is
-    the same without the last two, because none of their bytes outlive the action.
+    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace.
+    `after` is the same without the last two, because none of their bytes outlive the action.
     """
 
     peak_bytes: int

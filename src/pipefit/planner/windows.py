@@ -65,7 +65,7 @@ class Bounds:
         return [self._window(stage, first, last, level) for stage in range(self.stages)]
 
     def greedy(self, level: float) -> tuple[int, ...] | None:
-        """A split whose stages nearly keep to `level` by their bounds, filled from the first on; None if there is none."""
+        """A split whose stages nearly keep to `level` by their bounds, early ones filled first; None if none do."""
         last = self._latest_starts(level)
         if last[-1] < self.layers or any(start < stage for stage, start in enumerate(last)):
             return None
