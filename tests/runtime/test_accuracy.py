@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from own_models import OWN_MODELS
-from random_cases import MODELS, Account, Case, accounts, plan_for, random_case
+from random_cases import MODELS, SCHEDULES, Account, Case, accounts, plan_for, random_case
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *OWN_MODELS) for seed in range(4 if model in MODELS else 2)]
 
@@ -70,9 +70,15 @@ def test_simulator_is_nearly_always_exact(compared: dict[str, list[Account]]) ->
 
 
 def test_cases_differ(compared: dict[str, list[Account]]) -> None:
-    """The cases cover both schedules, one to four stages, both kinds of attention, dropout on and off."""
+    """The cases cover all schedules, one to four devices with one or several stages, runs and whole stages that are
+    recomputed, both kinds of attention, dropout on and off.
+    """
     cases = [of(name, compared)[0].case for name in NAMES]
-    assert {case.plan.training.schedule for case in cases} == {"gpipe", "1f1b"}
-    assert {len(case.plan.stages) for case in cases} == {1, 2, 3, 4}
+    assert {case.plan.training.schedule for case in cases} == set(SCHEDULES)
+    assert {len(case.plan.ranks) for case in cases} == {1, 2, 3, 4}
+    assert {len(case.plan.ranks[0]) for case in cases} == {1, 2, 3}
+    runs = [(one, case.plan.stages[one.stage]) for case in cases for one in case.plan.decisions]
+    assert {(one.subject.start, one.subject.stop) == (stage.start, stage.stop) for one, stage in runs} == {False, True}
+    assert {one.ahead for one, _ in runs} == {0, 1, 2}
     assert {case.settings.get("attention") for case in cases} == {None, "sdpa", "eager"}
     assert {bool(case.settings.get("dropout")) for case in cases} == {False, True}

@@ -151,6 +151,16 @@ def test_pieces_that_share_a_parameter_are_refused() -> None:
     lower(make_plan(sharing(), [2, 2], decisions=(run(0, 1),)))
 
 
+def test_two_stages_of_a_device_that_share_a_parameter_are_refused() -> None:
+    """Each would have a copy of its own; the same stages on devices of their own sum their gradients."""
+    plan = make_plan(sharing(), [1, 1, 1, 1], schedule="gpipe")
+    assert "0REDUCE[0.shared]" in words(list(lower(plan).actions[0]))
+    with pytest.raises(UsageError, match=r"stages 0 and 3 of device 0 share parameter 'layer0.w'"):
+        lower(make_plan(sharing(), [1, 1, 1, 1], devices=3, schedule="gpipe"))
+    with pytest.raises(UsageError, match=r"stages 0 and 1 of device 0 share parameter 'layer0.w'"):
+        lower(make_plan(sharing(), [3, 1], devices=1, schedule="gpipe"))
+
+
 # -------------------------------------------------------------------- communication
 
 

@@ -217,7 +217,7 @@ def test_an_arena_has_as_many_slots_as_are_ever_in_use(text: str, expected: list
     }
     plan = make_plan(equal_profile(2), [2], microbatches=1, cluster=make_cluster(2))
     program = parse_program(f"device 0: {text.format(**moves)}\ndevice 1:", placement=((0,),), microbatches=1)
-    simulation = Simulation(plan, program=program)
+    simulation = Simulation(plan, program=program, steps=1)
     assert [tuple(arena) for arena in simulation.arenas] == expected
     assert simulation.peak_bytes[1] == sum(slots * nbytes for _, _, slots, nbytes in expected)
 

@@ -42,7 +42,12 @@ def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True) -
     Args:
         microbatches: of a smaller last batch; the plan's unless given.
         update: False leaves the gradients where they are, to be added to by the next batch.
+
+    Raises:
+        UsageError: a decision cannot be carried out, the schedule is not for such stages, or two stages of a device
+            share a parameter.
     """
+    _check_shared(plan)
     count = plan.training.microbatches if microbatches is None else microbatches
     orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan)
     bundles = bundles_of(plan)
@@ -62,6 +67,21 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 
     orders: Sequence[Order] = computes(plan, forwards, microbatches)
     return _program(plan, microbatches, [list(communicated(order, plan)) for order in orders], ())
+
+
+def _check_shared(plan: Plan) -> None:
+    """No two stages of a device share a parameter: each would have a copy, and a sum over stages of one device ends in
+    none.
+    """
+    for shared, holders in zip(plan.measurement.shared, plan.holders, strict=True):
+        for stages in plan.ranks:
+            both = [stage for stage in holders if stage in stages]
+            if len(both) > 1:
+                raise UsageError(
+                    f"stages {both[0]} and {both[1]} of device {plan.stages[both[0]].device} share parameter "
+                    f"{shared.name!r}, which is not supported: put all of its layers into one stage, or its stages on "
+                    "different devices"
+                )
 
 
 def _program(plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bundles: Bundles) -> Program:
