@@ -131,6 +131,23 @@ def test_the_number_in_a_product_is_kept_for_the_backward() -> None:
         assert meter.total == 0
 
 
+def test_a_product_without_a_graph_leaves_kept_numbers_alone() -> None:
+    """One like it, for which no graph is recorded, is no backward: the number of the first stays until its own."""
+    x = torch.ones(2, requires_grad=True)
+    with metered() as meter:
+        y = (x * 3.0).sum()
+        held = meter.total
+        with torch.no_grad():
+            x.detach() * 3.0
+            x * 3.0
+        meter.begin("2N1")
+        assert meter.total == held
+        y.backward()
+        meter.begin("2B0")
+        del y
+        assert meter.total == x.grad.nbytes
+
+
 def test_a_forgotten_graph_keeps_no_numbers() -> None:
     """Without a backward, `forget_graphs` lets go of the numbers that graphs kept."""
     x = torch.ones(100, requires_grad=True)
