@@ -2,7 +2,8 @@
 
 AmoebaNet-D(36, F) with the average pools of torchgpipe's benchmark, which mCAP measured: batch 32 = 4 x 8, GPipe, SGD
 with momentum, four devices of 24 GB. Memory follows the kernels of CUDA; nothing but torchgpipe's timing is run for
-real. For each setting of recomputation (torchgpipe's default is `except_last`) and every partitioner:
+real. For each setting of recomputation - torchgpipe's three, `except_last` its default, in torchgpipe's own order of
+backwards; ours, `except_one`, in ours (`partitioners.py`) - and every partitioner:
 
     at F = 544    the split, the peak of the fullest device and the standard deviation over devices, to the byte;
                   throughput, simulated from the data sheet's figures. mCAP's paper: peak 35 % below torchgpipe's.
@@ -38,7 +39,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +48,7 @@ from partitioners import (
     BAYESIAN,
     OURS,
     PREDICTING,
+    SCHEDULES,
     TORCHGPIPE,
     Edges,
     Setting,
@@ -252,7 +254,7 @@ def measure(job: Job) -> dict[tuple[int, int], list[list[int]]]:
 def alone(job: Job, times: list[int], costs: Costs) -> dict[str, Any]:
     """What torchgpipe makes of one measuring: its split, and the largest F by plans."""
     edges = splits_of_times(times, len(job.cluster.devices)).own
-    best = {recompute: searched(job, recompute, fixed(edges), costs)[0] for recompute in get_args(Recompute)}
+    best = {recompute: searched(job, recompute, fixed(edges), costs)[0] for recompute in SCHEDULES}
     return {
         "microseconds": times,
         "split": lengths(edges),
@@ -338,7 +340,7 @@ def run(job: Job, each: Each) -> dict[str, Any]:
     slow = {ONE_SAMPLE: fixed(one.own), BAYESIAN: partial(planned, planner=BAYESIAN)}
     chosen = splitters(lambda _: torchgpipe) | slow
     costs, rows, summary = cache(job.profile), {}, {}
-    for recompute in get_args(Recompute):
+    for recompute in SCHEDULES:
         found = compare(job, FILTERS, recompute, chosen, costs, once=(BAYESIAN,), each=each)
         tables = [balance_table(recompute, FILTERS, found.balance), largest_table(recompute, found.largest)]
         print(plain(tables), end="\n\n", flush=True)

@@ -1,8 +1,8 @@
 """Claim: mCAP's Bayesian optimisation finds what its brute force finds, by its own predictor (mCAP, section 3.4).
 
 The two searches as the paper runs them, over the two numbers a layer of incremental runs: VGG-11 with mCAP's batch and
-AmoebaNet-D(36, 544), each on four devices, under GPipe with recomputation. Runs are simulated: their peaks are those of
-real ones. Three seeds of the optimisation, 75 evaluations each.
+AmoebaNet-D(36, 544), each on four devices, with torchgpipe's schedule and default recomputation. Runs are simulated:
+their peaks are those of real ones. Three seeds of the optimisation, 75 evaluations each.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_mcap.py [--seeds N] [--json FILE]
 
@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 
-from partitioners import Edges, Setting, outcome, planned, simulated_additive_costs
+from partitioners import SCHEDULES, Edges, Setting, outcome, planned, simulated_additive_costs
 from pipefit.cluster import Cluster
 from pipefit.planner.mcap_bo import estimates
 from pipefit.profiler import profile
@@ -50,9 +50,13 @@ class Row:
 def setting(model: str, options: dict[str, int], size: int, microbatches: int) -> Setting:
     """A model of the paper and its training, on devices of ample memory."""
     task = build(model, **options)
-    how = Training(batch_size=size * microbatches, microbatches=microbatches, schedule="gpipe", recompute="except_last")
-    cluster = Cluster.emulated((DEVICES, 1 << 50))
-    return Setting(task=task, profile=profile(task, microbatch_size=size, target="cuda"), cluster=cluster, training=how)
+    return Setting(
+        task=task,
+        profile=profile(task, microbatch_size=size, target="cuda"),
+        cluster=Cluster.emulated((DEVICES, 1 << 50)),
+        training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=SCHEDULES["except_last"]),
+        recompute="except_last",
+    )
 
 
 def rows(given: Setting, model: str, seeds: int) -> list[Row]:

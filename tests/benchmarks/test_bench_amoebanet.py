@@ -19,7 +19,7 @@ from pipefit.capture import Task
 from pipefit.files import load_cluster
 from pipefit.fit.growth import with_memory
 from pipefit.runtime import certify
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import build
 
 ROOM = 1 << 20

@@ -20,7 +20,7 @@ from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, p
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.runtime import certify
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import build
 
 ROOM = 1 << 20

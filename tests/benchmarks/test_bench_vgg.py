@@ -17,7 +17,7 @@ import bench_vgg as bench
 from partitioners import Setting, splitters, torchgpipe_splits
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import vgg11
 
 WAYS: tuple[Recompute, ...] = ("never", "always")
