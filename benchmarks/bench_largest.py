@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +29,7 @@ from typing import Any
 import torch
 
 from amoebanet_job import Job
+from measured_on import machine
 from partitioners import (
     OURS,
     PREDICTING,
@@ -239,7 +238,7 @@ def small_job() -> Job:
 def main() -> None:
     """Run, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="write rows, runs, totals and versions here")
+    parser.add_argument("--json", type=Path, help="write rows, runs, totals and the machine here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # profiles assume one thread
     began, job, timed = time.perf_counter(), small_job(), Timed()
@@ -260,8 +259,7 @@ def main() -> None:
             "ratios": {name: ratios(r for r in rows if r.recompute == name) for name in SCHEDULES},
             "totals": of,
             "job": {key: str(value) for key, value in asdict(job).items()},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+            "machine": machine(),
             "rows": [*map(asdict, rows)],
             "runs": [*map(asdict, runs.made.values())],
         }

@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 
+from measured_on import machine
 from partitioners import SCHEDULES, Edges, Setting, outcome, planned, simulated_additive_costs
 from pipefit.cluster import Cluster
 from pipefit.planner.mcap_bo import estimates
@@ -115,7 +116,9 @@ def main() -> None:
             print(line(row), flush=True)
             found.append(row)
     if asked.json is not None:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps({"machine": machine(), "rows": [asdict(row) for row in found]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

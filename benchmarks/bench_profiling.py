@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from measured_on import machine
 from partitioners import Edges, Setting, outcome
 from pipefit.cluster import Cluster
 from pipefit.planner import true_peaks
@@ -146,8 +146,7 @@ def main() -> None:
             print(f"{row.seconds:9.2f}{row.ninth_decile_error:13.2%}{row.largest_error:15.2%}", flush=True)
     if options.json is not None:
         document = {
-            "machine": platform.platform(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "machine": machine(),
             "rows": [asdict(row) for row in found],
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")

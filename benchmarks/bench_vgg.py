@@ -32,7 +32,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -50,6 +49,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from measured_on import machine
 from oracle import measured_peaks
 from partitioners import (
     SCHEDULES,
@@ -347,7 +347,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--target", choices=get_args(Target), default="cpu", help="whose kernels the dry run follows")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write everything here, with versions")
+    parser.add_argument("--json", type=Path, help="write everything here, with the machine")
     return parser.parse_args()
 
 
@@ -376,12 +376,7 @@ def write(options: argparse.Namespace, compared: Iterable[Comparison], real: Ite
     """Everything that was found, as JSON."""
     document = {
         "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "machine": machine(),
         "all_splits": [asdict(found) for found in compared],
         "reduced_size": REDUCED | {"microbatches": MICROBATCHES, "microbatch_size": REDUCED_MICROBATCH},
         "real_runs": [asdict(found) for found in real],
