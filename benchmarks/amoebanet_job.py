@@ -1,10 +1,10 @@
-"""AmoebaNet-D of any number of filters, to be trained under GPipe on equal devices. Not a benchmark itself."""
+"""AmoebaNet-D of any number of filters, to be trained on equal devices. Not a benchmark itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from partitioners import Setting
+from partitioners import SCHEDULES, Setting
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.fit.growth import Demand
@@ -39,7 +39,7 @@ class Job:
             cluster=self.cluster,
             microbatch_size=self.microbatch_size,
             microbatches=self.microbatches,
-            schedule="gpipe",
+            schedule=SCHEDULES[recompute],
             recompute=recompute,
             target=self.target,
         )
@@ -51,5 +51,7 @@ class Job:
     def setting(self, costs: ModelProfile, filters: int, recompute: Recompute) -> Setting:
         """What partitioners are given."""
         batch = self.microbatches * self.microbatch_size
-        training = Training(batch_size=batch, microbatches=self.microbatches, schedule="gpipe", recompute=recompute)
-        return Setting(task=self.task(filters), profile=costs, cluster=self.cluster, training=training)
+        training = Training(batch_size=batch, microbatches=self.microbatches, schedule=SCHEDULES[recompute])
+        return Setting(
+            task=self.task(filters), profile=costs, cluster=self.cluster, training=training, recompute=recompute
+        )

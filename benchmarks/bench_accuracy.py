@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from measured_on import machine
 from own_models import OWN_MODELS
 from random_cases import Account, Case, accounts, plan_for, random_case
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write totals, versions and differing rows here")
+    parser.add_argument("--json", type=Path, help="write totals, the machine and differing rows here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # profiles assume one thread
     began, found = time.perf_counter(), []
@@ -118,11 +118,7 @@ def main() -> None:
         wrong = [a for a in found if not a.oracle_bytes == a.dry_run_bytes == a.simulated_bytes]
         document = {
             "summary": totals | {"seed": options.seed},
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            },
+            "machine": machine(),
             "columns": "  ".join(COLUMNS),
             "differing_rows": ["  ".join(row(account)) for account in wrong],
         }

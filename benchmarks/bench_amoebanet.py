@@ -2,7 +2,8 @@
 
 AmoebaNet-D(36, F) with the average pools of torchgpipe's benchmark, which mCAP measured: batch 32 = 4 x 8, GPipe, SGD
 with momentum, four devices of 24 GB. Memory follows the kernels of CUDA; nothing but torchgpipe's timing is run for
-real. For each setting of recomputation (torchgpipe's default is `except_last`) and every partitioner:
+real. For each setting of recomputation - torchgpipe's three, `except_last` its default, in torchgpipe's own order of
+backwards; ours, `except_one`, in ours (`partitioners.py`) - and every partitioner:
 
     at F = 544    the split, the peak of the fullest device and the standard deviation over devices, to the byte;
                   throughput, simulated from the data sheet's figures. mCAP's paper: peak 35 % below torchgpipe's.
@@ -19,18 +20,18 @@ reading weights, and the split is another one each time. What each measuring alo
 the same at F = 256. Whatever the noise, `time` splits times modelled for the GPU, exactly; ratios are taken against
 torchgpipe and against the best of all baselines. `bayesian` takes a minute a split: it, too, is asked at F = 544 only.
 
-    PYTHONPATH=src python benchmarks/bench_amoebanet.py [--processes 2] [--json FILE]
+    PYTHONPATH=src python benchmarks/bench_amoebanet.py [--processes 2] [--times FILE] [--skip-bayesian] [--no-certify]
+        [--json FILE]
 
-About a quarter of an hour on two cores, half of it for dry runs. The seconds that `exact` takes are those of its whole
-search: profiles, plans and both dry runs, in one process, with nothing known before.
+Forty minutes on two cores, most of it for dry runs. The seconds that `exact` takes are those of its whole search:
+profiles, plans and both dry runs, in one process, with nothing known before. `--no-certify` takes a quarter of the time
+and believes the plans; `--times` reads torchgpipe's measurings from the JSON of an earlier run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -38,15 +39,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
-
-import torch
+from typing import Any, NamedTuple
 
 from amoebanet_job import Job
+from measured_on import machine
 from partitioners import (
     BAYESIAN,
     OURS,
     PREDICTING,
+    SCHEDULES,
     TORCHGPIPE,
     Edges,
     Setting,
@@ -94,25 +95,29 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest F under a partitioner. Bytes are the fullest device's in the dry runs of this F and the next one."""
+    """The largest F under a partitioner. Bytes are the fullest device's at this F and the next one, in their dry runs
+    or else in their plans.
+    """
 
     partitioner: str
     filters: int
     parameters: int
     split: tuple[int, ...]
-    dry_run_bytes: int
-    next_dry_run_bytes: int
-    certified: bool  # this one fits, and the next one does not
-    off_plan_bytes: int  # largest difference between a dry run and its plan, on any device
+    need_bytes: int
+    next_need_bytes: int
+    certified: bool  # by dry runs: this one fits, and the next one does not
+    off_plan_bytes: int | None  # largest difference between a dry run and its plan, on any device
     ours_to_this: float  # of parameters
 
 
 class Comparison(NamedTuple):
-    """All partitioners under one setting of recomputation. The seconds are those of our search for the largest."""
+    """All partitioners under one setting of recomputation. The seconds are those of our search for the largest, where
+    it was certified.
+    """
 
     balance: list[Balance]
     largest: list[Largest]
-    our_seconds: float
+    our_seconds: float | None
 
 
 def compare(
@@ -123,15 +128,19 @@ def compare(
     costs: Costs,
     *,
     once: Iterable[str] = (),
+    certify: bool = True,
     each: Each = map,
 ) -> Comparison:
     """Both tables. Those partitioners that are asked `once` have the split of so many filters at every F."""
-    began = time.perf_counter()
-    ours = edge_of(find(setting("filters", job.task, job.demand(recompute), job.values)))
-    our_seconds = time.perf_counter() - began
     given = job.setting(costs(filters), filters, recompute)
     edges = {name: split(given) for name, split in chosen.items()}
     asked = {name: fixed(edges[name]) if name in once else split for name, split in chosen.items()}
+    if not certify:
+        found = {name: searched(job, recompute, split, costs) for name, split in asked.items()}
+        return Comparison(balance(given, edges), largest(found), None)
+    began = time.perf_counter()
+    ours = edge_of(find(setting("filters", job.task, job.demand(recompute), job.values)))
+    our_seconds = time.perf_counter() - began
     found = {name: ours if name == OURS else searched(job, recompute, split, costs) for name, split in asked.items()}
     return Comparison(balance(given, edges), largest(certified(found, job, each)), our_seconds)
 
@@ -195,10 +204,11 @@ def place(attempt: Attempt) -> tuple[int, tuple[int, ...]]:
     return attempt.value, attempt.plan.split
 
 
-def off_plan(attempt: Attempt) -> int:
-    """By how much a dry run differs from its plan on the device where they differ most."""
-    assert attempt.plan.prediction is not None
-    return max(abs(a - b) for a, b in zip(attempt.peak_bytes, attempt.plan.prediction.peak_bytes, strict=True))
+def off_plan(edge: Edge) -> int | None:
+    """By how much dry runs differ from their plans on the device where they differ most; None: there were none."""
+    pairs = [(attempt.certified_bytes, attempt.plan.prediction) for attempt in edge]
+    known = [(peaks, plan.peak_bytes) for peaks, plan in pairs if peaks is not None and plan is not None]
+    return max((abs(a - b) for pair in known for a, b in zip(*pair, strict=True)), default=None)
 
 
 def largest(found: Mapping[str, Edge]) -> list[Largest]:
@@ -209,10 +219,10 @@ def largest(found: Mapping[str, Edge]) -> list[Largest]:
             filters=best.value,
             parameters=best.parameters,
             split=best.plan.split,
-            dry_run_bytes=best.need_bytes,
-            next_dry_run_bytes=beyond.need_bytes,
-            certified=best.fits and not beyond.fits,
-            off_plan_bytes=max(off_plan(best), off_plan(beyond)),
+            need_bytes=best.need_bytes,
+            next_need_bytes=beyond.need_bytes,
+            certified=off_plan((best, beyond)) is not None and best.fits and not beyond.fits,
+            off_plan_bytes=off_plan((best, beyond)),
             ours_to_this=found[OURS][0].parameters / best.parameters,
         )
         for name, (best, beyond) in found.items()
@@ -249,10 +259,16 @@ def measure(job: Job) -> dict[tuple[int, int], list[list[int]]]:
     }
 
 
+def measured_before(path: Path) -> dict[tuple[int, int], list[list[int]]]:
+    """The same, from the JSON of an earlier run."""
+    found = json.loads(path.read_text())["torchgpipe"]
+    return {(of["filters"], of["samples"]): [one["microseconds"] for one in of["measurings"]] for of in found}
+
+
 def alone(job: Job, times: list[int], costs: Costs) -> dict[str, Any]:
     """What torchgpipe makes of one measuring: its split, and the largest F by plans."""
     edges = splits_of_times(times, len(job.cluster.devices)).own
-    best = {recompute: searched(job, recompute, fixed(edges), costs)[0] for recompute in get_args(Recompute)}
+    best = {recompute: searched(job, recompute, fixed(edges), costs)[0] for recompute in SCHEDULES}
     return {
         "microseconds": times,
         "split": lengths(edges),
@@ -284,8 +300,9 @@ def largest_table(recompute: str, rows: Iterable[Largest]) -> Table:
         "largest F": [str(row.filters) for row in rows],
         "1e9 parameters": [f"{row.parameters / 1e9:.3f}" for row in rows],
         "split": ["-".join(map(str, row.split)) for row in rows],
-        "dry run GB": [f"{row.dry_run_bytes / 1e9:.3f}" for row in rows],
-        "of the next F": [f"{row.next_dry_run_bytes / 1e9:.3f}" for row in rows],
+        "GB": [f"{row.need_bytes / 1e9:.3f}" for row in rows],
+        "of the next F": [f"{row.next_need_bytes / 1e9:.3f}" for row in rows],
+        "by": ["dry run" if row.certified else "plan" for row in rows],
         "ours to this": [f"{row.ours_to_this:.2f}" for row in rows],
     }
     return table(f"recompute {recompute}, the largest F", cells)
@@ -304,7 +321,7 @@ def summary_table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
         "to the lowest": [f"{of['peak_to_best_baseline'] - 1:+.1%} ({of['best_baseline_by_peak']})" for of in rows],
         "samples/s": [f"{of['throughput_to_torchgpipe'] - 1:+.1%}" for of in rows],
         "to the same": [f"{of['throughput_to_best_baseline_by_peak'] - 1:+.1%}" for of in rows],
-        "search s": [f"{of['search_seconds']:.0f}" for of in rows],
+        "search s": ["-" if of["search_seconds"] is None else f"{of['search_seconds']:.0f}" for of in rows],
     }
     return table("ours to torchgpipe's, and to the best baseline's", cells)
 
@@ -330,16 +347,18 @@ def papers_job() -> Job:
     )
 
 
-def run(job: Job, each: Each) -> dict[str, Any]:
+def run(job: Job, options: argparse.Namespace, each: Each) -> dict[str, Any]:
     """All comparisons, printed as they come; what there is to write."""
     began, devices = time.perf_counter(), len(job.cluster.devices)
-    measured = measure(job)
+    measured = measure(job) if options.times is None else measured_before(options.times)
     torchgpipe, one = (median_splits(measured[FILTERS, size], devices) for size in (job.microbatch_size, 1))
-    slow = {ONE_SAMPLE: fixed(one.own), BAYESIAN: partial(planned, planner=BAYESIAN)}
-    chosen = splitters(lambda _: torchgpipe) | slow
+    slow: dict[str, Splitter] = {} if options.skip_bayesian else {BAYESIAN: partial(planned, planner=BAYESIAN)}
+    chosen = splitters(lambda _: torchgpipe) | {ONE_SAMPLE: fixed(one.own)} | slow
     costs, rows, summary = cache(job.profile), {}, {}
-    for recompute in get_args(Recompute):
-        found = compare(job, FILTERS, recompute, chosen, costs, once=(BAYESIAN,), each=each)
+    for recompute in SCHEDULES:
+        found = compare(
+            job, FILTERS, recompute, chosen, costs, once=(BAYESIAN,), certify=not options.no_certify, each=each
+        )
         tables = [balance_table(recompute, FILTERS, found.balance), largest_table(recompute, found.largest)]
         print(plain(tables), end="\n\n", flush=True)
         rows[recompute] = {"balance": [*map(asdict, found.balance)], "largest": [*map(asdict, found.largest)]}
@@ -350,8 +369,8 @@ def run(job: Job, each: Each) -> dict[str, Any]:
         "totals": {
             "rows": len(every),
             "certified": sum(row["certified"] for row in every),
-            "equal_to_plans": sum(not row["off_plan_bytes"] for row in every),
-            "largest_off_plan": max(row["off_plan_bytes"] / row["dry_run_bytes"] for row in every),
+            "equal_to_plans": sum(row["off_plan_bytes"] == 0 for row in every),
+            "largest_off_plan_bytes": max((row["off_plan_bytes"] or 0 for row in every), default=0),
             "seconds": time.perf_counter() - began,
         },
         "torchgpipe": [
@@ -366,10 +385,13 @@ def main() -> None:
     """Run, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--processes", type=int, default=2, help="for dry runs")
-    parser.add_argument("--json", type=Path, help="write all rows, ratios, versions and seconds here")
+    parser.add_argument("--times", type=Path, help="torchgpipe's measurings: the JSON of an earlier run")
+    parser.add_argument("--skip-bayesian", action="store_true", help="leave out Bayesian optimisation")
+    parser.add_argument("--no-certify", action="store_true", help="believe the plans; no dry runs")
+    parser.add_argument("--json", type=Path, help="write all rows, ratios, seconds and the machine here")
     options = parser.parse_args()
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        found = run(papers_job(), pool.map)
+        found = run(papers_job(), options, pool.map)
     totals = found["totals"]
     print(plain([summary_table(found["summary"])]))
     for of in found["torchgpipe"]:
@@ -377,14 +399,12 @@ def main() -> None:
         print(f"torchgpipe at F = {of['filters']}, {of['samples']} samples, of each measuring: {splits}")
     print(
         f"{totals['certified']} of {totals['rows']} largest F certified; dry runs equal to their plans on every device "
-        f"in {totals['equal_to_plans']}, off by at most {totals['largest_off_plan']:.2g} of the peak; "
+        f"in {totals['equal_to_plans']}, off by at most {totals['largest_off_plan_bytes']} bytes; "
         f"{totals['seconds']:.0f} s in all"
     )
     if options.json is not None:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        machine = {"platform": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"versions": versions, "machine": machine} | found, indent=1) + "\n")
+        options.json.write_text(json.dumps({"machine": machine()} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

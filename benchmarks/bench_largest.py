@@ -1,9 +1,10 @@
 """Claim: ours trains the largest model on small devices, for real, and no plan is wrong about what fits.
 
-AmoebaNet-D(12, F) on images of 128 x 128, batch 8 = 4 x 2, GPipe, SGD with momentum, on four emulated devices of 160
-MiB, which run out of memory at their caps as GPUs do. For each setting of recomputation and every partitioner but the
-Bayesian: the largest F of the multiples of 8 that trains two steps (the second has optimizer state, too), by bisection
-over real runs. torchgpipe's `balance_by_time` is run for real at every F, so its splits vary from run to run.
+AmoebaNet-D(12, F) on images of 128 x 128, batch 8 = 4 x 2, SGD with momentum, on four emulated devices of 160 MiB that
+run out of memory at their caps as GPUs do. For each setting of recomputation (torchgpipe's three, in its own order of
+backwards, and ours: `partitioners.py`) and every partitioner but the Bayesian: the largest F of the multiples of 8 that
+trains two steps (the second has optimizer state, too), by bisection over real runs. torchgpipe's `balance_by_time` is
+run for real at every F, so its splits vary from run to run.
 
 Before a run, the simulator's peaks for its plan say whether it will fit: of the plans said to fit all must train, and
 of the others all must run out of memory. Each largest F is also dry-run, and its peaks compared with those of the run.
@@ -17,22 +18,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from amoebanet_job import Job
+from measured_on import machine
 from partitioners import (
     OURS,
     PREDICTING,
+    SCHEDULES,
     TORCHGPIPE,
     Edges,
     Setting,
@@ -47,6 +48,7 @@ from partitioners import (
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory
+from pipefit.fingerprints import Fingerprint
 from pipefit.fit.search import edge
 from pipefit.plans import Plan
 from pipefit.report.tables import Table, plain
@@ -88,7 +90,7 @@ class Timed:
     """torchgpipe's splits of every model asked for, each timed once, for about so many seconds."""
 
     def __init__(self, seconds: float = 1.0) -> None:
-        self.seconds, self.known = seconds, dict[str, TorchgpipeSplits]()
+        self.seconds, self.known = seconds, dict[Fingerprint, TorchgpipeSplits]()
 
     def __call__(self, given: Setting) -> TorchgpipeSplits:
         """The splits of the setting's model."""
@@ -125,7 +127,7 @@ def run(given: Setting, filters: int, edges: Edges) -> Run:
     """Two steps of training in this process."""
     planned = outcome(given, edges)
     return Run(
-        recompute=given.training.recompute,
+        recompute=given.recompute,
         filters=filters,
         split=lengths(edges),
         planned_bytes=planned.peak_bytes,
@@ -204,7 +206,7 @@ def ratios(rows: Iterable[Largest]) -> dict[str, Any]:
     return {"to_torchgpipe": to[TORCHGPIPE], "to_best_baseline": to[best], "best_baseline": best}
 
 
-def table(recompute: str, rows: Iterable[Largest]) -> Table:
+def table(recompute: Recompute, rows: Iterable[Largest]) -> Table:
     """The rows as text."""
     cells = tuple(
         (
@@ -218,7 +220,7 @@ def table(recompute: str, rows: Iterable[Largest]) -> Table:
         for row in rows
     )
     heads = ("partitioner", "largest F", "1e6 parameters", "split", "peak MiB", "ours to this")
-    return Table(heads, cells, f"recompute {recompute}")
+    return Table(heads, cells, f"recompute {recompute}, schedule {SCHEDULES[recompute]}")
 
 
 def small_job() -> Job:
@@ -236,12 +238,12 @@ def small_job() -> Job:
 def main() -> None:
     """Run, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="write rows, runs, totals and versions here")
+    parser.add_argument("--json", type=Path, help="write rows, runs, totals and the machine here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # profiles assume one thread
     began, job, timed = time.perf_counter(), small_job(), Timed()
     runs, rows, chosen = Runs(job), list[Largest](), splitters(timed)
-    for recompute in get_args(Recompute):
+    for recompute in SCHEDULES:
         found = compare(job, chosen, recompute, runs)
         print(plain([table(recompute, found)]), f"parameters, ours {ratios(found)}", sep="\n\n", end="\n\n", flush=True)
         rows += found
@@ -254,11 +256,10 @@ def main() -> None:
     )
     if options.json is not None:
         document = {
-            "ratios": {name: ratios(r for r in rows if r.recompute == name) for name in get_args(Recompute)},
+            "ratios": {name: ratios(r for r in rows if r.recompute == name) for name in SCHEDULES},
             "totals": of,
             "job": {key: str(value) for key, value in asdict(job).items()},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "machine": {"platform": platform.platform(), "cores": os.cpu_count()},
+            "machine": machine(),
             "rows": [*map(asdict, rows)],
             "runs": [*map(asdict, runs.made.values())],
         }

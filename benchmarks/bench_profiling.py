@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from measured_on import machine
 from partitioners import Edges, Setting, outcome
 from pipefit.cluster import Cluster
 from pipefit.planner import true_peaks
@@ -71,9 +71,8 @@ def setting(model: str, settings: dict[str, Any], devices: int, recompute: Recom
         task=task,
         profile=profile(task, microbatch_size=SIZE),
         cluster=Cluster.emulated((devices, 1 << 40)),
-        training=Training(
-            batch_size=MICROBATCHES * SIZE, microbatches=MICROBATCHES, schedule="gpipe", recompute=recompute
-        ),
+        training=Training(batch_size=MICROBATCHES * SIZE, microbatches=MICROBATCHES, schedule="gpipe"),
+        recompute=recompute,
     )
 
 
@@ -85,7 +84,7 @@ def rows(name: str, given: Setting, splits: int) -> list[Row]:
     truth = {split: outcome(given, split).highest_bytes for split in edges}
     began = time.perf_counter()
     found = profile(given.task, microbatch_size=SIZE)
-    ours = true_peaks(found, given.training, stages=devices)
+    ours = true_peaks(found, given.training, stages=devices, recompute=given.recompute)
     ways: list[tuple[str, int, float, Predictor]] = [("fake", 0, time.perf_counter() - began, ours)]
     for way, runs in (("incremental", profile_incrementally), ("trimmed", profile_trimmed)):
         ways.append((way, *timed(runs, given)))
@@ -94,7 +93,7 @@ def rows(name: str, given: Setting, splits: int) -> list[Row]:
             model=name,
             layers=layers,
             devices=devices,
-            recompute=given.training.recompute,
+            recompute=given.recompute,
             way=way,
             runs=runs,
             seconds=seconds,
@@ -115,6 +114,7 @@ def timed(profiler: Callable[..., AdditiveCosts], given: Setting) -> tuple[int, 
             given.profile,
             given.cluster,
             given.training,
+            recompute=given.recompute,
             store=Path(folder) / "runs.json",
             progress=lambda *what: made.append(what),
         )
@@ -146,8 +146,7 @@ def main() -> None:
             print(f"{row.seconds:9.2f}{row.ninth_decile_error:13.2%}{row.largest_error:15.2%}", flush=True)
     if options.json is not None:
         document = {
-            "machine": platform.platform(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "machine": machine(),
             "rows": [asdict(row) for row in found],
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,9 +1,11 @@
 """Claim: the peaks of all 3,654 splits of VGG-11 over four devices are predicted exactly, so the best one is chosen.
 
-The setting of mCAP's paper: batch 1104 = 12 x 92, images of 224 x 224, GPipe, SGD with momentum, four equal devices
-(the preset `4x-titan-rtx`; budgets are not enforced). Against the true peaks of all splits: mCAP's additive predictor
-(listing 1.1) and ours. An error is |predicted / true - 1| of a split's peak, which is its fullest device's. The paper
-measured errors under 14 % in 90 % of the splits, and a chosen split of 1.05 times the lowest peak, the third best.
+The setting of mCAP's paper: batch 1104 = 12 x 92, images of 224 x 224, SGD with momentum, four equal devices (preset
+`4x-titan-rtx`; budgets are not enforced), under torchgpipe's three settings of recomputation in its own order of
+backwards, `except_last` its default, and under ours, `except_one`, in ours (`partitioners.py`). Against the true peaks
+of all splits: mCAP's additive predictor (listing 1.1) and ours. An error is |predicted / true - 1| of a split's peak,
+which is its fullest device's. The paper measured errors under 14 % in 90 % of the splits, and a chosen split of 1.05
+times the lowest peak, the third best.
 
 The truth is the dry run: no run of this size is possible here. A device's memory is a function of the layers it holds
 and of its own actions, so a stage's peak is looked up by its place: first layer, stop, and what its program does (under
@@ -18,8 +20,8 @@ with our simulator and with the additive predictor, whose incremental runs are r
 Then each partitioner's split, with its true peak and simulated throughput; torchgpipe's is timed on this machine's CPU,
 so it varies from run to run. The last two are those that the paper prints.
 
-    PYTHONPATH=src python benchmarks/bench_vgg.py [--recompute never except_last always] [--real 60] [--whole 30]
-        [--samples 92] [--target cpu] [--processes 2] [--seed 0] [--json FILE]
+    PYTHONPATH=src python benchmarks/bench_vgg.py [--recompute never except_last always except_one]
+        [--real 60] [--whole 30] [--samples 92] [--target cpu] [--processes 2] [--seed 0] [--json FILE]
 
 Ten to fifteen minutes on two cores.
 """
@@ -30,7 +32,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -48,8 +49,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from measured_on import machine
 from oracle import measured_peaks
-from partitioners import Edges, Setting, TorchgpipeSplits, lengths, outcome, plan_at, splitters, torchgpipe_splits
+from partitioners import (
+    SCHEDULES,
+    Edges,
+    Setting,
+    TorchgpipeSplits,
+    lengths,
+    outcome,
+    plan_at,
+    splitters,
+    torchgpipe_splits,
+)
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, true_peaks
@@ -137,11 +149,11 @@ class RealRuns:
 def setting_of(
     task: Task, cluster: Cluster, recompute: Recompute, size: tuple[int, int], target: Target = "cpu"
 ) -> Setting:
-    """`task` under GPipe; `size` is the number of microbatches and that of samples in one."""
+    """`task` under the schedule that belongs to `recompute`; `size` is how many microbatches, of how many samples."""
     count, samples = size
-    training = Training(batch_size=count * samples, microbatches=count, schedule="gpipe", recompute=recompute)
+    training = Training(batch_size=count * samples, microbatches=count, schedule=SCHEDULES[recompute])
     found = profile(task, microbatch_size=samples, target=target)
-    return Setting(task=task, profile=found, cluster=cluster, training=training)
+    return Setting(task=task, profile=found, cluster=cluster, training=training, recompute=recompute)
 
 
 def all_splits(setting: Setting) -> list[Edges]:
@@ -197,7 +209,13 @@ def additive_costs(setting: Setting, run: Callable[[Plan], Peaks] | None = None)
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "runs.json"
         return profile_incrementally(
-            setting.task, setting.profile, setting.cluster, setting.training, store=store, run=run
+            setting.task,
+            setting.profile,
+            setting.cluster,
+            setting.training,
+            recompute=setting.recompute,
+            store=store,
+            run=run,
         )
 
 
@@ -241,12 +259,12 @@ def compare(
     again = dry_runs(setting, Random(seed).sample([*true], whole), each)
     predictors: dict[str, Predictor] = {
         "additive": additive_costs(setting, lambda plan: true[0, *(stage.stop for stage in plan.stages)]),
-        "ours": true_peaks(setting.profile, setting.training, stages=setting.devices),
+        "ours": true_peaks(setting.profile, setting.training, stages=setting.devices, recompute=setting.recompute),
     }
     layers, batch = len(setting.profile.layers), setting.training.batch_size
     splits = {name: split(setting) for name, split in splitters(lambda _: timed).items()} | dict(others)
     return Comparison(
-        recompute=setting.training.recompute,
+        recompute=setting.recompute,
         splits=len(true),
         dry_runs=len(runs),
         run_wholly=len(again),
@@ -276,7 +294,7 @@ def real_runs(setting: Setting, count: int, *, seed: int, each: Each = map) -> R
     }
     true = list(each(partial(allocated, setting), sample))
     return RealRuns(
-        recompute=setting.training.recompute,
+        recompute=setting.recompute,
         splits=count,
         errors={name: errors(peaks, true) for name, peaks in said.items()},
         seconds=time.perf_counter() - began,
@@ -295,8 +313,9 @@ def show(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) 
 def show_comparison(found: Comparison) -> None:
     """Print both tables."""
     show(
-        f"Recompute {found.recompute}: {found.splits} splits composed from {found.dry_runs} dry runs, equal in "
-        f"{found.composed_equal} of {found.run_wholly} dry-run wholly ({found.seconds:.0f} s)",
+        f"Recompute {found.recompute}, schedule {SCHEDULES[found.recompute]}: {found.splits} splits composed from "
+        f"{found.dry_runs} dry runs, equal in {found.composed_equal} of {found.run_wholly} dry-run wholly "
+        f"({found.seconds:.0f} s)",
         ("predictor", *ERRORS, *STANDING),
         ((name, *one.cells, *found.chosen[name].cells) for name, one in found.errors.items()),
     )
@@ -321,14 +340,14 @@ def show_real(found: RealRuns) -> None:
 def parsed() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--recompute", nargs="+", choices=get_args(Recompute), default=get_args(Recompute))
+    parser.add_argument("--recompute", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
     parser.add_argument("--real", type=int, default=60, help="splits to train for real, for each way of recomputing")
     parser.add_argument("--whole", type=int, default=30, help="splits to dry-run wholly, to check the composed ones")
     parser.add_argument("--samples", type=int, default=MICROBATCH, help="that torchgpipe times the layers with")
     parser.add_argument("--target", choices=get_args(Target), default="cpu", help="whose kernels the dry run follows")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write everything here, with versions")
+    parser.add_argument("--json", type=Path, help="write everything here, with the machine")
     return parser.parse_args()
 
 
@@ -357,12 +376,7 @@ def write(options: argparse.Namespace, compared: Iterable[Comparison], real: Ite
     """Everything that was found, as JSON."""
     document = {
         "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "machine": machine(),
         "all_splits": [asdict(found) for found in compared],
         "reduced_size": REDUCED | {"microbatches": MICROBATCHES, "microbatch_size": REDUCED_MICROBATCH},
         "real_runs": [asdict(found) for found in real],

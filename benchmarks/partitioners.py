@@ -1,6 +1,10 @@
 """Every partitioner of the comparisons, by name: ours, those of the papers, torchgpipe's own run for real, the usual.
 
 Not a benchmark itself. `splitters` gives the edges of each for a setting; `plan_at` makes a plan of edges.
+
+Like is compared with like: `never`, `except_last` and `always` are torchgpipe's settings of recomputation, with
+`except_last` its default, and all partitioners are compared under its schedule, `torchgpipe`: backwards from the last
+microbatch to the first. `except_one` is ours, under `gpipe`: backwards from the first microbatch, which is kept, on.
 """
 
 from __future__ import annotations
@@ -21,11 +25,19 @@ from pipefit.planner.sums import lightest_parts
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from torchgpipe_balance import torchgpipe_split, torchgpipe_times
 
 Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
+
+SCHEDULES: dict[Recompute, str] = {
+    "never": "torchgpipe",
+    "except_last": "torchgpipe",
+    "always": "torchgpipe",
+    "except_one": "gpipe",
+}
 
 OURS, TORCHGPIPE = "exact", "torchgpipe"
 PLANNERS = (OURS, "uniform", "parameters", "time", "first_last", "bisection")  # by their names in pipefit
@@ -36,12 +48,13 @@ PREDICTING = (OURS, "bisection", BAYESIAN, ADDITIVE)  # peaks; all others are ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is to be split."""
+    """What is to be split, and of which microbatches every stage recomputes."""
 
     task: Task
     profile: ModelProfile
     cluster: Cluster
     training: Training
+    recompute: Recompute
 
     @property
     def devices(self) -> int:
@@ -71,12 +84,17 @@ class Outcome(NamedTuple):
 
 def plan_at(setting: Setting, edges: Edges) -> Plan:
     """A plan of the stages between `edges`, stage s on device s, whether or not it fits."""
-    stages = enumerate(itertools.pairwise(edges))
+    training = setting.training
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(number))
+        for number, (start, stop) in enumerate(itertools.pairwise(edges))
+    )
     return Plan(
         profile=setting.profile,
         cluster=setting.cluster,
-        training=setting.training,
-        stages=tuple(Stage(start=start, stop=stop, grid=Grid.of(number)) for number, (start, stop) in stages),
+        training=training,
+        stages=stages,
+        decisions=whole_stages(stages, setting.recompute, training.schedule, training.microbatches),
     )
 
 
@@ -93,7 +111,14 @@ def outcome(setting: Setting, edges: Edges) -> Outcome:
 
 def planned(setting: Setting, planner: str) -> Edges:
     """The split of one of pipefit's planners, whether or not it fits."""
-    made = plan(setting.profile, setting.cluster, setting.training, planner=planner, allow_infeasible=True)
+    made = plan(
+        setting.profile,
+        setting.cluster,
+        setting.training,
+        recompute=setting.recompute,
+        planner=planner,
+        allow_infeasible=True,
+    )
     return (0, *made.boundaries, len(setting.profile.layers))
 
 
@@ -105,6 +130,7 @@ def simulated_additive_costs(setting: Setting) -> AdditiveCosts:
             setting.profile,
             setting.cluster,
             setting.training,
+            recompute=setting.recompute,
             store=Path(folder) / "runs.json",
             run=lambda made: Simulation(made, steps=2).peak_bytes[: len(made.stages)],
         )

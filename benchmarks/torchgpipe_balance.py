@@ -16,7 +16,7 @@ from torchgpipe.balance import balance_cost
 from torchgpipe.balance.profile import profile_times
 
 from pipefit.capture import Task, capture
-from pipefit.capture.chain import ChainLayer, single
+from pipefit.capture.chain import ChainLayer, packed
 from pipefit.zoo import build
 
 
@@ -34,7 +34,7 @@ class _Layer(nn.Module):
 
     def forward(self, values: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         given = values if isinstance(values, tuple) else (values,)
-        return single(self.layer(tuple(value.clone() for value in given) if self.copies else given))
+        return packed(self.layer(tuple(value.clone() for value in given) if self.copies else given), "bare")
 
 
 def torchgpipe_times(task: Task, *, samples: int, seconds: float = 1.0) -> list[int]:
@@ -44,7 +44,7 @@ def torchgpipe_times(task: Task, *, samples: int, seconds: float = 1.0) -> list[
     inputs, targets = task.batch(samples)
     chain = capture(task, inputs, targets)
     layers = nn.Sequential(*map(_Layer, chain.layers))
-    return profile_times(layers, single(chain.flatten(inputs)), seconds, torch.device("cpu"))
+    return profile_times(layers, packed(chain.flatten(inputs), "bare"), seconds, torch.device("cpu"))
 
 
 def torchgpipe_split(times: list[int], devices: int) -> list[int]:

@@ -5,25 +5,36 @@ Mostly on perceptrons, which are profiled and dry-run in no time.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import get_args
+from pathlib import Path
 
 import pytest
 from torchgpipe.balance import balance_cost
 
 from amoebanet_job import Job
-from bench_amoebanet import Comparison, alone, compare, papers_job, summarised, summary_table
-from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
+from bench_amoebanet import (
+    Comparison,
+    alone,
+    compare,
+    largest_table,
+    measured_before,
+    papers_job,
+    summarised,
+    summary_table,
+)
+from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
 from pipefit.capture import Task
 from pipefit.files import load_cluster
 from pipefit.fit.growth import with_memory
+from pipefit.program import Kind
 from pipefit.runtime import certify
-from pipefit.training import Recompute
+from pipefit.schedule import lower
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import build
 
 ROOM = 1 << 20
-RECOMPUTES = get_args(Recompute)
 BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")
 FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of what is measured
 
@@ -54,7 +65,7 @@ def found(recompute: Recompute) -> Comparison:
     return compare(JOB, 40, recompute, splitters(lambda _: FRONT_HEAVY), costs, once=("time",))
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", SCHEDULES)
 def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     """No partitioner has a lower peak at one F, nor a larger F, than ours; all are there, ours first."""
     balance, largest, _ = found(recompute)
@@ -66,11 +77,11 @@ def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     assert any(row.ours_to_this > 1 for row in largest)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", SCHEDULES)
 def test_the_edges_are_certified(recompute: Recompute) -> None:
     """Every largest F fits in its dry run and the next one does not; the plans had said so, to the byte."""
     for row in found(recompute).largest:
-        assert row.dry_run_bytes <= ROOM < row.next_dry_run_bytes
+        assert row.need_bytes <= ROOM < row.next_need_bytes
         assert (row.certified, row.off_plan_bytes) == (True, 0)
 
 
@@ -84,11 +95,50 @@ def test_parameters_are_those_of_the_module() -> None:
     assert rows[TORCHGPIPE].ours_to_this == counted[OURS] / counted[TORCHGPIPE]
 
 
+def test_without_dry_runs_the_plans_are_believed() -> None:
+    """The same F and bytes for every partitioner, which nothing certifies and nobody timed."""
+    believed = compare(JOB, 40, "always", splitters(lambda _: FRONT_HEAVY), costs, once=("time",), certify=False)
+    for believes, knows in zip(believed.largest, found("always").largest, strict=True):
+        assert (believes.certified, believes.off_plan_bytes) == (False, None)
+        assert replace(believes, certified=True, off_plan_bytes=0) == knows
+    assert believed.our_seconds is None and summarised(believed)["search_seconds"] is None
+    assert {row[-2] for row in largest_table("always", believed.largest).rows} == {"plan"}
+
+
+def test_measurings_are_read_from_an_earlier_run(tmp_path: Path) -> None:
+    """By F and samples, in their order."""
+    times = [[3, 1, 2], [4, 1, 2]]
+    earlier = {"filters": 544, "samples": 8, "measurings": [{"microseconds": of, "split": [1, 2]} for of in times]}
+    (tmp_path / "earlier.json").write_text(json.dumps({"torchgpipe": [earlier]}))
+    assert measured_before(tmp_path / "earlier.json") == {(544, 8): times}
+
+
 def test_recomputing_makes_room() -> None:
-    """The more is recomputed, the larger the F that ours fits, or as large."""
-    largest = [found(recompute).largest[0].filters for recompute in RECOMPUTES]
-    assert largest == sorted(largest)
-    assert largest[0] < largest[-1]
+    """A larger F fits under every kind of recomputation than without."""
+    largest = {recompute: found(recompute).largest[0].filters for recompute in SCHEDULES}
+    assert all(largest["never"] < largest[recompute] for recompute in set(SCHEDULES) - {"never"})
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_the_order_of_backwards_moves_no_peak_where_all_microbatches_are_treated_alike(recompute: Recompute) -> None:
+    """What is said of torchgpipe's order for these settings holds for plain training's order, too."""
+    given = JOB.setting(costs(40), 40, recompute)
+    ours = replace(given, training=replace(given.training, schedule="gpipe"))
+    for edges in ((0, 3, 6, 9, 11), (0, 1, 2, 3, 11), (0, 8, 9, 10, 11)):
+        assert outcome(ours, edges).peak_bytes == outcome(given, edges).peak_bytes
+
+
+def test_the_kept_microbatch_is_the_one_whose_backward_comes_first() -> None:
+    """Under torchgpipe's order `except_last` keeps the last one, under ours `except_one` the first: no other forward
+    runs only once, and neither setting needs more than recomputing everything does.
+    """
+    everything = JOB.setting(costs(40), 40, "always")
+    for recompute, kept in (("except_last", JOB.microbatches - 1), ("except_one", 0)):
+        given = JOB.setting(costs(40), 40, recompute)
+        edges = (0, 3, 6, 9, 11)
+        once = {a.microbatch for of in lower(plan_at(given, edges)).actions for a in of if a.kind is Kind.FORWARD}
+        assert once == {kept}
+        assert outcome(given, edges).highest_bytes <= outcome(everything, edges).highest_bytes
 
 
 def test_what_is_asked_once_is_used_at_every_size() -> None:
@@ -113,7 +163,7 @@ def test_a_single_measuring_is_split_by_torchgpipe() -> None:
     assert fits == [True, False]
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", SCHEDULES)
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline(recompute: Recompute) -> None:
     """The best baseline is no further behind ours than torchgpipe is, and is not before it."""
     of = summarised(found(recompute))

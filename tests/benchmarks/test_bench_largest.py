@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import get_args
 
 import pytest
 import torch
@@ -16,15 +15,14 @@ import torch
 from amoebanet_job import Job
 from bench_largest import Largest, Run, Runs, Timed, compare, parameters_of, ratios, run, small_job, table, totals
 from oracle import measured_peaks
-from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
+from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.runtime import certify
-from pipefit.training import Recompute
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import build
 
 ROOM = 1 << 20
-RECOMPUTES = get_args(Recompute)
 BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")
 FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of what is measured
 
@@ -63,7 +61,7 @@ def found(recompute: Recompute) -> list[Largest]:
     return compare(JOB, splitters(lambda _: FRONT_HEAVY), recompute, RUNS)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", SCHEDULES)
 def test_ours_trains_the_largest(recompute: Recompute) -> None:
     """Under no partitioner does a larger F train than under ours; all are there, ours first."""
     rows = found(recompute)
@@ -76,7 +74,7 @@ def test_ours_trains_the_largest(recompute: Recompute) -> None:
         assert row.ours_to_this == rows[0].parameters / row.parameters
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", SCHEDULES)
 def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
     """Of all plans that the searches tried, those said to fit trained, with the very peaks of their plans and of the
     dry run; the others ran out of memory.

@@ -1,0 +1,32 @@
+"""What figures were measured with, for the JSON beside them: versions, processor, cores. Not a benchmark itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str | int]:
+    """Versions, and the machine."""
+    return {
+        "torch": torch.__version__,
+        "numpy": version("numpy"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor() -> str:
+    """The name of the CPU where the system tells it, else its architecture."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,60 @@
+"""The programs whose simulation is timed: they are what the table calls them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import bench_simulator as bench
+from pipefit.plans import Plan
+from pipefit.program import Action, Bundle, Kind, Program
+
+MICROBATCHES = 3
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Plan, Program]]:
+    """All programs, of fewer microbatches."""
+    monkeypatch.setattr(bench, "MICROBATCHES", MICROBATCHES)
+    return {name: (plan, program) for name, plan, program in bench.programs()}
+
+
+def every(program: Program, kind: Kind) -> list[Action]:
+    """The actions of a kind, without joins."""
+    return [action for actions in program.actions for action in actions if action.kind is kind and not action.wait]
+
+
+def test_in_every_stage_two_runs_go_forward_twice(few: dict[str, tuple[Plan, Program]]) -> None:
+    """Three layers each, once for every microbatch, and nowhere overlapping; all other layers go once."""
+    plan, program = few["runs recomputed"]
+    twice = [action.layers for action in every(program, Kind.RECOMPUTE) if action.microbatch == 0]
+    assert [stop - start for start, stop in twice if (start, stop)] == [3] * (2 * bench.STAGES)
+    layers = Counter(layer for start, stop in twice for layer in range(start, stop))
+    assert set(layers.values()) == {1}
+    assert len(every(program, Kind.RECOMPUTE)) == len(twice) * MICROBATCHES
+    assert {
+        stage: len(plan.decisions_of(stage, bench.What.RECOMPUTE)) for stage in range(bench.STAGES)
+    } == dict.fromkeys(range(bench.STAGES), 2)
+
+
+def test_in_every_stage_four_bundles_move(few: dict[str, tuple[Plan, Program]]) -> None:
+    """Away and back, three storages at a time; under 1F1B the last stage has no time for it and keeps them."""
+    _, program = few["4 bundles a stage"]
+    for kind in (Kind.OFFLOAD, Kind.RELOAD):
+        moves = every(program, kind)
+        assert all(isinstance(move.subject, Bundle) and len(program.moved(move)) == 3 for move in moves)
+        assert {move.stage for move in moves} == set(range(bench.STAGES - 1))
+        assert set(Counter((move.stage, move.microbatch) for move in moves).values()) == {4}
+
+
+def test_every_program_is_simulated_and_described(few: dict[str, tuple[Plan, Program]]) -> None:
+    """Three readings of each, per action, beside the committed figures where there are any."""
+    for name, (plan, program) in few.items():
+        rows = list(bench.measure(name, plan, program, 1))
+        assert [row.reading for row in rows] == ["peaks", "peaks and seconds", "trace"]
+        assert {row.actions for row in rows} == {sum(map(len, program.actions))}
+        assert all(row.us_per_action == pytest.approx(1e6 * row.seconds / row.actions) for row in rows)
+    assert bench.line(rows[0], {}).endswith("us per action")
+    doubled = {(rows[0].program, rows[0].reading): rows[0].us_per_action / 2}
+    assert bench.line(rows[0], doubled).endswith("2.00 of the committed")
