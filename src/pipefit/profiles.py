@@ -194,6 +194,11 @@ class LayerCost:
         return tuple(dict.fromkeys(s.origin for s in self.saved if s.origin.kind in ("own", "input")))
 
     @property
+    def saved_inputs(self) -> tuple[int, ...]:
+        """The numbers of the inputs whose storages the saved tensors hold."""
+        return tuple(o.index for o in self.saved_storages if o.kind == "input")
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that the saved tensors hold, inputs included."""
         return sum(
@@ -215,6 +220,7 @@ class SharedParameter:
     nbytes: int
     gradient_bytes: int
     state_bytes: int
+    early_state_bytes: int = 0  # the part of it that exists before the first step
 
     def __post_init__(self) -> None:
         if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):

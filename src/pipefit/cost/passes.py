@@ -165,9 +165,11 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         above = storages.gradients(position + 1) - entry + born + added[position]
         above += 0 if is_first else _waiting(storages, piece, position)
         for span in cost.backward_first if is_first else cost.backward_later:
-            gone = {known.get(layer.inputs[k], layer.inputs[k] + shift) for k in span.released}
-            released = sum(working.size(i) for i in gone if working.held.get(i) == mine)
-            working.reach(above + span.peak_bytes - released)
+            kept = {layer.inputs[k] for k in cost.saved_inputs if k not in span.released}
+            released = {layer.inputs[k] for k in span.released} - kept  # values may share a storage
+            gone = {known.get(number, number + shift) for number in released}
+            freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
+            working.reach(above + span.peak_bytes - freed)
         for number in layer.saves:
             working.drop(known.get(number, number + shift), mine)
         born += cost.gradient_bytes - added[position] if is_first else 0

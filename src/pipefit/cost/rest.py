@@ -39,7 +39,8 @@ class StageRest:
     @cached_property
     def early_state_bytes(self) -> int:
         """Optimizer state that exists before the first step."""
-        return sum(cost.early_state_bytes for cost in self.storages.costs)
+        repeated = sum(again.shared.early_state_bytes for again in self.storages.repetitions)
+        return sum(cost.early_state_bytes for cost in self.storages.costs) - repeated
 
     @cached_property
     def state_bytes(self) -> int:
@@ -50,9 +51,9 @@ class StageRest:
     @cached_property
     def first_update(self) -> Effect:
         """The STEP that creates the optimizer state, one layer after the other."""
-        repeated = Counter[int]()  # bytes of state that a layer shares with an earlier one
+        repeated = Counter[int]()  # bytes by which an earlier layer's update has grown a state that is this one's too
         for again in self.storages.repetitions:
-            repeated[again.later] += again.shared.state_bytes
+            repeated[again.later] += again.shared.state_bytes - again.shared.early_state_bytes
         grown = peak = 0
         for position, cost in enumerate(self.storages.costs):
             peak = max(peak, grown + cost.update_first_peak_bytes - repeated[position])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.sample import sample
-from pipefit.capture.shared import shared_parameters
+from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
@@ -134,17 +134,19 @@ class _Survey:
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
         found = shared_parameters([layer.module for layer in chain.layers])
-        return tuple(
-            SharedParameter(
-                name=f"{chain.layers[shared.places[0][0]].name}.{shared.places[0][1]}",
-                users=shared.users,
-                nbytes=(nbytes := shared.parameter.untyped_storage().nbytes()),
-                gradient_bytes=nbytes if shared.parameter.requires_grad else 0,
-                state_bytes=state_bytes(shared.parameter, self.task.optimizer, self.threads)
-                if shared.parameter.requires_grad
-                else 0,
-            )
-            for shared in found
+        return tuple(self._shared_parameter(chain, shared) for shared in found)
+
+    def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
+        parameter, (layer, name) = shared.parameter, shared.places[0]
+        nbytes, trainable = parameter.untyped_storage().nbytes(), parameter.requires_grad
+        state, early = state_bytes(parameter, self.task.optimizer, self.threads) if trainable else (0, 0)
+        return SharedParameter(
+            name=f"{chain.layers[layer].name}.{name}",
+            users=shared.users,
+            nbytes=nbytes,
+            gradient_bytes=nbytes if trainable else 0,
+            state_bytes=state,
+            early_state_bytes=early,
         )
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:

@@ -212,15 +212,16 @@ class LayerMeter:
         return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
 
 
-def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], threads: int | None) -> int:
-    """Bytes that the optimizer keeps for one parameter."""
+def state_bytes(parameter: Tensor, optimizer: Callable[..., Optimizer], threads: int | None) -> tuple[int, int]:
+    """Bytes that the optimizer keeps for one parameter, and those of them that exist before the first step."""
     gauge = Gauge(threads)
     twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     twin.grad = torch.empty_like(twin, requires_grad=False)
     with gauge:
         stepper = optimizer([{"params": [twin]}])
+        early = gauge.total
         stepper.step()
-    return gauge.total
+    return gauge.total, early
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:

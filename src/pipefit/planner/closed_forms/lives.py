@@ -75,17 +75,22 @@ def released_bytes(model: Lives, number: int, released: Sequence[int]) -> Iterat
     """What releasing these inputs of layer `number` frees in a range that starts 0, 1, 2, ... layers before it.
 
     An input counts where layer `number` is the first that saves it: later savers are done, earlier ones still hold it.
+    Nor does one count that shares its storage, in such a range, with another saved input that is not released.
     Ends where starting still earlier makes no difference.
     """
     layers, born, traced = model.layers, 0, set(released)
+    needed = set(layers[number].saved_inputs) - traced
     if number == len(layers) - 1:  # targets are loaded wherever the last stage starts
-        targets = {k for k in traced if k >= len(layers[number - 1].outputs)}
-        born, traced = _first_saved_by(number, (model.fresh[number][k] for k in targets)), traced - targets
+        targets = set(range(len(layers[number - 1].outputs), len(layers[number].inputs)))
+        born = _first_saved_by(number, (model.fresh[number][k] for k in targets & traced))
+        traced, needed = traced - targets, needed - targets
     yield born + _first_saved_by(number, (model.fresh[number][k] for k in traced))
     for start in range(number - 1, -1, -1):
-        origins = {layers[start].output_origins[k] for k in traced}
+        still = {layers[start].output_origins[k] for k in needed}
+        origins = {layers[start].output_origins[k] for k in traced} - still
         born += _first_saved_by(number, (model.own[start][o.index] for o in origins if o.kind == "own"))
         traced = {o.index for o in origins if o.kind == "input" and model.fresh[start][o.index].saver >= number}
+        needed = {o.index for o in still if o.kind == "input"}
         yield born + _first_saved_by(number, (model.fresh[start][k] for k in traced))
         if not traced:
             return
