@@ -52,9 +52,9 @@ MADE_UP = Fingerprint(
 )  # fmt: skip
 
 
-def value(nbytes: int, *, grad: bool = True) -> Value:
+def value(nbytes: int, *, requires_grad: bool = True) -> Value:
     """A flat tensor of `nbytes`."""
-    return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=grad)
+    return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=requires_grad)
 
 
 def parameter(name: str, nbytes: int, *, trainable: bool = True) -> Parameter:
@@ -223,7 +223,7 @@ def _values(rng: Random, width: int, like: Settings, *, given: bool) -> tuple[Va
         return (value(width),)
     sizes = [rng.randrange(like.size), like.size // 2, width]  # the second often, so that values can pass by
     count = rng.randrange(1, 4) if _odd(rng, like) else 1
-    return tuple(value(rng.choice(sizes), grad=not given and rng.random() < 0.75) for _ in range(count))
+    return tuple(value(rng.choice(sizes), requires_grad=not given and rng.random() < 0.75) for _ in range(count))
 
 
 def _shared_parameter(rng: Random, number: int, count: int, size: int, early: float) -> SharedParameter:
@@ -288,8 +288,8 @@ def _loss(rng: Random, like: Settings, outputs: tuple[Value, ...]) -> LayerCost:
     if like.keeps:
         return _keeping_layer(outputs, (value(4),), 0, 0)
     if not like.odd:
-        return layer((*outputs, value(1, grad=False)), (value(4),))
-    targets = tuple(value(rng.randrange(like.size), grad=False) for _ in range(rng.randrange(3)))
+        return layer((*outputs, value(1, requires_grad=False)), (value(4),))
+    targets = tuple(value(rng.randrange(like.size), requires_grad=False) for _ in range(rng.randrange(3)))
     return _odd_layer(rng, like, (*outputs, *targets), (value(4),), 0, 0, 0.0, (), rng.random())
 
 

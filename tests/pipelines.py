@@ -55,7 +55,7 @@ def make_layer(
 def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
     """A loss over a model's outputs and one target; takes no time and saves four bytes."""
     return layer(
-        (*outputs, value(target_bytes, grad=False)),
+        (*outputs, value(target_bytes, requires_grad=False)),
         (value(4),),
         storages=(4, 4),
         saved=(Origin(kind="own", index=1),),

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from made_up import value
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
@@ -16,7 +15,7 @@ from pipefit.program import Action, Kind, Program, message_partner, parse_progra
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Stream
-from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all
+from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all, value
 
 COMPUTE_SECONDS = {Kind.FORWARD: 2, Kind.BACKWARD: 3, Kind.STEP: 1}  # for each layer
 
@@ -126,7 +125,7 @@ def test_both_ends_of_a_message_are_busy_for_as_long() -> None:
 
 def test_gradients_that_nobody_needs_take_no_bytes() -> None:
     """Where the boundary's value requires no gradient, the message back lasts the latency alone."""
-    integers = value(8, grad=False)
+    integers = value(8, requires_grad=False)
     layers = [replace(make_layer(), outputs=(integers,)), replace(make_layer(), inputs=(integers,))]
     cluster = make_cluster(2, bytes_per_second=4.0, latency_seconds=0.5)
     trace = simulate(make_plan(chain_profile(layers), [1, 1], microbatches=1, cluster=cluster), steps=1)
