@@ -308,9 +308,31 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
             if action in open_starts:
                 raise UsageError(f"device {device}: {action} starts twice before it is joined")
             open_starts.add(action)
+        elif action.kind in SPLIT_BACKWARD:
+            _check_split(device, action, open_starts)
     open_starts -= set(program.carried_out[device]) if program.carried_out else set()
     if open_starts:
-        raise UsageError(f"device {device}: {min(map(str, open_starts))} is never joined: add its WAIT")
+        first = min(open_starts, key=str)
+        if first.kind is Kind.INPUT_GRADIENTS:
+            raise UsageError(f"device {device}: {first} is half a backward: add {_other_half(first)} behind it")
+        raise UsageError(f"device {device}: {first} is never joined: add its WAIT")
+
+
+def _other_half(action: Action) -> Action:
+    return action._replace(kind=Kind.WEIGHT_GRADIENTS)
+
+
+def _check_split(device: int, action: Action, open_starts: set[Action]) -> None:
+    """A split backward has both of its parts, first the gradients of the inputs, then those of the weights."""
+    first = action._replace(kind=Kind.INPUT_GRADIENTS)
+    if action.kind is Kind.INPUT_GRADIENTS:
+        if action in open_starts:
+            raise UsageError(f"device {device}: {action} comes twice")
+        open_starts.add(action)
+    elif first in open_starts:
+        open_starts.remove(first)
+    else:
+        raise UsageError(f"device {device}: {action} has no gradients to start from: {first} must come before it")
 
 
 End = tuple[bool, int, int | None, tuple[int, int] | None, int, int]  # forward?, into stage, microbatch, rows, from, to

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger import walk
 from pipefit.cost.memory import StageMemory
 
-from ledger import walk
 from pipefit.cost.effects import effect
 from pipefit.errors import UsageError
 from pipefit.plans import Grid, Plan
