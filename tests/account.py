@@ -15,7 +15,8 @@ Who holds what:
     copies       of the buffers that a second forward works on, until its backward  activations
 
 It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
-away and back, several stages on a device. It believes that a program is valid, and refuses nothing.
+away and back, several stages on a device. It believes that a program is valid, and only asserts that nobody needs what
+is away.
 
 Where a profile leaves open what a layer does in company, this account says what is assumed:
 
@@ -206,6 +207,8 @@ class StageAccount:
             self.device.release((action.kind, id(flight)))
         elif action.kind is Kind.OFFLOAD:
             for storage in self._tensors(flight, action):
+                readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
+                assert not readers & {"values", "targets", Kind.SEND_FORWARD}, "it is read or sent yet"
                 storage.away = True
 
     def _start(self, flight: Flight, action: Action) -> None:
@@ -369,6 +372,7 @@ class StageAccount:
         adding = [s for s in self._shared_by(layer) if s.name in flight.waiting]
         for parameter in adding:
             device.new(parameter.gradient_bytes, "adding")
+        assert not any(s is not None and s.away for s in flight.saved[layer]), "what a backward needs is away"
         for span in cost.backward_later if layer in self.born else cost.backward_first:
             device.reach(span.peak_bytes - self._released(flight, layer, span))
         device.release("adding")
