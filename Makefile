@@ -1,11 +1,11 @@
-# make demo | test | gallery | check | schemas | format.  Each makes .venv first where it is missing or out of date.
+# make demo | test | gallery | mutants | check | schemas | format.  Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds.
 PYTHON ?= python3.11
 PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery check schemas format
+.PHONY: demo test gallery mutants check schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -22,6 +22,9 @@ test: $(VENV)/.installed
 
 gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery
+
+mutants: $(VENV)/.installed
+	$(RUN)/python tests/mutate.py
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

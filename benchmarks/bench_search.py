@@ -3,7 +3,7 @@
 Five searches of the same splits by the same peaks: `exact`; mCAP's brute force, where it has no more splits than it
 tries; CAPSlog's bisection; mCAP's Bayesian optimisation with the paper's settings; and `best_split`, dynamic
 programming over any predictor, here ours. The questions: VGG-11 and AmoebaNet-D(36, 544) with mCAP's batches and two
-models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`made_up_chains.py`) under 1F1B with four
+models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`tests/made_up.py`) under 1F1B with four
 microbatches for each device.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--json FILE]
@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,19 +31,22 @@ from importlib.util import find_spec
 from itertools import pairwise
 from math import comb
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from made_up_chains import made_up
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import made_up
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, plan, true_peaks
 from pipefit.planner.exhaustive import LIMIT
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.zoo import build
@@ -175,8 +179,23 @@ def zoo_cases(real: Real) -> Iterator[Case]:
 
 def chain_case(chain: str, layers: int, devices: int, seed: int, *, schedule: str = "1f1b") -> Case:
     """A chain with four microbatches for each device."""
-    training = Training(batch_size=4 * devices, microbatches=4 * devices, schedule=schedule)
-    return Case(name=f"{chain} {seed}", profile=made_up(chain, layers, seed), devices=devices, training=training)
+    return Case(
+        name=f"{chain} {seed}",
+        profile=made_up.profile(drawn(chain, layers, Random(seed)), model=chain),
+        devices=devices,
+        training=made_up.training(schedule, 4 * devices),
+    )
+
+
+def drawn(chain: str, layers: int, rng: Random) -> Measurement:
+    """A made-up chain by its name in the tables."""
+    match chain:
+        case "random":
+            return made_up.even(rng, layers)
+        case "skewed":
+            return made_up.skewed(rng, layers, heaviest=14, spread=1.5)
+        case _:
+            return made_up.heavy(layers, times=100 if chain == "heavy" else 1)
 
 
 # -------------------------------------------------------------------- searches

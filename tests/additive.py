@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from chains import plain, profile, training
+from made_up import plain, profile, training
 from pipefit.profiles import AdditiveCosts, ModelProfile
 
 GPIPE = training("gpipe", 3)

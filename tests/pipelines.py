@@ -6,38 +6,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from chains import hostile, profile
+from made_up import hostile, layer, measurement, profile, value, work
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Grid, Plan, Stage
-from pipefit.profiles import (
-    GradientOrigin,
-    LayerCost,
-    Measurement,
-    ModelProfile,
-    Origin,
-    Parameter,
-    SavedTensor,
-    Span,
-    Value,
-    Work,
-)
+from pipefit.profiles import GradientOrigin, LayerCost, ModelProfile, Origin, Span, Value
 from pipefit.program import Action, Kind, Program, Subject
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
-
-
-def value(nbytes: int, *, requires_grad: bool = True) -> Value:
-    """A tensor at a boundary."""
-    return Value(shape=(nbytes,), dtype="uint8", nbytes=nbytes, requires_grad=requires_grad)
-
-
-def work(seconds: float | None) -> Work:
-    """A pass that takes `seconds`; None leaves the time to the estimate."""
-    return Work(flops=1000, moved_bytes=1000, seconds=seconds)
 
 
 def make_layer(
@@ -56,80 +35,45 @@ def make_layer(
 
     Gradients take as much as the parameters, optimizer state twice that. Every phase uses `scratch_bytes` besides.
     """
-    saved = [SavedTensor(index=0, nbytes=kept_bytes, dtype="uint8", origin=Origin(kind="own", index=1))]
-    if saves_input:
-        saved.append(SavedTensor(index=1, nbytes=input_bytes, dtype="uint8", origin=Origin(kind="input")))
-    return LayerCost(
-        module="Synthetic",
-        parameters=(
-            Parameter(name="weight", shape=(parameter_bytes,), dtype="uint8", nbytes=parameter_bytes, trainable=True),
-        ),
-        buffer_bytes=0,
-        inputs=(value(input_bytes),),
-        outputs=(value(output_bytes),),
-        output_origins=(Origin(kind="own"),),
+    seconds = forward_seconds, backward_seconds, update_seconds
+    return layer(
+        (value(input_bytes),),
+        (value(output_bytes),),
         storages=(output_bytes, kept_bytes),
-        saved=tuple(saved),
-        forward_peak_bytes=output_bytes + kept_bytes + scratch_bytes,
+        saved=(Origin(kind="own", index=1), Origin(kind="input"))[: 1 + saves_input],
+        parameter_bytes=parameter_bytes,
+        scratch_bytes=scratch_bytes,
         checkpoint_peak_bytes=output_bytes + scratch_bytes,
-        mutates_inputs=False,
-        backward_first=(Span(peak_bytes=input_bytes + parameter_bytes + scratch_bytes),),
-        backward_later=(Span(peak_bytes=input_bytes + parameter_bytes + 2 * scratch_bytes),),
-        gradient_bytes=parameter_bytes,
-        input_gradients=(GradientOrigin(kind="own"),),
-        gradient_storages=(input_bytes,),
+        first=(Span(peak_bytes=input_bytes + parameter_bytes + scratch_bytes),),
+        later=(Span(peak_bytes=input_bytes + parameter_bytes + 2 * scratch_bytes),),
         state_bytes=2 * parameter_bytes,
-        early_state_bytes=0,
-        update_first_peak_bytes=2 * parameter_bytes + scratch_bytes,
-        update_peak_bytes=scratch_bytes,
-        forward=work(forward_seconds),
-        backward=work(backward_seconds),
-        update=work(update_seconds),
+        update=(scratch_bytes, scratch_bytes),
+        works=tuple(work(taken, flops=1000, moved_bytes=1000) for taken in seconds),
     )
 
 
 def make_loss(outputs: Sequence[Value], *, target_bytes: int = 4) -> LayerCost:
     """A loss over a model's outputs and one target; takes no time and saves four bytes."""
-    return LayerCost(
-        module="Loss",
-        parameters=(),
-        buffer_bytes=0,
-        inputs=(*outputs, value(target_bytes, requires_grad=False)),
-        outputs=(value(4),),
-        output_origins=(Origin(kind="own"),),
+    return layer(
+        (*outputs, value(target_bytes, requires_grad=False)),
+        (value(4),),
         storages=(4, 4),
-        saved=(SavedTensor(index=0, nbytes=4, dtype="uint8", origin=Origin(kind="own", index=1)),),
-        forward_peak_bytes=8,
+        saved=(Origin(kind="own", index=1),),
+        parameters=(),
         checkpoint_peak_bytes=4,
-        mutates_inputs=False,
-        backward_first=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
-        backward_later=(Span(peak_bytes=sum(output.nbytes for output in outputs)),),
-        gradient_bytes=0,
         input_gradients=(
             *(GradientOrigin(kind="own", index=k) for k in range(len(outputs))),
             GradientOrigin(kind="none"),
         ),
         gradient_storages=tuple(output.nbytes for output in outputs),
-        state_bytes=0,
-        early_state_bytes=0,
-        update_first_peak_bytes=0,
-        update_peak_bytes=0,
-        forward=work(0.0),
-        backward=work(0.0),
-        update=work(0.0),
+        seconds=0.0,
     )
 
 
 def chain_profile(costs: Sequence[LayerCost], *, microbatch_size: int = 1, target_bytes: int = 4) -> ModelProfile:
     """The profile of these layers, one after the other; equal ones share a kind."""
-    kinds = tuple(dict.fromkeys(costs))
-    measurement = Measurement(
-        microbatch_size=microbatch_size,
-        kinds=kinds,
-        layers=tuple(kinds.index(cost) for cost in costs),
-        loss=make_loss(costs[-1].outputs, target_bytes=target_bytes),
-    )
-    return profile(measurement)
+    loss = make_loss(costs[-1].outputs, target_bytes=target_bytes)
+    return profile(measurement(costs, loss, microbatch_size=microbatch_size))
 
 
 def equal_profile(layers: int, **layer: object) -> ModelProfile:

@@ -203,6 +203,11 @@ class LayerCost:
         return tuple(dict.fromkeys(s.origin for s in self.saved if s.origin.kind in ("own", "input")))
 
     @property
+    def saved_inputs(self) -> tuple[int, ...]:
+        """The numbers of the inputs whose storages the saved tensors hold."""
+        return tuple(o.index for o in self.saved_storages if o.kind == "input")
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that the saved tensors hold, inputs included."""
         return sum(

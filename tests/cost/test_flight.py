@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from chains import hostile, layer, measurement, value
+from made_up import hostile, layer, measurement, value
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
@@ -22,9 +22,9 @@ RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "
 
 def chain() -> Measurement:
     """Values of 10, 20 and 40 bytes; the second layer saves its input, the loss its own; a target of 3 bytes."""
-    first = layer((value(10, grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5)
+    first = layer((value(10, requires_grad=False),), (value(20),), saved=(), parameter_bytes=7, scratch_bytes=5)
     second = layer((value(20),), (value(40),), saved=(INPUT,), parameter_bytes=9, state_bytes=2, update=(1, 4))
-    loss = layer((value(40), value(3, grad=False)), (value(4),), saved=(INPUT,))
+    loss = layer((value(40), value(3, requires_grad=False)), (value(4),), saved=(INPUT,))
     return measurement([first, second], loss)
 
 
@@ -110,7 +110,7 @@ def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
         model.kinds[1], mutates_inputs=True, outputs=(value(20),), output_origins=(INPUT,), storages=(),
         forward_peak_bytes=0, checkpoint_peak_bytes=0,
     )  # fmt: skip
-    loss = layer((value(20), value(3, grad=False)), (value(4),), saved=(INPUT,))
+    loss = layer((value(20), value(3, requires_grad=False)), (value(4),), saved=(INPUT,))
     model = replace(model, kinds=(model.kinds[0], inplace), loss=loss)
     found = effects(model, 1, 2, f"{RECEIVED} 0LOAD0 0N0")
     assert found["0N0"][:2] == (20 + 4, 0)
@@ -155,7 +155,7 @@ def test_an_input_is_released_only_by_the_layer_that_saved_it_first(released: tu
 
 def test_a_backward_is_never_below_where_it_begins() -> None:
     """What exists when it begins counts as its peak, even if no kernel needs more: frozen layers have no spans."""
-    frozen = layer((value(5, grad=False),), (value(8, grad=False),), saved=(OWN,), later=())
+    frozen = layer((value(5, requires_grad=False),), (value(8, requires_grad=False),), saved=(OWN,), later=())
     model = measurement([frozen] * 2, layer((value(8),), (value(4),)))
     assert effects(model, 0, 1, f"0LOAD0 0F0 {SENT} {ANSWERED} 0B0")["0B0"].peak_bytes >= 0
 
@@ -163,7 +163,7 @@ def test_a_backward_is_never_below_where_it_begins() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_segments_add_up_to_the_stage(seed: int) -> None:
     """Forward layer by layer leaves what the whole stage leaves, and never peaks above it; backward likewise."""
-    model = hostile(Random(seed), 5)
+    model = hostile(Random(seed), 5, shared=0)
     whole = effects(model, 1, 4, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")
     forwards, backwards = [f"0F0[{k}:{k + 1}]" for k in range(1, 4)], [f"0B0[{k}:{k + 1}]" for k in (3, 2, 1)]
     cut = effects(model, 1, 4, f"{RECEIVED} {' '.join(forwards)} {SENT} {ANSWERED} {' '.join(backwards)}")

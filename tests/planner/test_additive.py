@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from additive import GPIPE, with_runs
-from chains import devices, plain, profile, training
+from made_up import devices, plain, profile, training
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.files import dumps, load, save
 from pipefit.planner import plan

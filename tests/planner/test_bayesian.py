@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from asking import asked
-from chains import devices, hostile, plain, profile, training, vgg_like
+from made_up import devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import Options, bayesian, exact, plan
 from pipefit.planner.bayesian import scaled

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from asking import asked
-from chains import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
+from made_up import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
 from pipefit.planner import Options, bisection, exact, plan
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chains import alike, devices, profile
+from made_up import alike, devices, profile
 from pipefit.planner import plan
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from asking import asked
-from chains import alike, devices, plain, profile, training, vgg_like
+from made_up import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError
 from pipefit.planner import Options, exact, plan, uniform
 from pipefit.plans import Plan

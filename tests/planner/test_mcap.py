@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from additive import GPIPE, with_runs
-from chains import devices, plain, profile
+from made_up import devices, plain, profile
 from pipefit.errors import UsageError
 from pipefit.planner import bayesian, plan
 from pipefit.planner.mcap_bo import estimates

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from asking import asked
-from chains import alike, devices, hostile, plain, profile, training, vgg_like
+from made_up import alike, devices, hostile, plain, profile, training, vgg_like
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
 from pipefit.planner.sums import lightest_parts

@@ -7,17 +7,23 @@ from random import Random
 
 import pytest
 
-from chains import devices, hostile, profile, skewed, training
+from made_up import devices, hostile, profile, skewed, training
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import Question
+from pipefit.planner.question import Options, Question
 from pipefit.planner.windows import Bounds
+from pipefit.schedule.whole_stages import RECOMPUTE
 
 
 def question(seed: int, schedule: str, layers: int, stages: int) -> Question:
     chain = hostile(Random(seed), layers) if seed % 3 == 0 else skewed(Random(seed), layers)
-    return Question(profile=profile(chain), cluster=devices(*[1 << 40] * stages), training=training(schedule, 9))
+    return Question(
+        profile=profile(chain),
+        cluster=devices(*[1 << 40] * stages),
+        training=training(schedule, 9),
+        options=Options(recompute=RECOMPUTE[seed % len(RECOMPUTE)]),
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from chains import alike, skewed
-from chains import profile as profile_of
+from made_up import alike, skewed
+from made_up import profile as profile_of
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError

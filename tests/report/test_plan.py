@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from chains import alike, devices, profile, training, vgg_like
+from made_up import alike, devices, profile, training, vgg_like
 from pipefit.planner import plan
 from pipefit.plans import Plan, Prediction
 from pipefit.report.plan import explain, stage_table

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from random import Random
 
 import pytest
+import torch
+from torch import nn
 
+from oracle import measured_peaks
 from own_models import OWN_MODELS
+from pipefit.runtime import certify
+from pipefit.simulator import simulate
 from random_cases import MODELS, SCHEDULES, Account, Case, accounts, plan_for, random_case
+from tiny import plan_of, task_of
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *OWN_MODELS) for seed in range(4 if model in MODELS else 2)]
 
@@ -82,3 +89,52 @@ def test_cases_differ(compared: dict[str, list[Account]]) -> None:
     assert {one.ahead for one, _ in runs} == {0, 1, 2}
     assert {case.settings.get("attention") for case in cases} == {None, "sdpa", "eager"}
     assert {bool(case.settings.get("dropout")) for case in cases} == {False, True}
+
+
+class Halves(nn.Module):
+    """Returns two views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8192)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.linear(x).chunk(2, dim=1))
+
+
+class Sines(nn.Module):
+    """Saves both, and is done with the second one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4096, 4)
+
+    def forward(self, halves: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        first, second = halves
+        return self.linear(torch.sin(first) + torch.sin(second))
+
+
+@pytest.mark.parametrize("split", [[2], [1, 1]])
+def test_a_storage_goes_with_the_last_of_its_views(split: list[int]) -> None:
+    """Two values that one storage holds are freed together, on one device; sent to another, each by itself."""
+    task = task_of(lambda: [Halves(), Sines()])
+    plan = plan_of(task, split, size=64)
+    measured = tuple(max(steps) for steps in measured_peaks(task, plan))
+    assert certify(task, plan, steps=2).peak_bytes == simulate(plan, steps=2).peak_bytes == measured
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
+def test_state_of_a_shared_parameter_counts_once(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Two layers with one weight on one device: its state exists once, whether it is made early or late."""
+    task = task_of(tied, inputs=64, outputs=64, optimizer=partial(optimizer, lr=0.1))
+    plan = plan_of(task, [3], size=256)
+    measured = measured_peaks(task, plan)[0]
+    simulated = simulate(plan, steps=2).devices[0]
+    assert [simulated.step_peak_bytes(step) for step in range(2)] == measured
+
+
+def tied() -> list[nn.Module]:
+    """Two linear layers that share their weight."""
+    first, last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last]

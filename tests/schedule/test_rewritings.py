@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from chains import layer, measurement, profile, value
+from made_up import layer, measurement, profile, value
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Microbatches, Plan, Run, SavedTensors, State, What
@@ -136,7 +136,7 @@ def test_a_layer_is_recomputed_by_one_decision() -> None:
 def sharing() -> ModelProfile:
     """Four layers, of which the first and the last share a parameter."""
     one = layer((value(8),), (value(8),), parameter_bytes=4)
-    model = measurement([one] * 4, layer((value(8), value(1, grad=False)), (value(4),)))
+    model = measurement([one] * 4, layer((value(8), value(1, requires_grad=False)), (value(4),)))
     shared = SharedParameter(name="layer0.w", users=(0, 3), nbytes=4, gradient_bytes=4, state_bytes=0)
     return profile(replace(model, shared=(shared,)))
 

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
-from pipefit.cost.residency import AGAIN, COPY, Away, Holders, Piece, Residency
+from pipefit.cost.residency import AGAIN, Away, Holders, Piece, Residency
 from pipefit.cost.storages import StageStorages
 
 
@@ -147,8 +147,7 @@ def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[
     storages = working.storages
     if not storages.layers[first].cost.mutates_inputs:
         return inputs
-    numbers = storages.values(first)
-    copies = tuple(number + COPY * len(storages.sizes) for number in numbers)
+    copies = storages.copies[first]
     for copy, original in zip(copies, inputs, strict=True):
         working.hold(copy, working.holders.value)
         working.drop(original, working.holders.value)
@@ -171,9 +170,11 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         above = storages.gradients(position + 1) - entry + born + added[position]
         above += 0 if is_first else _waiting(storages, piece, position)
         for span in cost.backward_first if is_first else cost.backward_later:
-            gone = {known.get(layer.inputs[k], layer.inputs[k] + shift) for k in span.released}
-            released = sum(working.size(i) for i in gone if working.held.get(i) == mine)
-            working.reach(above + span.peak_bytes - released, span.workspace_bytes)
+            kept = {layer.inputs[k] for k in cost.saved_inputs if k not in span.released}
+            released = {layer.inputs[k] for k in span.released} - kept  # values may share a storage
+            gone = {known.get(number, number + shift) for number in released}
+            freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
+            working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
         for number in layer.saves:
             working.drop(known.get(number, number + shift), mine)
         born += cost.gradient_bytes - added[position] if is_first else 0

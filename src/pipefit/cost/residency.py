@@ -11,8 +11,7 @@ it, and a ledger looks up nearly all of a million actions.
 
 A second forward makes new storages, and those of the first may still exist: the output of a recomputed run may wait for
 the next layer while the run is recomputed. What is held are therefore instances of storages. In a stage of n storages,
-instance s is storage s of the first forward, n * AGAIN + s that of the second, and n * COPY + s a copy on which a
-forward that keeps its inputs works in place.
+instance s is storage s of the first forward, and n * AGAIN + s that of the second.
 
 What each action holds and drops:
 
@@ -33,7 +32,7 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Place
 
-AGAIN, COPY = 1, 2  # which instance of a storage, see above
+AGAIN = 1  # which instance of a storage, see above
 
 
 class Piece(NamedTuple):

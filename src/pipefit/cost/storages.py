@@ -68,6 +68,8 @@ class StageStorages:
         self.target_storages: tuple[int, ...] = ()
         self._saved_places: list[dict[Origin, int]] = []  # by position: the storage of each saved tensor
         self.layers: tuple[LayerStorages, ...] = self._walk()
+        # Of every position whose layer works in place: what its input values take as copies, one each
+        self.copies = tuple(self._new(v.nbytes for v in cost.inputs * cost.mutates_inputs) for cost in self.costs)
 
     @staticmethod
     def of(plan: Plan, stage: int) -> StageStorages:

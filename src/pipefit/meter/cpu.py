@@ -118,8 +118,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
         """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one. Then
-        the answer is its bytes: the kernel did not have to make a tensor of it again. A forward without a graph, as of a
-        microbatch that is recomputed, keeps and uses none.
+        the answer is its bytes: the kernel did not have to make a tensor of it again. A forward without a graph, as of
+        a microbatch that is recomputed, keeps and uses none.
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():

@@ -79,17 +79,22 @@ def released_bytes(model: Lifetimes, number: int, released: Sequence[int]) -> It
     """The bytes that layer `number` frees by releasing these inputs, in ranges that start 0, 1, ... layers before it.
 
     Only an input that layer `number` is the first to save is freed then: an earlier layer would still hold it, and
-    later ones have had their backward. The last number holds for all ranges that start earlier.
+    later ones have had their backward. Nor is one freed that shares its storage, in such a range, with another saved
+    input that is not released. The last number holds for all ranges that start earlier.
     """
     layers, born, traced = model.layers, 0, set(released)
+    needed = set(layers[number].saved_inputs) - traced
     if number == len(layers) - 1:  # targets are loaded wherever the last stage starts
-        targets = {k for k in traced if k >= len(layers[number - 1].outputs)}
-        born, traced = _first_saved_by(number, (model.fresh[number][k] for k in targets)), traced - targets
+        targets = set(range(len(layers[number - 1].outputs), len(layers[number].inputs)))
+        born = _first_saved_by(number, (model.fresh[number][k] for k in targets & traced))
+        traced, needed = traced - targets, needed - targets
     yield born + _first_saved_by(number, (model.fresh[number][k] for k in traced))
     for start in range(number - 1, -1, -1):
-        origins = {layers[start].output_origins[k] for k in traced}
+        still = {layers[start].output_origins[k] for k in needed}
+        origins = {layers[start].output_origins[k] for k in traced} - still
         born += _first_saved_by(number, (model.own[start][o.index] for o in origins if o.kind == "own"))
         traced = {o.index for o in origins if o.kind == "input" and model.fresh[start][o.index].saver >= number}
+        needed = {o.index for o in still if o.kind == "input"}
         yield born + _first_saved_by(number, (model.fresh[start][k] for k in traced))
         if not traced:
             return

@@ -8,6 +8,7 @@ program: the highest of them is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def surroundings(
         held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.BACKWARD: -1}.get(kind, 0)
         inputs += {Kind.FORWARD_ONLY: 1, Kind.RECOMPUTE: -1}.get(kind, 0)
         gradients = gradients or kind is Kind.BACKWARD
-    return tuple(_covering(list(highest.values())))
+    return tuple(_covering(highest.values()))
 
 
 def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
@@ -70,16 +71,14 @@ def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int,
     return found
 
 
-def _covering(found: list[Surroundings]) -> list[Surroundings]:
-    """Without any that another covers, which is equal but has at least as many in flight and as many checkpoints."""
-
-    def covered(one: Surroundings) -> bool:
-        return any(
-            other is not one
-            and other._replace(in_flight=0, checkpoints=0) == one._replace(in_flight=0, checkpoints=0)
-            and other.in_flight >= one.in_flight
-            and other.checkpoints >= one.checkpoints
-            for other in found
-        )
-
-    return [one for one in found if not covered(one)]
+def _covering(found: Iterable[Surroundings]) -> Iterator[Surroundings]:
+    """Without those that another one covers: equal but for at least as many in flight and as many checkpoints."""
+    groups: dict[Surroundings, list[Surroundings]] = {}
+    for one in found:
+        groups.setdefault(one._replace(in_flight=0, checkpoints=0), []).append(one)
+    for group in groups.values():
+        most = -1
+        for one in sorted(group, key=lambda s: (s.in_flight, s.checkpoints), reverse=True):
+            if one.checkpoints > most:
+                most = one.checkpoints
+                yield one

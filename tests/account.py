@@ -1,0 +1,506 @@
+"""An account of memory kept storage by storage: slow, obvious, and sharing nothing with `pipefit.cost`.
+
+It walks a program action by action and every compute action layer by layer, as the runtime does, and keeps the set of
+storages that live and who holds each of them. A storage lives while somebody holds it and while it is not moved away.
+There are no sums to get wrong: the level of a device is the bytes of the storages that live on it.
+
+Who holds what:
+
+    inputs       what was received or loaded, until the forward takes it            boundary buffers
+    values       what the layer before returned, until the next one has returned    boundary buffers
+    send         what a stage returned, until WAIT_SEND                             boundary buffers
+    gradients    those of the values at the layer that is next in the backward      boundary buffers
+    graph        what a layer saved, until its backward                             activations
+    kept         the inputs of a forward that will run again, until it does         activations
+    copies       of the buffers that a second forward works on, until its backward  activations
+
+It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
+away and back, several stages on a device. It believes that a program is valid, and only asserts that nobody needs what
+is away.
+
+Where a profile leaves open what a layer does in company, this account says what is assumed:
+
+- A released input of a layer frees its storage when nobody else holds it, and when the layer has released all that it
+  saved in that storage.
+- A gradient of a parameter that several layers of a stage use waits for that of its first user. Each earlier user adds
+  its own to the one that waits, into a third.
+- A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pipefit.plans import Plan
+from pipefit.profiles import LayerCost, Measurement, Origin, SharedParameter, Span, Value
+from pipefit.program import Action, Kind, Program, Subject
+from pipefit.schedule import lower
+from pipefit.trace import Category
+
+FOREVER = "forever"
+_HOLDS_ACTIVATIONS = frozenset({"graph", "kept", "copies"})
+_OF_THE_STAGE = {
+    "parameters": Category.PARAMETERS,
+    "parameter gradients": Category.GRADIENTS,
+    "optimizer": Category.OPTIMIZER,
+}
+
+Levels = dict[Category, int]
+
+
+class Sample(NamedTuple):
+    """One action of a device: its highest bytes, and what lay there before and after it."""
+
+    step: int
+    action: Action
+    peak_bytes: int
+    before: Levels
+    after: Levels
+
+
+class Storage:
+    """Bytes that live while somebody holds them. Compared by identity."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.holders: set[object] = set()
+        self.away = False
+
+    @property
+    def category(self) -> Category:
+        """What the bytes are for, by who holds them."""
+        kinds = {str(holder[0] if isinstance(holder, tuple) else holder) for holder in self.holders}
+        of_stage = [category for kind, category in _OF_THE_STAGE.items() if kind in kinds]
+        if of_stage:
+            return of_stage[0]
+        return Category.ACTIVATIONS if kinds & _HOLDS_ACTIVATIONS else Category.BOUNDARY
+
+
+class Gradient(NamedTuple):
+    """The gradient of a value: where it lives, and whether in one piece."""
+
+    storage: Storage
+    contiguous: bool
+
+
+class Device:
+    """The storages of one device, and the highest level that they reached."""
+
+    def __init__(self) -> None:
+        self._storages: set[Storage] = set()
+        self.peak = 0
+
+    @property
+    def level(self) -> int:
+        """Bytes that live now."""
+        return sum(storage.nbytes for storage in self._living())
+
+    @property
+    def levels(self) -> Levels:
+        """Bytes that live now, by what they are for; categories of none are left out."""
+        found: Levels = {}
+        for storage in self._living():
+            found[storage.category] = found.get(storage.category, 0) + storage.nbytes
+        return {category: nbytes for category, nbytes in found.items() if nbytes}
+
+    def new(self, nbytes: int, holder: object) -> Storage:
+        """A storage that `holder` holds."""
+        storage = Storage(nbytes)
+        self.hold(holder, [storage])
+        return storage
+
+    def hold(self, holder: object, storages: Iterable[Storage | None]) -> None:
+        """`holder` holds these too. None stands for what exists anyway, such as a parameter."""
+        for storage in storages:
+            if storage is not None:
+                storage.holders.add(holder)
+                self._storages.add(storage)
+        self.reach(0)
+
+    def release(self, holder: object) -> None:
+        """`holder` is gone."""
+        for storage in self._storages:
+            storage.holders.discard(holder)
+        self._storages = {storage for storage in self._storages if storage.holders}
+
+    def reach(self, above: int) -> None:
+        """For a moment there are so many bytes more."""
+        self.peak = max(self.peak, self.level + above)
+
+    def held_by(self, holder: object) -> set[Storage]:
+        """What `holder` holds."""
+        return {storage for storage in self._storages if holder in storage.holders}
+
+    def _living(self) -> list[Storage]:
+        return [storage for storage in self._storages if storage.holders and not storage.away]
+
+
+class Flight:
+    """One microbatch in a stage."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Storage | None] = []
+        self.targets: list[Storage | None] = []
+        self.values: list[Storage | None] = []  # at the next layer forward
+        self.gradients: list[Gradient | None] = []  # of the values behind the next layer backward
+        self.kept: dict[int, tuple[list[Storage | None], list[Storage | None]]] = {}  # by the first layer of an N
+        self.saved: dict[int, list[Storage | None]] = {}  # by layer, in the order of its saved tensors
+        self.entered: dict[int, list[Storage | None]] = {}  # what every layer was given
+        self.copied: set[int] = set()  # the first layers of runs that work on copies of their buffers
+        self.waiting: set[str] = set()  # shared parameters whose gradient waits for an earlier layer's
+
+
+class StageAccount:
+    """Layers `start` to `stop - 1` of a model on `device`, number `number` in the pipeline. `program` knows bundles."""
+
+    def __init__(
+        self,
+        device: Device,
+        measurement: Measurement,
+        start: int,
+        stop: int,
+        *,
+        microbatches: int,
+        number: int = 0,
+        program: Program | None = None,
+    ) -> None:
+        self.program = program
+        self.device, self.start, self.stop, self.number = device, start, stop, number
+        self.last = stop == len(measurement.layers)
+        self.costs = dict(enumerate(measurement.costs))
+        self.loss = len(measurement.layers)  # the loss is the layer behind the last
+        self.costs[self.loss] = measurement.loss
+        self.layers = range(start, stop + self.last)
+        self.shared = [s for s in measurement.shared if len(self._users(s)) > 0]
+        self.outputs = self.costs[stop - 1].outputs
+        self.targets = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
+        self.flights: dict[int, Flight] = {}
+        self.born: set[int] = set()  # layers with gradients
+        self.stepped = False
+        self._exist_before_training(microbatches)
+
+    def _exist_before_training(self, microbatches: int) -> None:
+        """Parameters once each, buffers, early state, and on the last stage the losses."""
+        device = self.device
+        for layer in self.layers:
+            cost, shared = self.costs[layer], self._shared_by(layer)
+            own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared)
+            device.new(own + cost.buffer_bytes, self._of("parameters"))
+            device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
+        for parameter in self.shared:
+            device.new(parameter.nbytes, self._of("parameters"))
+            device.new(parameter.early_state_bytes, self._of("optimizer"))
+        device.new(4 * microbatches if self.last else 0, FOREVER)
+
+    def act(self, action: Action) -> None:
+        """What an action allocates and frees."""
+        flight = self.flights.setdefault(-1 if action.microbatch is None else action.microbatch, Flight())
+        if action.wait:
+            self._join(flight, action)
+        else:
+            self._start(flight, action)
+
+    def _join(self, flight: Flight, action: Action) -> None:
+        """What was sent may go, and what was moved away; what was received or moved back was there before."""
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            self.device.release((action.kind, id(flight)))
+        elif action.kind is Kind.OFFLOAD:
+            for storage in self._tensors(flight, action):
+                readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
+                assert not readers & {"values", "targets", Kind.SEND_FORWARD}, "it is read or sent yet"
+                storage.away = True
+
+    def _start(self, flight: Flight, action: Action) -> None:
+        match action.kind:
+            case Kind.LOAD:
+                self._load(flight)
+            case Kind.RECV_FORWARD:
+                flight.inputs = self._arriving(flight, self.costs[self.start].inputs)
+            case Kind.RECV_BACKWARD:
+                flight.gradients = self._new_gradients(flight, self.outputs)
+            case Kind.RELOAD:
+                for storage in self._tensors(flight, action):
+                    storage.away = False
+                self.device.reach(0)
+            case Kind.STEP:
+                self._step()
+            case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
+                self._compute(flight, action)
+
+    def _compute(self, flight: Flight, action: Action) -> None:
+        """A stage or a piece of it; the loss belongs to the piece that ends the model."""
+        first, end = action.layers or (self.start, self.stop)
+        run = {
+            Kind.FORWARD: self._forward,
+            Kind.FORWARD_ONLY: self._forward_only,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+        }
+        run[action.kind](flight, range(first, end + (self.last and end == self.stop)))
+
+    # ---------------------------------------------------------------- data and messages
+
+    def _load(self, flight: Flight) -> None:
+        if self.start == 0:
+            flight.inputs = self._arriving(flight, self.costs[0].inputs)
+        flight.targets = self._arriving(flight, self.targets)
+
+    def _arriving(self, flight: Flight, values: Sequence[Value]) -> list[Storage | None]:
+        return [self.device.new(value.nbytes, ("inputs", id(flight))) for value in values]
+
+    def _new_gradients(self, flight: Flight, values: Sequence[Value]) -> list[Gradient | None]:
+        return [
+            Gradient(self.device.new(v.nbytes, ("gradients", id(flight))), True) if v.requires_grad else None
+            for v in values
+        ]
+
+    def _tensors(self, flight: Flight, action: Action) -> list[Storage]:
+        """What a copy moves: a saved tensor, or those of a bundle."""
+        return [self._tensor(flight, subject) for subject in self.program.moved(action)]
+
+    def _tensor(self, flight: Flight, subject: Subject) -> Storage:
+        assert isinstance(subject.what, int)
+        numbers = [tensor.index for tensor in self.costs[subject.layer].saved]
+        found = flight.saved[subject.layer][numbers.index(subject.what)]
+        return found or Storage(0)  # what is a parameter further back takes no bytes of its own
+
+    # ---------------------------------------------------------------- forward
+
+    def _begin(self, flight: Flight, layers: range) -> None:
+        """The values that a piece starts from; its holder lets go of what it was given."""
+        if layers.start == self.start:
+            flight.values = flight.inputs
+            self._hold_values(flight, flight.values)
+            flight.inputs = []
+        if self.loss in layers:
+            self.device.hold(("targets", id(flight)), flight.targets)
+        waiting = {*flight.inputs, *(() if self.loss in layers else flight.targets)}
+        self.device.release(("inputs", id(flight)))
+        self.device.hold(("inputs", id(flight)), waiting)
+
+    def _hold_values(self, flight: Flight, values: Sequence[Storage | None]) -> None:
+        holder = ("values", id(flight))
+        gone = self.device.held_by(holder) - set(values)
+        self.device.hold(holder, values)
+        for storage in gone:
+            storage.holders.discard(holder)
+
+    def _forward(self, flight: Flight, layers: range) -> None:
+        self._begin(flight, layers)
+        flight.values = self._run(flight, layers, flight.values, flight.targets)
+        self._end(flight, layers)
+
+    def _run(
+        self,
+        flight: Flight,
+        layers: range,
+        values: list[Storage | None],
+        targets: list[Storage | None],
+        *,
+        saving: bool = True,
+    ) -> list[Storage | None]:
+        """Run layers forward from `values`, which "values" holds; afterwards it holds what the last one returned."""
+        for layer in layers:
+            cost = self.costs[layer]
+            given = values + (targets if layer == self.loss else [])
+            self.device.reach(cost.forward_peak_bytes if saving else cost.checkpoint_peak_bytes)
+            needed = range(len(cost.storages)) if saving else [o.index for o in cost.output_origins if o.kind == "own"]
+            making = ("making", id(flight))
+            own = {k: self.device.new(cost.storages[k], making) for k in sorted(set(needed))}
+            if saving:
+                flight.saved[layer] = [_found(tensor.origin, own, given) for tensor in cost.saved]
+                flight.entered[layer] = given
+                self.device.hold(("graph", id(flight), layer), flight.saved[layer])
+            values = [_found(origin, own, given) for origin in cost.output_origins]
+            self._hold_values(flight, values)
+            self.device.release(making)
+        return values
+
+    def _end(self, flight: Flight, layers: range) -> None:
+        """Behind the stage's last layer its outputs wait to be sent; a loss has been noted."""
+        if layers.stop - self.last == self.stop:
+            if not self.last:
+                self.device.hold((Kind.SEND_FORWARD, id(flight)), flight.values)
+            self.device.release(("values", id(flight)))
+            self.device.release(("targets", id(flight)))
+            flight.values, flight.targets = [], []
+
+    def _forward_only(self, flight: Flight, layers: range) -> None:
+        """Inputs and targets are kept; a first layer that works in place is given a copy of each input."""
+        self._begin(flight, layers)
+        targets = flight.targets if self.loss in layers else []
+        flight.kept[layers.start] = flight.values, targets
+        self.device.hold(("kept", id(flight), layers.start), [*flight.values, *targets])
+        values = flight.values
+        if self.costs[layers.start].mutates_inputs:
+            given = self.costs[layers.start].inputs
+            values = [self.device.new(v.nbytes, ("values", id(flight))) for v in given]
+            self._hold_values(flight, values)
+        flight.values = self._run(flight, layers, values, targets, saving=False)
+        self._end(flight, layers)
+
+    def _recompute(self, flight: Flight, layers: range) -> None:
+        """The same layers again from what was kept, on copies of the buffers; their outputs are dropped."""
+        holder = ("kept", id(flight), layers.start)
+        values, targets = flight.kept.pop(layers.start)
+        self.device.new(sum(self.costs[n].buffer_bytes for n in layers), ("copies", id(flight), layers.start))
+        flight.copied.add(layers.start)
+        again = ("values", id(flight))
+        self.device.hold(again, values)
+        self.device.hold(("targets", id(flight)), targets)
+        self.device.release(holder)
+        self._run(flight, layers, values, targets)
+        self.device.release(again)
+        self.device.release(("targets", id(flight)))
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward(self, flight: Flight, layers: range) -> None:
+        if self.loss in layers:
+            flight.gradients = self._new_gradients(flight, self.costs[self.loss].outputs)
+        for layer in reversed(layers):
+            self._backward_of(flight, layer)
+        if layers.start == self.start:
+            self._send_gradients(flight)
+        for start in {start for start in flight.copied if start >= layers.start}:
+            flight.copied.remove(start)
+            self.device.release(("copies", id(flight), start))
+
+    def _backward_of(self, flight: Flight, layer: int) -> None:
+        cost, device = self.costs[layer], self.device
+        adding = [s for s in self._shared_by(layer) if s.name in flight.waiting]
+        for parameter in adding:
+            device.new(parameter.gradient_bytes, "adding")
+        assert not any(s is not None and s.away for s in flight.saved[layer]), "what a backward needs is away"
+        for span in cost.backward_later if layer in self.born else cost.backward_first:
+            device.reach(span.peak_bytes - self._released(flight, layer, span))
+        device.release("adding")
+        device.release(("graph", id(flight), layer))
+        del flight.saved[layer], flight.entered[layer]
+        self._pass_gradients(flight, cost)
+        self._parameter_gradients(flight, layer)
+
+    def _released(self, flight: Flight, layer: int, span: Span) -> int:
+        """What a layer has freed in a span: storages of inputs that it saved, has let go, and nobody else holds."""
+        mine, given = ("graph", id(flight), layer), flight.entered[layer]
+        saved = {t.origin.index for t in self.costs[layer].saved if t.origin.kind == "input"}
+        needed = {given[k] for k in saved - set(span.released)}
+        own = {s for s, t in zip(flight.saved[layer], self.costs[layer].saved, strict=True) if t.origin.kind == "own"}
+        gone = {given[k] for k in saved & set(span.released)} - needed - own
+        return sum(storage.nbytes for storage in gone if storage is not None and storage.holders == {mine})
+
+    def _pass_gradients(self, flight: Flight, cost: LayerCost) -> None:
+        """From the gradients of a layer's outputs to those of its inputs."""
+        behind, holder = flight.gradients, ("gradients", id(flight))
+        passing = ("passing", id(flight))
+        own = [self.device.new(nbytes, passing) for nbytes in cost.gradient_storages]
+        found: list[Gradient | None] = []
+        for origin in cost.input_gradients:
+            source = behind[origin.index] if origin.kind == "output" else None
+            if origin.kind == "own":
+                found.append(Gradient(own[origin.index], origin.contiguous))
+            else:
+                found.append(source and Gradient(source.storage, source.contiguous and origin.contiguous))
+        self.device.release(holder)
+        flight.gradients = found
+        self.device.hold(holder, [gradient and gradient.storage for gradient in found])
+        self.device.release(passing)
+
+    def _parameter_gradients(self, flight: Flight, layer: int) -> None:
+        """They are born in the step's first backward and added to in later ones; shared ones may have to wait."""
+        shared = [s for s in self._shared_by(layer) if len(self._users(s)) > 1]
+        if layer not in self.born:
+            own = self.costs[layer].gradient_bytes - sum(s.gradient_bytes for s in shared)
+            self.device.new(own, self._of("parameter gradients"))
+        for parameter in shared:
+            waiting = ("parameter gradients", id(flight), parameter.name)
+            self.device.release(waiting)
+            flight.waiting.discard(parameter.name)
+            if layer != self._users(parameter)[0]:
+                self.device.new(parameter.gradient_bytes, waiting)
+                flight.waiting.add(parameter.name)
+            elif layer not in self.born:
+                self.device.new(parameter.gradient_bytes, self._of("parameter gradients"))
+        self.born.add(layer)
+
+    def _send_gradients(self, flight: Flight) -> None:
+        """Every input that needs a gradient gets one in one piece: zeros where there is none."""
+        sending = (Kind.SEND_BACKWARD, id(flight))
+        if self.start:
+            for given, gradient in zip(self.costs[self.start].inputs, flight.gradients, strict=True):
+                if gradient is not None and gradient.contiguous:
+                    self.device.hold(sending, [gradient.storage])
+                elif given.requires_grad:
+                    self.device.new(given.nbytes, sending)
+        self.device.release(("gradients", id(flight)))
+
+    # ---------------------------------------------------------------- the optimizer
+
+    def _step(self) -> None:
+        """One layer after the other; then gradients are gone."""
+        updated: set[str] = set()
+        for layer in self.layers:
+            cost = self.costs[layer]
+            known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
+            if self.stepped:
+                self.device.reach(cost.update_peak_bytes)
+            else:
+                self.device.reach(cost.update_first_peak_bytes - known)
+                self.device.new(cost.state_bytes - cost.early_state_bytes - known, self._of("optimizer"))
+            updated |= {s.name for s in self._shared_by(layer)}
+        self.stepped = True
+        self.born.clear()
+        self.device.release(self._of("parameter gradients"))
+
+    # ---------------------------------------------------------------- finding things
+
+    def _of(self, kind: str) -> tuple[str, int]:
+        return kind, self.number
+
+    def _users(self, parameter: SharedParameter) -> list[int]:
+        return [user for user in parameter.users if self.start <= user < self.stop]
+
+    def _shared_by(self, layer: int) -> list[SharedParameter]:
+        return [s for s in self.shared if layer in s.users]
+
+
+def _found(origin: Origin, own: dict[int, Storage], inputs: Sequence[Storage | None]) -> Storage | None:
+    """The storage of an origin; None for parameters and constants, which exist anyway."""
+    return {"own": own.get, "input": dict(enumerate(inputs)).get}.get(origin.kind, lambda _: None)(origin.index)
+
+
+# -------------------------------------------------------------------- programs
+
+
+class Account:
+    """What every action of a device's program does, over `steps` training steps."""
+
+    def __init__(self, plan: Plan, device: int, *, program: Program | None = None, steps: int = 2) -> None:
+        program = lower(plan) if program is None else program
+        self.device = Device()
+        self.stages = {
+            number: StageAccount(
+                self.device, plan.measurement, stage.start, stage.stop,
+                microbatches=plan.training.microbatches, number=number, program=program,
+            )
+            for number, stage in enumerate(plan.stages)
+            if program.placement[number] == (device,)
+        }  # fmt: skip
+        self.rest_bytes = self.device.level
+        self.samples = [self._sample(step, action) for step in range(steps) for action in program.actions[device]]
+        self.peak_bytes = max((sample.peak_bytes for sample in self.samples), default=0)
+
+    def _sample(self, step: int, action: Action) -> Sample:
+        before = self.device.levels
+        self.device.peak = self.device.level
+        self.stages[action.stage].act(action)
+        self.device.reach(0)
+        return Sample(step, action, self.device.peak, before, self.device.levels)
+
+
+def peaks(plan: Plan, *, program: Program | None = None, steps: int = 2) -> tuple[int, ...]:
+    """The highest bytes of every device of a plan."""
+    return tuple(
+        Account(plan, device, program=program, steps=steps).peak_bytes for device in range(len(plan.cluster.devices))
+    )

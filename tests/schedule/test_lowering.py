@@ -1,0 +1,94 @@
+"""Lowered programs against lists drawn by hand: who recomputes, who sends when, whose gradients are summed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from made_up import plain, plan_of, training
+from pipefit.plans import Decision, Plan, Run, What
+from pipefit.profiles import SharedParameter
+from pipefit.program import COMPUTE, Kind
+from pipefit.schedule import lower
+from pipefit.schedule.whole_stages import Recompute
+
+DRAWN = {
+    ("gpipe", "except_last"): ("N0 N1 F2 R0 B0 R1 B1 B2", "N0 N1 F2 R0 B0 R1 B1 B2"),
+    ("gpipe", "except_one"): ("F0 N1 N2 B0 R1 B1 R2 B2", "F0 N1 N2 B0 R1 B1 R2 B2"),
+    ("torchgpipe", "except_last"): ("N0 N1 F2 B2 R1 B1 R0 B0", "N0 N1 F2 B2 R1 B1 R0 B0"),
+    ("1f1b", "always"): ("N0 N1 R0 B0 N2 R1 B1 R2 B2", "N0 R0 B0 N1 R1 B1 N2 R2 B2"),
+    ("1f1b", "never"): ("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"),
+}
+
+
+def chain_plan(schedule: str, microbatches: int, edges: tuple[int, ...], recompute: Recompute = "never") -> Plan:
+    """A plan for plain layers, stage s on device s."""
+    return plan_of(plain(Random(0), edges[-1]), training(schedule, microbatches), edges, recompute=recompute)
+
+
+def computed(plan: Plan, device: int) -> str:
+    """What a device computes but for its update, without stages' numbers."""
+    actions = [a for a in lower(plan).actions[device] if a.kind in COMPUTE and a.kind is not Kind.STEP]
+    return " ".join(str(action)[1:] for action in actions)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), DRAWN)
+def test_forwards_run_again_just_before_their_backward(schedule: str, recompute: Recompute) -> None:
+    """Two stages and three microbatches, of which all, some or none are recomputed."""
+    plan = chain_plan(schedule, 3, (0, 1, 2), recompute)
+    assert (computed(plan, 0), computed(plan, 1)) == DRAWN[schedule, recompute]
+
+
+FORWARDS = "F0[0:1] N0[1:2] F0[2:3]", "F1[0:1] N1[1:2] F1[2:3]"
+JUST_IN_TIME = (*FORWARDS, "B0[2:3] R0[1:2] B0[1:2] B0[0:1]", "B1[2:3] R1[1:2] B1[1:2] B1[0:1]")
+ONE_EARLIER = (FORWARDS[0], "R0[1:2]", FORWARDS[1], "R1[1:2]", "B0[2:3] B0[1:2] B0[0:1]", "B1[2:3] B1[1:2] B1[0:1]")
+
+
+@pytest.mark.parametrize(("ahead", "drawn"), [(0, JUST_IN_TIME), (1, ONE_EARLIER)])
+def test_a_run_inside_a_stage_goes_forward_again_as_early_as_it_is_told(ahead: int, drawn: tuple[str, ...]) -> None:
+    """Forward and backward in three pieces, the second forward of the middle one before its backward or one action of
+    the stage earlier, but never before the first.
+    """
+    decision = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE, ahead=ahead)
+    plan = replace(chain_plan("gpipe", 2, (0, 3)), decisions=(decision,))
+    assert computed(plan, 0) == " ".join(drawn)
+
+
+def test_a_middle_stage_posts_receives_ahead_and_joins_sends_behind() -> None:
+    """1F1B, three stages, two microbatches: the whole program of the middle one and of the last."""
+    program = lower(chain_plan("1f1b", 2, (0, 1, 2, 3)))
+    assert " ".join(map(str, program.actions[1])) == (
+        "1RECV_F0 1RECV_F1 1WAIT_RECV_F0 1F0 1SEND_F0 1RECV_B0 1WAIT_RECV_F1 1F1 1WAIT_SEND_F0 1SEND_F1 "
+        "1RECV_B1 1WAIT_RECV_B0 1B0 1WAIT_SEND_F1 1SEND_B0 1WAIT_RECV_B1 1B1 1WAIT_SEND_B0 1SEND_B1 1WAIT_SEND_B1 1STEP"
+    )
+    assert " ".join(map(str, program.actions[2])) == (
+        "2RECV_F0 2WAIT_RECV_F0 2LOAD0 2F0 2RECV_F1 2B0 2SEND_B0 2WAIT_RECV_F1 2LOAD1 2F1 2WAIT_SEND_B0 "
+        "2B1 2SEND_B1 2WAIT_SEND_B1 2STEP"
+    )
+
+
+def test_what_a_backward_answers_is_joined_before_it() -> None:
+    """The last but one stage of 1F1B sends, and goes backward at once: its gradients prove that the send arrived."""
+    first = lower(chain_plan("1f1b", 1, (0, 1, 2))).actions[0]
+    assert " ".join(map(str, first)) == "0RECV_B0 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0 0STEP"
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: float | None) -> None:
+    """Of two shared parameters one is on the first stage alone. The other one's gradients are summed on the stages that
+    have it; then all stages agree on a norm, where there is one.
+    """
+    shared = tuple(
+        SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=4, state_bytes=0)
+        for users in ((0, 1), (1, 3))
+    )
+    chain = replace(plain(Random(0), 4), shared=shared)
+    program = lower(plan_of(chain, training("gpipe", 1, clip_norm=clip_norm), (0, 2, 3, 4)))
+    kinds = (Kind.REDUCE, Kind.AGREE, Kind.STEP)
+    agree = "{0}AGREE {0}WAIT_AGREE " if clip_norm else ""
+    summed = "{0}REDUCE[1.shared] {0}WAIT_REDUCE[1.shared] "
+    expected = [f"{summed}{agree}{{0}}STEP", f"{agree}{{0}}STEP", f"{summed}{agree}{{0}}STEP"]
+    ends = [" ".join(str(a) for a in actions if a.kind in kinds) for actions in program.actions]
+    assert ends == [line.format(stage) for stage, line in enumerate(expected)]

@@ -1,0 +1,274 @@
+"""The simulator against an account of memory kept storage by storage, which shares nothing with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from account import Account, Sample, peaks
+from made_up import any_plan, any_round, any_runs, any_training, hostile, small_first
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiles import Origin
+from pipefit.program import Action, Kind, Program, Subject, parse_program
+from pipefit.schedule import lower
+from pipefit.simulator import Simulation
+from pipefit.trace import Category, MemorySample
+from pipelines import chain_profile, equal_profile, make_layer, make_plan
+
+KEPT_BY_CATEGORY = (Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS, Category.BOUNDARY)
+
+
+def case(seed: int) -> Plan:
+    """Any model, split and training; small for small seeds."""
+    rng = Random(seed)
+    return any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
+    """On every device, over two steps, for layers that do whatever a layer can and any training."""
+    plan = case(seed)
+    assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: int) -> None:
+    """Decisions to recompute runs inside stages, of some microbatches, early or just in time."""
+    rng = Random(seed)
+    model = hostile(rng, 1 + small_first(seed, largest=7))
+    plan = any_plan(rng, model, any_training(rng), recompute="never")
+    plan = replace(plan, decisions=any_runs(rng, plan))
+    assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
+    assert_samples_agree(plan, lower(plan))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None:
+    """Stages go round two devices in turn."""
+    rng = Random(seed)
+    model = hostile(rng, 2 + small_first(seed, largest=7))
+    how = replace(any_training(rng), schedule=rng.choice(("gpipe", "torchgpipe")))
+    plan = any_round(rng, model, how)
+    assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
+    assert_samples_agree(plan, lower(plan))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
+    """Action by action: the highest bytes, and what they were for; an action without a sample changed nothing."""
+    plan = case(seed)
+    assert_samples_agree(plan, lower(plan))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
+    """Forwards and backwards cut into runs of layers, and saved tensors moved to the host and back at any moment that
+    the simulator allows.
+    """
+    rng = Random(seed)
+    model = hostile(rng, 1 + small_first(seed, largest=7))
+    plan = any_plan(rng, model, any_training(rng), recompute="never")
+    program = with_moves(rng, plan, in_pieces(rng, plan))
+    assert Simulation(plan, program=program, steps=2).peak_bytes == peaks(plan, program=program)
+    assert_samples_agree(plan, program)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
+    """By the account: pieces peak where whole stages do, whatever the layers share."""
+    rng = Random(seed)
+    plan = any_plan(rng, hostile(rng, 1 + small_first(seed, largest=7)), any_training(rng), recompute="never")
+    assert peaks(plan, program=in_pieces(rng, plan)) == peaks(plan)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_step_leaves_what_it_found(seed: int) -> None:
+    """By the account: after its first step, which bears the optimizer state, a device is as full as before a step."""
+    plan = case(seed)
+    for device in range(len(plan.cluster.devices)):
+        samples = Account(plan, device, steps=3).samples
+        ends = [[s.after for s in samples if s.step == step][-1:] for step in range(3)]
+        assert ends[0] == ends[1] == ends[2]
+        second, third = ([s._replace(step=0) for s in samples if s.step == step] for step in (1, 2))
+        assert second == third
+
+
+# -------------------------------------------------------------------- programs
+
+
+def in_pieces(rng: Random, plan: Plan) -> Program:
+    """The plan's program, forwards and backwards of a stage always cut at the same places.
+
+    Users of a shared parameter stay together: in pieces of their own they would add their gradients up one by one.
+    """
+    cuts = [_cuts(rng, plan, number) for number in range(len(plan.stages))]
+    return _rewritten(plan, lower(plan), lambda action: _cut(plan, action, cuts[action.stage]))
+
+
+def _cuts(rng: Random, plan: Plan, number: int) -> list[int]:
+    stage = plan.stages[number]
+    spans = [[u for u in s.users if stage.start <= u < stage.stop] for s in plan.measurement.shared]
+    together = {k for users in spans if users for k in range(users[0] + 1, users[-1] + 1)}
+    free = [k for k in range(stage.start + 1, stage.stop) if k not in together]
+    return [k for k in free if rng.random() < 0.5]
+
+
+def _cut(plan: Plan, action: Action, cuts: Sequence[int]) -> list[Action]:
+    stage = plan.stages[action.stage]
+    if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        return [action]
+    edges = [stage.start, *cuts, stage.stop]
+    pieces = [action._replace(layers=ends) for ends in pairwise(edges)]
+    return pieces if action.kind is Kind.FORWARD else pieces[::-1]
+
+
+def with_moves(rng: Random, plan: Plan, program: Program) -> Program:
+    """The program with some saved tensors moved to the host and back, wherever the simulator allows it."""
+    for _ in range(6):
+        stage = rng.randrange(len(plan.stages))
+        layer = rng.randrange(plan.stages[stage].start, plan.stages[stage].stop)
+        saved = plan.measurement.costs[layer].saved
+        movable = [tensor.index for tensor in saved if tensor.origin.kind in ("own", "input")]
+        if not movable:
+            continue
+        move = Action(
+            Kind.OFFLOAD, stage, rng.randrange(plan.training.microbatches),
+            subject=Subject(layer, rng.choice(movable)), place=parse_place("host"),
+        )  # fmt: skip
+        try:
+            tried = _moved(rng, plan, program, move, layer)
+            assert Simulation(plan, program=tried).effects
+        except UsageError:
+            continue
+        program = tried
+    return program
+
+
+def _moved(rng: Random, plan: Plan, program: Program, move: Action, layer: int) -> Program:
+    """OFFLOAD and RELOAD with their joins, in this order somewhere between the layer's forward and backward."""
+    device = plan.stages[move.stage].device
+    actions = list(program.actions[device])
+    own = [k for k, a in enumerate(actions) if (a.stage, a.microbatch) == (move.stage, move.microbatch)]
+    after = next(k for k in own if actions[k].kind is Kind.FORWARD and _holds(plan, actions[k], layer))
+    before = next(k for k in own if actions[k].kind is Kind.BACKWARD and _holds(plan, actions[k], layer))
+    places = sorted(rng.randrange(after + 1, before + 1) for _ in range(4))
+    back = move._replace(kind=Kind.RELOAD)
+    for place, action in reversed(list(zip(places, (move, move.join, back, back.join), strict=True))):
+        actions.insert(place, action)
+    devices = (*program.actions[:device], tuple(actions), *program.actions[device + 1 :])
+    return Program(placement=program.placement, microbatches=program.microbatches, actions=devices)
+
+
+def _holds(plan: Plan, action: Action, layer: int) -> bool:
+    first, end = action.layers or (plan.stages[action.stage].start, plan.stages[action.stage].stop)
+    return first <= layer < end
+
+
+def _rewritten(plan: Plan, program: Program, rewrite) -> Program:
+    devices = tuple(tuple(new for action in actions for new in rewrite(action)) for actions in program.actions)
+    return Program(placement=program.placement, microbatches=plan.training.microbatches, actions=devices)
+
+
+# -------------------------------------------------------------------- comparing samples
+
+
+def assert_samples_agree(plan: Plan, program: Program) -> None:
+    """The samples of a trace are those of the account."""
+    trace = Simulation(plan, program=program, steps=2).trace()
+    for number, device in enumerate(trace.devices):
+        account = Account(plan, number, program=program)
+        told = {(sample.step, sample.action, k) for k, sample in _numbered(device.memory)}
+        silent = [s for k, s in _numbered(account.samples) if (s.step, str(s.action), k) not in told]
+        assert all(s.before == s.after and s.peak_bytes == sum(s.before.values()) for s in silent)
+        known = {(s.step, str(s.action), k): s for k, s in _numbered(account.samples)}
+        for k, sample in _numbered(device.memory):
+            assert_sample_agrees(sample, known[sample.step, sample.action, k])
+
+
+def _numbered(samples):
+    """Every sample with how often its action came before it in its step."""
+    seen: dict[tuple[int, str], int] = {}
+    for sample in samples:
+        key = sample.step, str(sample.action)
+        seen[key] = seen.get(key, -1) + 1
+        yield seen[key], sample
+
+
+def assert_sample_agrees(sample: MemorySample, expected: Sample) -> None:
+    """The total; and categories that grow count with what the action leaves, those that shrink with what they held.
+
+    Where the peak is below that sum, shrinking categories have given way, and it is not said which.
+    """
+    assert sample.total_bytes == expected.peak_bytes, sample.action
+    found = sample.by_category
+    most = {c: max(expected.before.get(c, 0), expected.after.get(c, 0)) for c in KEPT_BY_CATEGORY}
+    resting = sum(most.values()) + expected.before.get(Category.PARAMETERS, 0)
+    assert found.get(Category.PARAMETERS, 0) == expected.before.get(Category.PARAMETERS, 0)
+    if expected.peak_bytes >= resting:
+        assert {c: found.get(c, 0) for c in KEPT_BY_CATEGORY} == most
+    for category in KEPT_BY_CATEGORY:
+        least = min(expected.before.get(category, 0), expected.after.get(category, 0))
+        assert least <= found.get(category, 0) <= most[category]
+
+
+# -------------------------------------------------------------------- the account by hand
+
+# A layer of `make_layer`: parameters 32, input 8 (saved), output 8 (not saved), 16 of its own saved, scratch 4. The
+# loss saves 4 of its own and makes 4 that go, its target has 4; the last stage holds 4 a microbatch and a seed of 4.
+
+
+def levels(text: str, *, layers: int = 3, split: Sequence[int] = (3,)) -> dict[str, int]:
+    """What device 0 holds after each action of a program, without what it holds at rest."""
+    plan = make_plan(equal_profile(layers), split, microbatches=1)
+    others = "".join(f"\ndevice {number}:" for number in range(1, len(split)))
+    program = parse_program(
+        f"device 0: {text}{others}", placement=tuple((n,) for n in range(len(split))), microbatches=1
+    )
+    account = Account(plan, 0, program=program, steps=1)
+    return {str(s.action): sum(s.after.values()) - account.rest_bytes for s in account.samples}
+
+
+def test_pieces_of_a_stage_hold_their_boundary_values() -> None:
+    """A forward piece adds what it saves and its value, which goes when the next one has not saved it."""
+    found = levels("0LOAD0 0F0[0:2] 0F0[2:3] 0B0[2:3] 0B0[0:2]")
+    assert list(found.values()) == [8 + 4, 2 * 24 + 8 + 4, 3 * 24 + 4, 2 * 24 + 8 + 32, 3 * 32]
+
+
+def test_a_run_is_recomputed_inside_a_stage() -> None:
+    """N keeps its input and adds its value; R adds what its layers save; each backward frees what its layers saved."""
+    found = levels("0LOAD0 0F0[0:1] 0N0[1:2] 0F0[2:3] 0R0[1:2] 0B0[2:3] 0B0[1:2] 0B0[0:1]")
+    target, saved, passed = 4, 24, 8
+    assert list(found.values()) == [
+        8 + target,
+        saved + passed + target,  # layer 0's value is what layer 1 would save
+        saved + 2 * passed + target,  # it is kept, and layer 1's value is there
+        saved + passed + saved + 4,  # layer 2 saved the latter, and the loss 4
+        saved + saved + saved + 4,  # layer 1 has saved its input and 16 more
+        saved + saved + passed + 32,  # a gradient travels, another stays
+        saved + passed + 2 * 32,
+        3 * 32,
+    ]
+
+
+def test_a_value_that_its_layer_saves_lives_twice_while_its_forward_runs_again() -> None:
+    """The next layer holds the first instance of it until its own backward, which then frees it."""
+    cost = make_layer()
+    output = replace(cost.saved[0], nbytes=8, origin=Origin(kind="own"))
+    plan = make_plan(chain_profile([replace(cost, saved=(output, cost.saved[1]))] * 2), [2], microbatches=1)
+    text = "device 0: 0LOAD0 0N0[0:1] 0F0[1:2] 0R0[0:1] 0B0[1:2] 0B0[0:1]"
+    account = Account(plan, 0, program=parse_program(text, placement=((0,),), microbatches=1), steps=1)
+    found = [sum(s.after.values()) - account.rest_bytes for s in account.samples]
+    assert found == [8 + 4, 8 + 8 + 4, 8 + 8 + 8 + 4, 8 + 8 + 8 + 8 + 4, 8 + 8 + 8 + 32, 2 * 32]
+
+
+def test_a_tensor_that_is_away_does_not_count() -> None:
+    """WAIT_OFFLOAD frees the storage and RELOAD allocates it; the other two change nothing."""
+    move = "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host"
+    found = list(levels(f"0LOAD0 0F0 {move} 0B0").values())
+    assert [b - a for a, b in pairwise(found[1:])] == [0, -16, 16, 0, 3 * 32 - (3 * 24 + 4)]
