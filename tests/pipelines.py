@@ -81,9 +81,9 @@ def equal_profile(layers: int, **layer: object) -> ModelProfile:
     return chain_profile([make_layer(**layer)] * layers)  # type: ignore[arg-type]
 
 
-def random_profile(layers: int, seed: int = 0) -> ModelProfile:
-    """Layers that alias, pass through, save and release as they like."""
-    return profile(hostile(Random(seed), layers))
+def random_profile(layers: int, seed: int = 0, *, shared: int | None = None) -> ModelProfile:
+    """Layers that alias, pass through, save and release as they like, with `shared` parameters, or any number."""
+    return profile(hostile(Random(seed), layers, shared=shared))
 
 
 def make_cluster(

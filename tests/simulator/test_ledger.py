@@ -125,7 +125,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, stag
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 30))
 def test_cutting_stages_into_segments_changes_no_peak(stages: int, layers: int, microbatches: int, seed: int) -> None:
     """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share."""
-    plan = make_plan(random_profile(stages * layers, seed), [layers] * stages, microbatches=microbatches)
+    plan = make_plan(random_profile(stages * layers, seed, shared=0), [layers] * stages, microbatches=microbatches)
     whole, cut = Simulation(plan, steps=2), Simulation(plan, program=segmented(plan), steps=2)
     assert cut.peak_bytes == whole.peak_bytes
     assert cut.step_seconds == pytest.approx(whole.step_seconds)
@@ -191,8 +191,8 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
             "asynchronous or updates a part of a stage, which is not supported by the simulator yet",
         ),
         ("0LOAD0 0N0 0B0 0STEP", "needs 0R0 before it"),
-        ("0LOAD0 0F0 0R0", "nothing to run again"),
-        ("0LOAD0 0N0 0R0 0R0", "nothing to run again"),
+        ("0LOAD0 0F0 0R0", "nothing to recompute"),
+        ("0LOAD0 0N0 0R0 0R0", "nothing to recompute"),
         ("0LOAD0 0N0[0:1] 0F0[1:2] 0B0 0STEP", r"needs 0R0\[0:1\] before it"),
         ("0LOAD0 0N0 0R0[0:1]", "belongs to no forward of just these layers"),
         ("0LOAD0 0F0 0I0 0W0", "0I0 can be written down, but neither simulated nor run yet"),
@@ -303,7 +303,7 @@ def test_stages_that_share_devices_leak_nothing(
     """Whatever is recomputed, the third step of devices with several stages is the second again, to the byte."""
     split = [2] * (ranks * chunks)
     plan = make_plan(
-        random_profile(2 * len(split), seed), split,
+        random_profile(2 * len(split), seed, shared=0), split,
         devices=ranks, microbatches=microbatches, schedule=schedule, recompute=recompute,
     )  # fmt: skip
     for device in simulate(plan, steps=3).devices:
@@ -329,7 +329,7 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
         for number in range(stages)
         for start, stop in [data.draw(st.sampled_from([(0, 4), (0, 2), (1, 2), (1, 3), (3, 4), (2, 4)]))]
     )
-    split, profile = [4] * stages, random_profile(4 * stages, seed)
+    split, profile = [4] * stages, random_profile(4 * stages, seed, shared=0)
     kept, run = (
         make_plan(profile, split, microbatches=microbatches, schedule=schedule, decisions=of) for of in ((), decisions)
     )

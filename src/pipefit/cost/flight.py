@@ -212,6 +212,13 @@ def _inputs(step: _Step, first: int, end: int) -> tuple[int, ...]:
     needs_data = (first == 0 and not storages.start) or (end == storages.count and storages.last)
     if needs_data and "loaded" not in residency.done:
         step.refuse(f"has no data: {step.action.stage}LOAD{step.action.microbatch} must come before it")
+    for again in storages.repetitions:
+        apart = (first <= again.user < end) != (first <= again.later < end)
+        if apart and again.shared.gradient_bytes:
+            step.refuse(
+                f"takes layer {step.layer(again.user)} apart from layer {step.layer(again.later)}, which shares "
+                f"parameter {again.shared.name!r} with it: their gradients would be added up in another order"
+            )
     return residency.values
 
 

@@ -84,14 +84,14 @@ def _start(decision: Decision) -> int:
 
 
 def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """Check that no parameter is used in two pieces of a stage.
+    """Check that no parameter that is trained is used in two pieces of a stage.
 
     Raises:
         UsageError: one is.
     """
     for shared in plan.measurement.shared if len(pieces) > 1 else ():
         users = [[user for user in shared.users if start <= user < stop] for start, stop, _ in pieces]
-        if sum(map(bool, users)) > 1:
+        if sum(map(bool, users)) > 1 and shared.gradient_bytes:
             layers = ", ".join(str(user) for part in users for user in part)
             raise UsageError(
                 f"stage {stage} cannot be recomputed in pieces between layers {layers}, which share parameter "
