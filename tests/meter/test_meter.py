@@ -131,6 +131,18 @@ def test_the_number_in_a_product_is_kept_for_the_backward() -> None:
         assert meter.total == 0
 
 
+def test_a_number_is_released_by_its_own_backward_alone() -> None:
+    """The same product without a graph, as a checkpoint computes it, releases nothing of somebody else's."""
+    x = torch.ones(100, requires_grad=True)
+    with metered() as meter:
+        y = x * 3.0
+        with torch.no_grad():
+            z = x * 3.0
+        del z
+        meter.begin("next")
+        assert meter.total == y.nbytes + 8
+
+
 def test_a_forgotten_graph_keeps_no_numbers() -> None:
     """Without a backward, `forget_graphs` lets go of the numbers that graphs kept."""
     x = torch.ones(100, requires_grad=True)

@@ -117,14 +117,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
-        """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one. Then
-        the answer is its bytes: the kernel did not have to make a tensor of it again.
+        """`tensor * value` has run: in a forward that is recorded autograd will keep the value, in a backward it has just
+        used one. Then the answer is its bytes: the kernel did not have to make a tensor of it again.
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
             self._scalars[key] += 1
             self._hold_scalars(1)
-        elif self._scalars[key]:
+        elif self._scalars[key] and torch._C._current_graph_task_id() >= 0:
             self._scalars[key] -= 1
             self._spent += 1  # its node is released when it is done, before the next operation
             return _SCALAR_BYTES
