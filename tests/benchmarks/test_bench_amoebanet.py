@@ -15,9 +15,11 @@ from torchgpipe.balance import balance_cost
 
 from amoebanet_job import Job
 from bench_amoebanet import (
+    FILTERS,
     Comparison,
     alone,
     compare,
+    fixed,
     largest_table,
     measured_before,
     papers_job,
@@ -175,3 +177,14 @@ def test_the_job_itself_in_miniature() -> None:
     assert not any("MaxPool2d((3" in str(module) for module in given.task.build().modules())
     peaks = certify(given.task, plan_at(given, edges)).peak_bytes
     assert peaks == outcome(given, edges).peak_bytes
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(3600)
+def test_the_largest_models_of_the_paper_are_certified() -> None:
+    """Under torchgpipe's default, ours and equal numbers of layers: dry runs have the bytes of the plans."""
+    job, every = papers_job(), splitters(lambda _: pytest.fail("nothing is timed"))
+    chosen = {OURS: every[OURS], "uniform": every["uniform"], TORCHGPIPE: fixed((0, 18, 26, 34, 42))}
+    rows = compare(job, FILTERS, "except_last", chosen, cache(job.profile)).largest
+    assert [(row.certified, row.off_plan_bytes) for row in rows] == [(True, 0)] * 3
+    assert all(rows[0].filters > row.filters for row in rows[1:])
