@@ -15,9 +15,11 @@ from torchgpipe.balance import balance_cost
 
 from amoebanet_job import Job
 from bench_amoebanet import (
+    FILTERS,
     Comparison,
     alone,
     compare,
+    fixed,
     largest_table,
     measured_before,
     papers_job,
@@ -119,26 +121,13 @@ def test_recomputing_makes_room() -> None:
     assert all(largest["never"] < largest[recompute] for recompute in set(SCHEDULES) - {"never"})
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_the_order_of_backwards_moves_no_peak_where_all_microbatches_are_treated_alike(recompute: Recompute) -> None:
-    """What is said of torchgpipe's order for these settings holds for plain training's order, too."""
-    given = JOB.setting(costs(40), 40, recompute)
-    ours = replace(given, training=replace(given.training, schedule="gpipe"))
-    for edges in ((0, 3, 6, 9, 11), (0, 1, 2, 3, 11), (0, 8, 9, 10, 11)):
-        assert outcome(ours, edges).peak_bytes == outcome(given, edges).peak_bytes
-
-
-def test_the_kept_microbatch_is_the_one_whose_backward_comes_first() -> None:
-    """Under torchgpipe's order `except_last` keeps the last one, under ours `except_one` the first: no other forward
-    runs only once, and neither setting needs more than recomputing everything does.
-    """
-    everything = JOB.setting(costs(40), 40, "always")
-    for recompute, kept in (("except_last", JOB.microbatches - 1), ("except_one", 0)):
-        given = JOB.setting(costs(40), 40, recompute)
-        edges = (0, 3, 6, 9, 11)
-        once = {a.microbatch for of in lower(plan_at(given, edges)).actions for a in of if a.kind is Kind.FORWARD}
-        assert once == {kept}
-        assert outcome(given, edges).highest_bytes <= outcome(everything, edges).highest_bytes
+@pytest.mark.parametrize(("recompute", "kept"), [("except_last", JOB.microbatches - 1), ("except_one", 0)])
+def test_the_kept_microbatch_is_the_one_whose_backward_comes_first(recompute: Recompute, kept: int) -> None:
+    """It alone goes forward once; under torchgpipe's order that is the last one, under ours the first."""
+    program = lower(plan_at(JOB.setting(costs(40), 40, recompute), (0, 3, 6, 9, 11)))
+    for actions in program.actions:
+        assert {action.microbatch for action in actions if action.kind is Kind.FORWARD} == {kept}
+        assert next(action.microbatch for action in actions if action.kind is Kind.BACKWARD) == kept
 
 
 def test_what_is_asked_once_is_used_at_every_size() -> None:
@@ -188,3 +177,14 @@ def test_the_job_itself_in_miniature() -> None:
     assert not any("MaxPool2d((3" in str(module) for module in given.task.build().modules())
     peaks = certify(given.task, plan_at(given, edges)).peak_bytes
     assert peaks == outcome(given, edges).peak_bytes
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(3600)
+def test_the_largest_models_of_the_paper_are_certified() -> None:
+    """Under torchgpipe's default, ours and equal numbers of layers: dry runs have the bytes of the plans."""
+    job, every = papers_job(), splitters(lambda _: pytest.fail("nothing is timed"))
+    chosen = {OURS: every[OURS], "uniform": every["uniform"], TORCHGPIPE: fixed((0, 18, 26, 34, 42))}
+    rows = compare(job, FILTERS, "except_last", chosen, cache(job.profile)).largest
+    assert [(row.certified, row.off_plan_bytes) for row in rows] == [(True, 0)] * 3
+    assert all(rows[0].filters > row.filters for row in rows[1:])

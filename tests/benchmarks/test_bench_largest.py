@@ -155,3 +155,17 @@ def test_ratios_are_to_torchgpipe_and_to_the_best_baseline() -> None:
     shown = table("always", rows)
     assert [row[0] for row in shown.rows] == [row.partitioner for row in rows]
     assert {len(row) for row in shown.rows} == {len(shown.columns)}
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recompute", ["except_last", "except_one"])
+def test_convolutions_fit_if_and_only_if_they_train(recompute: Recompute) -> None:
+    """The benchmark's own model and devices, with ours and equal numbers of layers."""
+    every = splitters(lambda _: pytest.fail("nothing is timed"))
+    runs = Runs(small_job())
+    rows = compare(runs.job, {name: every[name] for name in (OURS, "uniform")}, recompute, runs)
+    for made in runs.made.values():
+        assert made.trained_bytes == (made.planned_bytes if made.said_to_fit else None)
+    assert [row.trained_bytes for row in rows] == [row.dry_run_bytes for row in rows]
+    assert rows[0].filters > rows[1].filters
