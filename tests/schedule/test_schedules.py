@@ -104,7 +104,7 @@ def test_stages_that_do_not_go_round_the_ranks_are_refused(order: tuple[int, ...
     """A schedule takes stages that go round the devices in turn, as often on each; the error shows who holds what."""
     plan = make_plan(equal_profile(len(order)), [1] * len(order), schedule="gpipe")
     plan = replace(plan, stages=tuple(replace(s, grid=Grid.of(d)) for s, d in zip(plan.stages, order, strict=True)))
-    with pytest.raises(UsageError, match=r"wants stages that go round the devices in turn, .* not stages \[0"):
+    with pytest.raises(UsageError, match=r"needs stages on the devices in turn, .* not stages \[0"):
         lower(plan)
 
 
