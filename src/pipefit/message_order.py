@@ -1,21 +1,21 @@
-"""The order of messages: does a program come to its end where NCCL carries them, and does every receive get its own?
+"""The check that a program ends under NCCL's rules for messages, and that every receive gets its own message.
 
-NCCL ignores tags. What two devices send each other over one communicator happens first in, first out: the next
-operation that one of them started meets the next one that the other started. Two sends that meet wait for ever, and
-everything behind them waits too; a send that meets the receive of another message delivers the wrong data. Therefore
-each direction of a boundary between two devices is a `Channel`, with a communicator of its own, and the rules are:
+NCCL ignores tags. The operations of two devices on one communicator are paired first in, first out: the next one that
+either device has started is paired with the next one of the other. Two paired sends never complete, nor does anything
+after them; a send that is paired with the receive of another message delivers the wrong data. Therefore each direction
+of a boundary between two devices is a `Channel` with a communicator of its own, and the rules are:
 
-    a start of a message    takes the next place in the line of its channel; it is complete when the start that has the
-                            same place at the other end is there too
-    a start of a sum        is complete when all its stages have started it; sums over the same stages share a
-    or an agreement         communicator, on which all of them must start the same ones in the same order
-    a join                  holds the device until its start is complete: on the CPU it blocks the process, on a GPU
-                            every later computation and message of that device waits
+    start of a message      takes the next place in the queue of its channel; it is complete when the other end has
+                            started the operation at the same place
+    start of a collective   is complete when all its members have started it; collectives of the same members share a
+                            communicator, on which all of them must start the same ones in the same order
+    join                    holds the device until the start is complete: on the CPU it blocks the process, on a GPU
+                            it blocks every later computation and message of that device
 
-Every `Program` is checked when it is made, and the transport finds its process groups by the same `channel`. So no
-program that would hang can be launched, and gloo, which would pair messages by their tags, gets them in NCCL's order.
+Every `Program` is checked when it is made, and the transport chooses its process groups by the same `channel`. So no
+program that would hang can be launched. Tests on gloo, which by itself pairs messages by tags, use NCCL's order too.
 
-The check is one pass: a device runs until a join holds it, and the start that completes a message lets go of the
+The check is one pass: a device advances until a join holds it, and the start that completes an operation releases the
 devices that wait for it. Linear in the number of actions, about half a microsecond for each. (PyTorch issue 132852 on
 tags, pull request 186173 on a communicator for each direction.)
 """
@@ -66,45 +66,45 @@ def channels(program: Program) -> tuple[Channel, ...]:
 
 
 def check_order(program: Program, *, channel_of: ChannelOf = channel) -> None:
-    """Follow `program` by the rules above, to its end.
+    """Follow `program` by these rules to its end.
 
     Args:
-        program: every start has its join, and every message its two ends.
-        channel_of: which communicator a message uses, where another arrangement is to be judged.
+        program: one in which every start has its join, and every message both ends.
+        channel_of: the communicator of a message; another function checks another arrangement.
 
     Raises:
-        UsageError: the program would hang, or a receive would get the data of another message. Says which devices
-            stand at which actions, and what to change.
+        UsageError: the program would hang, or a receive would get the data of another message; says which devices
+            wait at which actions, and what to change.
     """
     _Run(program, channel_of).to_the_end()
 
 
-# -------------------------------------------------------------------- lines
+# -------------------------------------------------------------------- queues
 
 
 Member = tuple[int, int]  # a device and one of its stages
 
 
 class _End(NamedTuple):
-    """One end of a line: a stage's sends in one direction, its receives, or its part in a sum."""
+    """One end of a queue: a stage's sends in one direction, its receives, or its part in a collective."""
 
-    line: _Line
-    member: Member  # tells the ends of the line apart
-    operation: Hashable  # the same at all ends that may meet
+    queue: _Queue
+    member: Member  # distinguishes the ends of the queue
+    operation: Hashable  # the same at all ends that may be paired
     sends: bool | None  # None in a collective
 
 
 @dataclass(slots=True)
-class _Line:
+class _Queue:
     """The operations of one communicator, in their order."""
 
     size: int  # how many ends an operation has
-    first: list[Action] = field(default_factory=list)  # for every place, the start that came first
-    ends: list[_End] = field(default_factory=list)  # for every place, the end of that start
-    started: list[int] = field(default_factory=list)  # for every place, how many ends have started it
-    places: dict[Member, int] = field(default_factory=dict)  # of every member, the place of its next start
-    done: int = 0  # places that are complete
-    waiting: list[int] = field(default_factory=list)  # devices that this line holds
+    first: list[Action] = field(default_factory=list)  # by place, the first start
+    ends: list[_End] = field(default_factory=list)  # by place, the end of that start
+    started: list[int] = field(default_factory=list)  # by place, how many ends have started
+    places: dict[Member, int] = field(default_factory=dict)  # by member, the place of its next start
+    done: int = 0  # number of complete places
+    waiting: list[int] = field(default_factory=list)  # devices that wait for this queue
 
     def start(self, end: _End, action: Action) -> int:
         """The place that this start takes."""
@@ -122,10 +122,10 @@ class _Line:
 
 
 def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> None:
-    """Two starts of one place are parts of one operation.
+    """Check that two starts at one place belong to the same operation.
 
     Raises:
-        UsageError: they are not: they hang, or mix their data.
+        UsageError: they do not: they would hang, or mix their data.
     """
     if one_end.operation == other_end.operation and _content(one) == _content(other):
         return
@@ -136,7 +136,7 @@ def _check_same(one_end: _End, one: Action, other_end: _End, other: Action) -> N
 
 
 def _content(action: Action) -> tuple[int | None, tuple[int, int] | None]:
-    """What tells the operations of one line apart."""
+    """What distinguishes the operations of one queue."""
     return action.microbatch, action.part
 
 
@@ -166,21 +166,21 @@ def _mixed(first: Action, second: Action) -> str:
 
 
 class _Run:
-    """The devices of a program on their way through it."""
+    """Follows all devices of a program."""
 
     def __init__(self, program: Program, channel_of: ChannelOf) -> None:
         self._program, self._channel_of = program, channel_of
         self._members = _members(program)
-        self._lines: dict[Hashable, _Line] = {}
+        self._queues: dict[Hashable, _Queue] = {}
         self._ends: dict[tuple[object, ...], _End] = {}
-        self._held: dict[int, tuple[Action, _Line]] = {}  # device -> the join that it stands at
+        self._held: dict[int, tuple[Action, _Queue]] = {}  # device -> the join at which it waits
         self._free = list(range(len(program.actions)))
 
     def to_the_end(self) -> None:
-        """Let every device run while it can.
+        """Let every device advance as far as it can.
 
         Raises:
-            UsageError: not all come to the end.
+            UsageError: some device does not reach its end.
         """
         open_starts = self._carried_in() if self._program.carried_in else [{} for _ in self._free]
         devices = [self._device(device, starts) for device, starts in enumerate(open_starts)]
@@ -190,7 +190,7 @@ class _Run:
             raise UsageError(self._hangs())
 
     def _carried_in(self) -> list[_Starts]:
-        """What the body before has started: complete where all ends have, and in its line where one starts it here."""
+        """What the body before has started: complete if all ends have started it, else at its place in its queue."""
         starts = ((n, a) for n, actions in enumerate(self._program.actions) for a in actions)
         here = {self._whole(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
         found: list[_Starts] = []
@@ -198,9 +198,11 @@ class _Run:
             found.append({})
             for action in actions:
                 if action.kind in _ORDERED:
-                    line = self._end(device, action).line
-                    place = line.start(self._end(device, action), action) if self._whole(device, action) in here else -1
-                    found[device][action[:-1]] = line, place
+                    queue = self._end(device, action).queue
+                    place = (
+                        queue.start(self._end(device, action), action) if self._whole(device, action) in here else -1
+                    )
+                    found[device][action[:-1]] = queue, place
         return found
 
     def _whole(self, device: int, action: Action) -> Hashable:
@@ -214,46 +216,46 @@ class _Run:
             if action.kind not in _ORDERED:
                 continue
             if action.wait:
-                line, place = open_starts.pop(action[:-1])
-                while line.done <= place:
-                    line.waiting.append(device)
-                    self._held[device] = action, line
+                queue, place = open_starts.pop(action[:-1])
+                while queue.done <= place:
+                    queue.waiting.append(device)
+                    self._held[device] = action, queue
                     yield
                     del self._held[device]
             else:
                 key = device, action.kind, action.stage, action.subject, action.place
                 end = ends.get(key) or self._end(device, action)
-                line = end.line
-                done = line.done
-                open_starts[action[:-1]] = line, line.start(end, action)
-                if line.done > done and line.waiting:
-                    self._free += line.waiting
-                    line.waiting.clear()
+                queue = end.queue
+                done = queue.done
+                open_starts[action[:-1]] = queue, queue.start(end, action)
+                if queue.done > done and queue.waiting:
+                    self._free += queue.waiting
+                    queue.waiting.clear()
 
     def _end(self, device: int, action: Action) -> _End:
-        """The end of a line at which `action` starts; one for all microbatches, but for messages inside a device."""
+        """The end of a queue at which `action` starts. Messages inside a device have a queue for each microbatch."""
         member = device, action.stage
         if action.kind in COLLECTIVE:
             operation: Hashable = _collective(action)
             members = self._members[operation]
-            end = _End(self._line(("sum", members), len(members)), member, operation, None)
+            end = _End(self._queue(("sum", members), len(members)), member, operation, None)
         else:
             forward, stage, *content, source, target = message_end(device, action, self._program.placement)
             operation, sends = (forward, stage, source, target), action.kind in SENDS
             name = self._channel_of(device, action, self._program.placement)
             if name is None:
-                return _End(self._line((operation, *content), 2), member, operation, sends)
-            end = _End(self._line(name, 2), (device, -1), operation, sends)
+                return _End(self._queue((operation, *content), 2), member, operation, sends)
+            end = _End(self._queue(name, 2), (device, -1), operation, sends)
         return self._ends.setdefault((device, action.kind, action.stage, action.subject, action.place), end)
 
-    def _line(self, name: Hashable, size: int) -> _Line:
-        return self._lines.setdefault(name, _Line(size))
+    def _queue(self, name: Hashable, size: int) -> _Queue:
+        return self._queues.setdefault(name, _Queue(size))
 
-    # ---------------------------------------------------------------- what holds whom
+    # ---------------------------------------------------------------- a program that would hang
 
     def _hangs(self) -> str:
-        """Which devices hold each other, found by going from one that is held to the one that it waits for."""
-        way: dict[int, tuple[int, Action]] = {}  # device -> the device and its start that would let go of it
+        """The devices that wait for each other, found by going from one that waits to the one it waits for."""
+        way: dict[int, tuple[int, Action]] = {}  # device -> the other device, and its start that is missing
         device = min(self._held)
         while device in self._held and device not in way:
             way[device] = self._needed(device)
@@ -268,12 +270,12 @@ class _Run:
         return f"the program would hang: {stand}. {self._remedy([way[one] for one in circle])}"
 
     def _needed(self, device: int) -> tuple[int, Action]:
-        """The device, and its start, that would let go of `device`."""
-        _, line = self._held[device]
-        end, first = line.ends[line.done], line.first[line.done]
+        """The other device for which `device` waits, and its missing start."""
+        _, queue = self._held[device]
+        end, first = queue.ends[queue.done], queue.first[queue.done]
         if end.sends is None:
             members = self._members[end.operation]
-            other, stage = next(member for member in members if line.places.get(member, 0) <= line.done)
+            other, stage = next(member for member in members if queue.places.get(member, 0) <= queue.done)
             return other, first._replace(stage=stage)
         *_, source, target = message_end(end.member[0], first, self._program.placement)
         return target if end.sends else source, message_partner(first)
@@ -286,11 +288,11 @@ class _Run:
         return f"To end, {', or '.join(orders)}"
 
 
-_Starts = dict[tuple[object, ...], tuple[_Line, int]]  # what is open on a device: its line, and its place there
+_Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # the open starts of a device: their queues and places
 
 
 def _collective(action: Action) -> Hashable:
-    """Which sum, agreement or exchange a start is a part of; rows are exchanged inside a stage."""
+    """The collective to which a start belongs; rows are exchanged inside a stage."""
     return action.kind, action.subject, action.stage if action.kind is Kind.GATHER_FORWARD else None
 
 

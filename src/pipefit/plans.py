@@ -1,8 +1,8 @@
-"""A plan: which layers go where, what happens to their memory, under which schedule, and what that should cost.
+"""A plan: which layers go on which devices, what is recomputed or moved away, and what a step should cost.
 
-Pure data, self-contained: a plan carries the profile, the cluster and the training it was made for, so that it can be
-simulated, explained, certified and run from its one file. Anyone may write one by hand: `Plan(profile=..., cluster=...,
-training=..., stages=...)`, with `decisions` where runs of layers are recomputed or tensors are moved away.
+A plan contains the profile, the cluster and the training that it was made for, so that it can be simulated, explained,
+certified and run from one file. You may also write one yourself: `Plan(profile=..., cluster=..., training=...,
+stages=...)`, with `decisions` if runs of layers are to be recomputed or tensors moved away.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
 class Grid:
     """The devices of a stage and how they share its work: `data` replicas of `tensor` shards each.
 
-    Device `devices[d * tensor + t]` holds shard t of replica d. `shard` says what the replicas do not all hold whole:
-    nothing, the optimizer state, the gradients too, or the parameters too (ZeRO 1, 2 and 3).
+    Device `devices[d * tensor + t]` holds shard t of replica d. `shard` says what is divided between the replicas
+    instead of held by each: nothing, the optimizer state (ZeRO 1), the gradients too (2), or the parameters too (3).
 
     Raises:
         UsageError: the degrees do not multiply to the number of devices, or a device is named twice.
@@ -53,7 +53,7 @@ class Grid:
 
     @staticmethod
     def of(device: int) -> Grid:
-        """One device that holds a stage alone."""
+        """The grid of a single device."""
         return Grid(devices=(device,))
 
 
@@ -79,10 +79,10 @@ class Stage:
 
     @property
     def device(self) -> int:
-        """The device of a stage that has one.
+        """The device of a stage on a single device.
 
         Raises:
-            UsageError: it has several.
+            UsageError: the stage is on several.
         """
         if len(self.devices) != 1:
             raise UsageError(
@@ -93,7 +93,7 @@ class Stage:
 
 
 class What(StrEnum):
-    """What a decision does with its subject."""
+    """What a decision does to its subject."""
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
@@ -117,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensors:
-    """Saved tensors that move together, each by its layer and its number there. What moves is their storage."""
+    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -132,7 +132,7 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What layers `start` to `stop - 1` hold from step to step: parameters, gradients, optimizer state or versions."""
+    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -148,10 +148,10 @@ class State:
 
 
 class Microbatches(NamedTuple):
-    """Which microbatches a decision is for: `taken` of every `every`, from number `first` on.
+    """The microbatches that a decision is for: `taken` of every `every`, from number `first` on.
 
-    Microbatch m is one of them where (m - first) modulo `every` is below `taken`. So the same decision means the same
-    for smaller batches and for schedules that never end.
+    Microbatch m is one of them if (m - first) modulo `every` is less than `taken`. So a decision has the same meaning
+    for any number of microbatches, and for schedules without end.
     """
 
     taken: int = 1
@@ -168,15 +168,15 @@ ALL_MICROBATCHES = Microbatches()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What happens to a part of a stage's memory instead of keeping it.
+    """What is done with a part of a stage's memory instead of keeping it.
 
-    A run of layers is recomputed: its forward keeps only its inputs and runs again before its backward. Saved tensors
-    or a state are offloaded to `place`. `ahead` counts the compute actions of the device between the start of what
-    brings them back (RELOAD, or R) and their first user; 0 brings them back just in time. `behind` counts those between
-    the start of an OFFLOAD and its join, which frees the device's copy.
+    A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward. Saved
+    tensors or a state can be offloaded to `place`. `ahead` is how many forwards and backwards of the device lie between
+    the start of the recomputation or reload and the backward that needs it; with 0 it comes directly before. `behind`
+    is how many lie between the start of an offload and its join, which frees the device's copy.
 
     Raises:
-        UsageError: a subject that cannot have this done to it, or a place where none belongs.
+        UsageError: the subject cannot be recomputed or offloaded, or there is a place where none belongs.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -208,7 +208,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan: the highest bytes of every device, and seconds per step."""
+    """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -217,7 +217,7 @@ class Prediction:
 
 
 class Objective(StrEnum):
-    """What a planner minimises, in words; `unit` says what its value counts."""
+    """What a planner minimises, as a phrase; `unit` is the unit of its value."""
 
     PEAK = "peak of the fullest device, in bytes"
     PEAK_SHARE = "peak of the fullest device, as a part of its budget"
@@ -228,7 +228,7 @@ class Objective(StrEnum):
 
     @property
     def unit(self) -> Literal["bytes", "share", "layers", "seconds"]:
-        """Of the value."""
+        """The unit of the value."""
         if self is Objective.PEAK_SHARE:
             return "share"
         if self is Objective.LAYERS:
@@ -238,10 +238,11 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Who made a plan and how good it is known to be.
+    """Which planner made a plan, and how good it is proven to be.
 
-    `objective` is what was minimised, with its value; `bound` is a value no plan can go below (equal to the value when
-    the planner is exact, None when it does not know); `evaluated` counts candidate stages or splits looked at.
+    `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
+    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages or
+    splits it compared.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -296,7 +297,7 @@ class Plan:
         self.profile.at(self.training.microbatch_size)
 
     def _check_devices(self) -> None:
-        """Every device exists, and stages share all of their devices or none."""
+        """Check that every device exists, and that two stages share all of their devices or none."""
         grids = dict.fromkeys(stage.devices for stage in self.stages)
         used = [device for devices in grids for device in devices]
         if len(set(used)) != len(used):
@@ -319,7 +320,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every grid that is in use, by the grid's first stage: who computes in one order."""
+        """The stages of every rank. A rank is one grid of devices; ranks are in the order of their first stages."""
         grids: dict[tuple[int, ...], list[int]] = {}
         for number, stage in enumerate(self.stages):
             grids.setdefault(stage.devices, []).append(number)
@@ -327,7 +328,7 @@ class Plan:
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For every shared parameter, the stages that have a copy."""
+        """The stages that have a copy of each shared parameter."""
         return tuple(
             tuple(n for n, s in enumerate(self.stages) if any(s.start <= user < s.stop for user in shared.users))
             for shared in self.measurement.shared
@@ -348,14 +349,14 @@ class Plan:
         return tuple(d for d in self.decisions if d.stage == stage and d.what is what)
 
     def __str__(self) -> str:
-        """The plan explained: stages, peaks, what limits, what was tried."""
-        from pipefit.report.plan import explain  # above this module; a plan that prints itself is worth the exception
+        """An explanation of the plan: stages, peaks, what limits it, and how it was found."""
+        from pipefit.report.plan import explain  # the one import upward, so that a plan can be printed
 
         return explain(self)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
-    """The decision is about something that is there.
+    """Check that the decision is about layers and places that exist.
 
     Raises:
         UsageError: no such stage, layers outside it, or a place that the cluster does not have.
@@ -370,7 +371,7 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
 
 
 def _layers(decision: Decision) -> Iterable[int]:
-    """The first and the last layer of the subject, or every one that it names."""
+    """The layers that the subject names: of a run or a state, the first and the last."""
     subject = decision.subject
     if isinstance(subject, SavedTensors):
         return [layer for layer, _ in subject.tensors]

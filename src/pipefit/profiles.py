@@ -1,12 +1,12 @@
-"""What every layer of a model costs: the answer of the profiler, and all that planners and simulator know of the model.
+"""A profile: what every layer of a model costs. Planners and simulator know nothing else of the model.
 
-Layers that are alike share one `LayerCost`, so a file holds each kind of layer once. Costs are exact for one microbatch
+Equal layers share one `LayerCost`, so that a file holds each kind of layer once. Costs are exact for one microbatch
 size (a `Measurement`); a profile may hold several.
 
-How memory composes. A layer's forward leaves *storages*. Each has one origin: the layer's own allocation, the storage
-of one of its inputs, a parameter or buffer, or a constant from elsewhere. Outputs and saved tensors name their origin,
-so that a storage that two layers hold, such as an activation that one returns and the next one saves, is counted once,
-whichever layers end up on one device. `pipefit.cost` does the composition.
+Outputs and saved tensors of a layer are in *storages*. Each storage has one origin: the layer's own allocation, the
+storage of one of its inputs, a parameter or buffer, or a constant. From the origins, `pipefit.cost` computes the memory
+of several layers on one device. A storage that two of them hold is counted once, such as an activation that one layer
+returns and the next one saves.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor that crosses a layer boundary. `nbytes` is its dense size: what a transfer moves and a receiver
-    allocates.
+    """A tensor that crosses a layer boundary.
+
+    `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -66,8 +67,10 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOrigin:
-    """Whose storage an input's gradient uses: the layer's `own` number `index`, that of the gradient of its `output`
-    number `index`, or `none` where there is no gradient. A slice of a larger one may not be `contiguous`.
+    """Whose storage an input's gradient uses.
+
+    That is the layer's `own` number `index`, or the storage of the gradient of `output` number `index`, or `none` if
+    there is no gradient. A gradient that is a slice of a larger one may not be `contiguous`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -92,11 +95,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A part of a backward pass: its highest bytes above entry, were all inputs kept, how many of them are a kernel's
-    workspace, and which inputs the pass had released before.
+    """A part of a backward pass, between two releases of inputs.
 
-    An input's storage is released when nothing in the layer needs it any more. If nothing outside holds it either, the
-    device has that much less in this span and the later ones.
+    `peak_bytes` is its peak above the start of the pass if all inputs were kept; `workspace_bytes` of it are a kernel's
+    workspace. `released` are the inputs that the layer has released before, because nothing in it needs them any more.
+    If nothing else holds such an input either, the device's peak in this span is lower by its bytes.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -108,8 +111,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a pass of a layer computes: floating-point operations, bytes its kernels read and write, seconds where
-    measured.
+    """The work of one pass of a layer.
+
+    It is counted in floating-point operations and in bytes that kernels read and write; `seconds` are measured, or
+    None.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -238,9 +243,9 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The costs of all layers at one microbatch size. `layers[i]` is the position in `kinds` of layer i's cost.
+    """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
-    `sizes` is a digest of the whole numbers in traced operations and in the loss, which differ from size to size.
+    `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -270,7 +275,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a profile took for granted; another device, processor, thread count or torch release may cost otherwise.
+    """What a profile holds for: with another device, processor, thread count or torch release, costs may differ.
 
     For the target `cpu`, `cpu` and `capability` tell the processor whose kernels were measured.
     """
@@ -297,11 +302,10 @@ class AdditiveCosts:
 
         peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 
-    A `Predictor`, blind to the stage's place in the schedule: it suits GPipe, where all stages hold the same number of
-    microbatches. The numbers hold for the `training` under which they were measured, with stages recomputed as
-    `recompute` says, and for no other. They hold best under recomputation, where a peak follows the one hungriest layer
-    and all weights. Differences of peaks may be negative: a layer may lower the peak of those before it.
-    (mCAP, listing 1.1.)
+    They can serve as a `Predictor`, which ignores a stage's place in the schedule; so they suit GPipe, where all stages
+    hold the same number of microbatches. They are valid only for the `training` and the `recompute` setting under which
+    they were measured. They predict best under recomputation, where a peak is that of the largest layer plus all
+    parameters. A number may be negative: a layer may lower the peak of those before it. (mCAP, listing 1.1.)
 
     Raises:
         UsageError: the two do not have the same number of layers, or none.
@@ -322,7 +326,7 @@ class AdditiveCosts:
             )
 
     def differences(self, training: Training, recompute: str) -> list[str]:
-        """How these runs were made otherwise than for a plan of `training` with stages recomputed so, as phrases."""
+        """How the settings of these runs differ from `training` and `recompute`, as phrases."""
         found = self.training.differences(training)
         if self.recompute != recompute:
             found.append(f"recompute {self.recompute}, not recompute {recompute}")
@@ -333,20 +337,21 @@ class AdditiveCosts:
         return (0, *accumulate(self.mem_added))
 
     def peak(self, start: int, stop: int) -> int:
-        """Bytes of layers `start` to `stop - 1` on one device, in one subtraction."""
+        """The estimated peak of layers `start` to `stop - 1` on one device."""
         if not 0 <= start < stop <= len(self.mem_isolated):
             raise UsageError(f"layers {start} to {stop - 1} are no stage of {len(self.mem_isolated)} layers")
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
-        """The same, whatever the stage's place."""
+        """The estimated peak, whatever the stage's place."""
         return self.peak(start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model's layers and what they cost. `additive` is there where training runs measured it, `kernels` where the
-    target is `cpu`.
+    """A model's layers and what they cost.
+
+    `additive` is there if training runs measured it, and `kernels` if the target is `cpu`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -1,34 +1,35 @@
-"""The program: for every device, the ordered list of all it does in one step. Simulator, dry run and runtime read it.
+"""The program: for every device, the ordered list of all it does in one step. Simulator, dry run and runtime follow it.
 
-An action has a text form that parses back. The number in front is the stage, the one behind the kind the microbatch:
+An action has a text form that can be parsed. The first number is the stage, the one after the kind the microbatch:
 
-    0LOAD3               copy microbatch 3's data onto the device; done when it returns
-    2RECV_F0             post the receive of stage 2's inputs           2WAIT_RECV_F0       they are here
+    0LOAD3               copy microbatch 3's data to the device; complete when it returns
+    2RECV_F0             start receiving stage 2's inputs               2WAIT_RECV_F0       they have arrived
     2F0                  forward of the whole stage                     2F0[3:6]            of layers 3, 4 and 5 only
-    2N0                  forward that keeps its inputs at most          2N0[3:6]
+    2N0                  forward that keeps nothing but its inputs      2N0[3:6]
     2R0                  forward again, from those inputs               2R0[3:6]
-    2B0                  backward of what F or R kept                   2B0[3:6]
+    2B0                  backward, from what F or R has saved           2B0[3:6]
     2I0, 2W0             the two parts of a split backward: gradients of the inputs, gradients of the weights
-    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       done: the buffer may go
+    2SEND_F0             start sending stage 2's outputs to stage 3     2WAIT_SEND_F0       sent: the buffer is freed
     2SEND_B0, 2RECV_B0   the same for gradients: from stage 2 to stage 1, and into stage 2 from stage 3
-    2SEND_F0{0:2}@device5    rows 0 and 1 of the microbatch alone, to one device of several
+    2SEND_F0{0:2}@device5    only rows 0 and 1 of the microbatch, to one device of several
     2GATHER_F0           start exchanging rows, so that every device of the stage has the whole inputs; WAIT joins
     2OFFLOAD0[5.3]@host  start copying layer 5's saved tensor 3 away    2WAIT_OFFLOAD0[5.3]@host   device copy freed
     2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
-    0AGREE               start telling all stages what this one knows of its gradients: norms, overflow; WAIT joins
+    0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              asynchronous: after one
 
-One mechanism for all that takes time in the background: an action starts it, and the same action with WAIT joins it.
-What a start needs on its device is allocated when it starts (receives, reloads); what a wait makes superfluous is freed
-when it returns (sends, offloads). So memory over time is a function of the program alone, not of anyone's speed.
+Everything that runs in the background has one mechanism: an action starts it, and the same action with WAIT joins it.
+Receives and reloads allocate memory when they start; sends and offloads free memory when they are joined. So what is
+allocated at which action depends on the program alone, and not on the speed of devices and links.
 
 A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`. The other end of a
-message is named only where the neighbouring stage is on several devices. A program that is the body of an endless
-schedule may join what the body before it started: those starts are `carried_in`, and those that it leaves to the next
-body are `carried_out`. Microbatch numbers then count from the first one of this body; those before it are negative.
+message is named only where the neighbouring stage is on several devices. A program may be the body of an
+endless schedule, and then join actions that the body before it has started: these are `carried_in`. Those that it
+leaves to the next body to join are `carried_out`. Microbatches are then counted from the first one of this body, and
+earlier ones have negative numbers.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 BACKGROUND = MESSAGES | COLLECTIVE | COPIES
-_TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the stage behind
+_TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the next stage
 
 
 class Subject(NamedTuple):
-    """What an action is about: saved tensor number `what` of a layer, its `parameters`, `gradients`, `optimizer` state
-    or `versions`, or, with `shared`, the shared parameter of that number.
+    """What an action is about: saved tensor number `what` of a layer, or the layer's `parameters`, `gradients`,
+    `optimizer` state or `versions`. With `shared` as `what`, `layer` is the number of a shared parameter.
     """
 
     layer: int
@@ -103,8 +104,8 @@ class Bundle(NamedTuple):
 class Action(NamedTuple):
     """One thing a device does.
 
-    `layers` is a half-open range, None the whole stage. `place` is where a copy goes, or the other end of a message;
-    `part` are the rows of the microbatch that a message carries, None all of them. `wait` joins an earlier start.
+    `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, or the other end of a message.
+    `part` are the rows of the microbatch that a message carries; None is all of them. `wait` joins an earlier start.
     """
 
     kind: Kind
@@ -140,7 +141,7 @@ class Action(NamedTuple):
 
     @property
     def neighbour(self) -> int:
-        """Of a message, the stage at its other end."""
+        """The stage at the other end of a message."""
         return self.stage + (1 if self.kind in _TOWARDS_END else -1)
 
 
@@ -212,7 +213,7 @@ class Program:
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
         _check_messages(self)
-        from pipefit.message_order import check_order  # it reads actions, which this module defines
+        from pipefit.message_order import check_order  # imported here because it needs the actions of this module
 
         check_order(self)
 
@@ -248,8 +249,7 @@ class Program:
 
 
 def parse_program(text: str, *, placement: Placement, microbatches: int) -> Program:
-    """The program that `str(program)` wrote: a line for each device, its actions separated by blanks, then its bundles
-    and what it shares with the bodies before and after it.
+    """The program that `str(program)` wrote: a line of actions for each device, then bundles and carried starts.
 
     A message that names the only device at its other end is the same as one that names none.
     """
@@ -282,7 +282,7 @@ def _tensor(word: str) -> Subject:
 
 
 def _normal(action: Action, placement: Placement) -> Action:
-    """A message without the name of its other end, where there is only one."""
+    """A message without the name of its other end, if only one is possible."""
     if action.kind in MESSAGES and action.place is not None and 0 <= action.neighbour < len(placement):
         there = placement[action.neighbour]
         if len(there) == 1 and action.place == Place([Share(Member.device(there[0]), 1)]):
@@ -294,7 +294,7 @@ def _normal(action: Action, placement: Placement) -> Action:
 
 
 def _check_device(device: int, actions: Iterable[Action], program: Program) -> None:
-    """Every action is of a stage of the device, and every start is joined once, in this program or the next body."""
+    """Check that actions are of the device's stages, and that each start is joined once, here or in the next body."""
     placement = program.placement
     open_starts = set(program.carried_in[device]) if program.carried_in else set()
     for action in actions:
@@ -323,7 +323,7 @@ def _other_half(action: Action) -> Action:
 
 
 def _check_split(device: int, action: Action, open_starts: set[Action]) -> None:
-    """A split backward has both of its parts, first the gradients of the inputs, then those of the weights."""
+    """Check that a split backward has both parts: first the gradients of the inputs, then those of the weights."""
     first = action._replace(kind=Kind.INPUT_GRADIENTS)
     if action.kind is Kind.INPUT_GRADIENTS:
         if action in open_starts:
@@ -372,7 +372,7 @@ def _devices(devices: tuple[int, ...]) -> str:
 
 
 def _check_messages(program: Program) -> None:
-    """Every send has its receive.
+    """Check that every send has its receive.
 
     In the body of an endless schedule, the partner may be in the body before or after: numbers are compared modulo the
     microbatches of a body.

@@ -1,7 +1,7 @@
 """What happened on every device: timed actions by stream, and memory over time by category.
 
-The simulator, the dry run and the runtime all answer with a `Trace`, so accuracy is a subtraction. The dry run has no
-clock: its times are positions in the program.
+The simulator, the dry run and the runtime all return a `Trace`, so that predictions and measurements can be compared.
+The dry run has no clock: its times are positions in the program.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-PREDICTED_STEPS = 2  # the first is when optimizer state is born; from the second on all are alike
+PREDICTED_STEPS = 2  # the first creates the optimizer state; the second and all later ones are alike
 
 Source = Literal["simulated", "dry run", "measured"]
 
 
 class Stream(StrEnum):
-    """What is busy: a device computes, communicates and copies at the same time."""
+    """The part of a device that is busy; it can compute, communicate and copy at the same time."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -24,8 +24,10 @@ class Stream(StrEnum):
 
 
 class Category(StrEnum):
-    """What bytes are for. `parameters` includes buffers such as batch-norm statistics; `workspace` is what a kernel
-    takes for itself and gives back before it returns.
+    """What bytes are used for.
+
+    `parameters` includes buffers such as batch-norm statistics; `workspace` is memory that a kernel allocates for
+    itself and frees before it returns.
     """
 
     PARAMETERS = "parameters"
@@ -57,7 +59,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """The highest allocated bytes during one action, by category in the order of `CATEGORIES`."""
+    """The bytes at the peak of one action, by category in the order of `CATEGORIES`."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -68,12 +70,12 @@ class MemorySample:
 
     @property
     def total_bytes(self) -> int:
-        """All categories together."""
+        """The bytes of all categories together."""
         return sum(self.bytes)
 
     @property
     def by_category(self) -> dict[Category, int]:
-        """The categories that hold anything."""
+        """The bytes of the categories that are not empty."""
         return {category: nbytes for category, nbytes in zip(CATEGORIES, self.bytes, strict=True) if nbytes}
 
 
@@ -90,7 +92,7 @@ class DeviceTrace:
 
     @property
     def peak(self) -> MemorySample | None:
-        """The sample with the most bytes, the first of equals; None where nothing ran."""
+        """The first of the samples with the most bytes; None without samples."""
         return max(self.memory, key=lambda sample: sample.total_bytes, default=None)
 
     @property
@@ -105,7 +107,7 @@ class DeviceTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All devices, over one or more steps. The first step differs: optimizer state is born in it."""
+    """All devices over one or more steps. The first step differs from later ones: it creates the optimizer state."""
 
     __pydantic_config__ = {"extra": "forbid"}
 

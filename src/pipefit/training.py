@@ -1,4 +1,4 @@
-"""How the model is trained: the global batch, how it is cut, under which schedule and in which precision."""
+"""How the model is trained: the batch, its microbatches, the schedule and the precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from pipefit.errors import UsageError
 from pipefit.validation import check_types
 
-MOST_MICROBATCHES = 1 << 16  # a program lists every one of them; this many take seconds to read
+MOST_MICROBATCHES = 1 << 16  # a program lists the actions of each; with so many that takes seconds
 
 Precision = Literal[
     "float32", "bfloat16", "float16", "float64",
@@ -23,8 +23,8 @@ class Training:
     `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
     keep float32 parameters and compute under `torch.autocast`; the master ones have half-precision parameters and
     gradients, and an optimizer that works on float32 copies. mixed-float16 and master-float16 scale the loss.
-    `clip_norm` is the largest norm of all gradients together. What is recomputed or moved away is no part of the
-    question: a planner decides it, and `pipefit.plans.Decision` says it.
+    `clip_norm` is the norm to which all gradients together are clipped. What is recomputed or moved away is not part of
+    a training: a planner decides it, and the plan says it (`pipefit.plans.Decision`).
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -61,17 +61,17 @@ class Training:
 
     @property
     def dtype(self) -> str:
-        """The dtype that most operations compute in."""
+        """The dtype in which most operations compute."""
         return self.precision.removeprefix("mixed-").removeprefix("master-")
 
     @property
     def scales_loss(self) -> bool:
-        """Whether float16 gradients need a loss scale."""
+        """Whether the loss is scaled, because gradients are float16."""
         return self.precision in ("mixed-float16", "master-float16")
 
     @property
     def agrees(self) -> bool:
-        """Whether the stages must agree on something before an update: the norm of the gradients, or an overflow."""
+        """Whether the stages must agree before an update: on the norm of all gradients, or on an overflow."""
         return self.clip_norm is not None or self.scales_loss
 
     @property
@@ -81,7 +81,7 @@ class Training:
 
     @property
     def phrases(self) -> tuple[str, ...]:
-        """All that a stage's memory depends on but a plan's decisions, in words: trainings are told apart by these."""
+        """The settings that a stage's memory depends on, as phrases in which two trainings can be compared."""
         return (
             self.schedule,
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {self.microbatch_size}",
@@ -90,5 +90,5 @@ class Training:
         )
 
     def differences(self, other: Training) -> list[str]:
-        """What this training has that `other` has not, as phrases such as "gpipe, not 1f1b"."""
+        """How this training differs from `other`, as phrases such as "gpipe, not 1f1b"."""
         return [f"{one}, not {two}" for one, two in zip(self.phrases, other.phrases, strict=True) if one != two]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.runtime.boundary import Cell, backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 
 ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -28,10 +28,10 @@ class Inspect(torch.autograd.Function):
         return gradient * 2, None
 
 
-def enclosed(*values: Tensor, differentiable: tuple[bool, ...] = (True,)) -> tuple[Cell, tuple[Tensor, ...]]:
+def enclosed(*values: Tensor, differentiable: tuple[bool, ...] = (True,)) -> tuple[GraphEnds, tuple[Tensor, ...]]:
     """A new piece of graph over these inputs."""
-    cell = Cell()
-    return cell, enter(cell, values, differentiable, ANCHOR)
+    graph = GraphEnds()
+    return graph, enter(graph, values, differentiable, ANCHOR)
 
 
 def dead(reference: weakref.ref[Any]) -> bool:
@@ -49,109 +49,109 @@ def test_gradients_are_autograds() -> None:
     x, weight, gradient = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True), torch.randn(3, 4)
     whole = x.clone().requires_grad_()
     expected = torch.autograd.grad((whole @ weight).tanh(), (whole, weight), gradient)
-    cell, (entered,) = enclosed(x)
-    leave(cell, ((entered @ weight).tanh(),))
-    cell.incoming = [gradient.clone()]
-    backward(cell)
-    assert torch.equal(cell.outgoing[0], expected[0])
+    graph, (entered,) = enclosed(x)
+    leave(graph, ((entered @ weight).tanh(),))
+    graph.incoming = [gradient.clone()]
+    backward(graph)
+    assert torch.equal(graph.outgoing[0], expected[0])
     assert torch.equal(weight.grad, expected[1])
 
 
 def test_outputs_may_go_before_the_backward() -> None:
     """An output that no operation saved is freed when its holder drops it, and the backward still runs."""
-    cell, (entered,) = enclosed(torch.randn(3, 4))
+    graph, (entered,) = enclosed(torch.randn(3, 4))
     output = entered @ torch.randn(4, 2)
-    leave(cell, (output,))
+    leave(graph, (output,))
     reference = storage(output)
     del output
     assert dead(reference)
-    cell.incoming = [torch.ones(3, 2)]
-    backward(cell)
-    assert cell.outgoing[0].shape == (3, 4)
+    graph.incoming = [torch.ones(3, 2)]
+    backward(graph)
+    assert graph.outgoing[0].shape == (3, 4)
 
 
 def test_inputs_may_go_before_the_backward() -> None:
     """An input that no operation saved is freed when its holders drop it: the start of the graph is no leaf."""
     x = torch.randn(3, 4)
-    cell, entered = enclosed(x)
-    leave(cell, (entered[0] + 1,))
+    graph, entered = enclosed(x)
+    leave(graph, (entered[0] + 1,))
     reference = storage(x)
     del x, entered
     assert dead(reference)
-    cell.incoming = [torch.ones(3, 4)]
-    backward(cell)
-    assert torch.equal(cell.outgoing[0], torch.ones(3, 4))
+    graph.incoming = [torch.ones(3, 4)]
+    backward(graph)
+    assert torch.equal(graph.outgoing[0], torch.ones(3, 4))
 
 
 def test_a_received_gradient_is_freed_once_used() -> None:
     """While an earlier operation's backward runs, the gradient that came in from outside is gone."""
     seen: list[bool] = []
-    cell, (entered,) = enclosed(torch.randn(3, 4))
-    leave(cell, (Inspect.apply(entered, lambda: seen.append(dead(reference))) * torch.randn(3, 4),))
+    graph, (entered,) = enclosed(torch.randn(3, 4))
+    leave(graph, (Inspect.apply(entered, lambda: seen.append(dead(reference))) * torch.randn(3, 4),))
     gradient = torch.ones(3, 4)
     reference = storage(gradient)
-    cell.incoming = [gradient]
+    graph.incoming = [gradient]
     del gradient
-    backward(cell)
+    backward(graph)
     assert seen == [True]
 
 
 def test_an_in_place_operation_may_come_first() -> None:
     """An operation may write into an input, which a leaf that needs a gradient would forbid, and into its memory."""
     x = torch.tensor([-1.0, 2.0])
-    cell, (entered,) = enclosed(x)
-    leave(cell, (entered.relu_() * 1,))
-    cell.incoming = [torch.tensor([5.0, 7.0])]
-    backward(cell)
+    graph, (entered,) = enclosed(x)
+    leave(graph, (entered.relu_() * 1,))
+    graph.incoming = [torch.tensor([5.0, 7.0])]
+    backward(graph)
     assert torch.equal(x, torch.tensor([0.0, 2.0]))
-    assert torch.equal(cell.outgoing[0], torch.tensor([0.0, 7.0]))
+    assert torch.equal(graph.outgoing[0], torch.tensor([0.0, 7.0]))
 
 
 def test_integers_and_masks_pass_without_gradients() -> None:
     """Integer and boolean values go through beside the others, and nothing comes back for them."""
     tokens, mask, x = torch.tensor([1, 0]), torch.tensor([True, False]), torch.randn(2)
-    cell, entered = enclosed(tokens, mask, x, differentiable=(False, False, True))
+    graph, entered = enclosed(tokens, mask, x, differentiable=(False, False, True))
     assert [value.requires_grad for value in entered] == [False, False, True]
-    leave(cell, (entered[2] * entered[1], entered[0]))
-    cell.incoming = [torch.tensor([3.0, 3.0]), None]
-    backward(cell)
-    assert cell.outgoing[:2] == (None, None)
-    assert torch.equal(cell.outgoing[2], torch.tensor([3.0, 0.0]))
+    leave(graph, (entered[2] * entered[1], entered[0]))
+    graph.incoming = [torch.tensor([3.0, 3.0]), None]
+    backward(graph)
+    assert graph.outgoing[:2] == (None, None)
+    assert torch.equal(graph.outgoing[2], torch.tensor([3.0, 0.0]))
 
 
 def test_an_unused_input_gets_no_gradient() -> None:
     """Nothing is made up for an input that nothing used."""
-    cell, entered = enclosed(torch.randn(2), torch.randn(2), differentiable=(True, True))
-    leave(cell, (entered[0] * 2,))
-    cell.incoming = [torch.ones(2)]
-    backward(cell)
-    assert cell.outgoing[1] is None
-    assert torch.equal(cell.outgoing[0], torch.full((2,), 2.0))
+    graph, entered = enclosed(torch.randn(2), torch.randn(2), differentiable=(True, True))
+    leave(graph, (entered[0] * 2,))
+    graph.incoming = [torch.ones(2)]
+    backward(graph)
+    assert graph.outgoing[1] is None
+    assert torch.equal(graph.outgoing[0], torch.full((2,), 2.0))
 
 
 def test_without_anything_to_learn_the_backward_does_nothing() -> None:
     """A piece that needs no gradient has no root; its backward only drops what came in."""
-    cell = Cell()
-    leave(cell, (torch.randn(2) * 2,))
-    assert cell.root is None
+    graph = GraphEnds()
+    leave(graph, (torch.randn(2) * 2,))
+    assert graph.root is None
     gradient = torch.ones(2)
     reference = storage(gradient)
-    cell.incoming = [gradient]
+    graph.incoming = [gradient]
     del gradient
-    backward(cell)
+    backward(graph)
     assert dead(reference)
-    assert cell.outgoing == ()
+    assert graph.outgoing == ()
 
 
 def test_a_backward_leaves_nothing_behind() -> None:
-    """Afterwards the cell has neither root nor gradients that came in, and what the graph had saved is gone."""
-    cell, (entered,) = enclosed(torch.randn(3))
+    """Afterwards the graph has neither root nor gradients that came in, and what the graph had saved is gone."""
+    graph, (entered,) = enclosed(torch.randn(3))
     middle = entered.exp()
     reference = storage(middle)
-    leave(cell, (middle * 1,))
+    leave(graph, (middle * 1,))
     del middle, entered
     assert not dead(reference)
-    cell.incoming = [torch.ones(3)]
-    backward(cell)
-    assert (cell.root, cell.incoming) == (None, None)
+    graph.incoming = [torch.ones(3)]
+    backward(graph)
+    assert (graph.root, graph.incoming) == (None, None)
     assert dead(reference)

@@ -1,4 +1,4 @@
-"""The chain of a task over fake tensors: the shapes of the model's own, and no bytes."""
+"""The chain of a task over fake tensors, which have the shapes of the model's tensors but no bytes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from pipefit.fake.target import FakeTarget
 
 
 def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True) -> Chain:
-    """The task's chain for microbatches like `sample`, over fake tensors on `fake.device`; call it inside `fake`. An
-    existing module stays as it is.
+    """The task's chain for microbatches like `sample`, over fake tensors on `fake.device`. Call it inside `fake`.
+
+    An existing module is copied, not changed.
     """
     existing = task.module
-    module = _twin(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
+    module = _fake_copy(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
     _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)
 
 
 def _built(task: Task, fake: FakeTarget) -> nn.Module:
-    """What the task's factory builds, fake. One that reads numbers from a tensor builds on torch's `meta` device, where
-    tensors without a model's size can stay real.
+    """The module that the task's factory builds, over fake tensors.
+
+    A factory that reads numbers from a tensor builds it on torch's `meta` device first.
     """
     try:
         return task.build().to(fake.device)
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
             built = task.build()
-        return _twin(built, fake)
+        return _fake_copy(built, fake)
 
 
 def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
@@ -47,7 +49,7 @@ def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
             fake.set_value(part.num_batches_tracked, 0)
 
 
-def _twin(module: nn.Module, fake: FakeTarget) -> nn.Module:
+def _fake_copy(module: nn.Module, fake: FakeTarget) -> nn.Module:
     """A deep copy of `module` whose parameters and buffers are fake."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

@@ -1,9 +1,9 @@
-"""From a task and its chain to its fingerprint.
+"""Makes the fingerprint of a task from the task and its chain.
 
-Layers that were written as modules are described by their class and settings, traced ones by their operations, the loss
-by the operations of one forward over fake tensors. Whole numbers in traced operations depend on the microbatch size:
-they are kept apart, as `sizes`, and belong to a measurement. No tensor's numbers are read; a hundred layers take
-milliseconds.
+Layers that were written as modules are described by their class and settings, traced ones by their operations, and the
+loss by the operations of one forward over fake tensors. Whole numbers in traced operations depend on the microbatch
+size, so they are kept apart as `sizes`, which belong to a measurement. No tensor's values are read; a hundred layers
+take milliseconds.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Fingerprinted(NamedTuple):
 
 
 def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
-    """The fingerprint of `task`, whose chain is `chain`, but for the loss. To be made before any layer is run, as some
-    count their calls.
+    """The fingerprint of `task`, whose chain is `chain`, without the loss.
+
+    Make it before any layer is run, because some layers count their calls.
 
     Raises:
         UsageError: the model computes in a precision that pipefit does not know.

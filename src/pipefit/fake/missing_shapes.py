@@ -1,8 +1,8 @@
-"""Shapes of the few training kernels that torch cannot run on fake tensors: fused optimizers, the fused GRU cell,
-margin losses.
+"""Shape functions of a few training kernels that torch cannot run on fake tensors.
 
-Fake tensors need, of each operator, a function from input shapes to output shapes. For an operator without one, torch
-would run the real kernel on real zeros, as large as the model; a `FakeTarget` refuses that and names the operator.
+They are fused optimizers, the fused GRU cell and margin losses. Fake tensors need a function from input shapes to
+output shapes for every operator. For an operator without one, torch would run the real kernel on zeros as large as the
+model; a `FakeTarget` refuses that and names the operator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @functools.cache
 def register_missing_shapes() -> torch.library.Library:
-    """Registers, once, those that this torch lacks; the library returned keeps them. Real kernels are untouched."""
+    """Register the functions that this torch lacks, once. They last as long as the library that is returned."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, shapes in _SHAPES.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):

@@ -1,7 +1,7 @@
-"""Fake devices: where a profile or a dry run builds the model, and whose kernels decide what autograd saves.
+"""Fake devices: a profile or a dry run builds the model there, and their kernels decide what autograd saves.
 
     with FakeTarget("cuda") as fake:
-        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built plainly, then `.to(fake.device)`
+        model = torch.nn.Linear(4096, 4096, device=fake.device)     # or built as usual, then `.to(fake.device)`
         loss = model(fake.fake(batch)).sum()
         loss.backward()                                             # no bytes, no GPU: shapes, strides, storages
 
@@ -9,27 +9,27 @@ Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cu
 boolean mask, normalisations float32 statistics, attention is fused (`attention_choice`), RNN cells are fused,
 optimizers and gradient clipping take their foreach path.
 
-- Without a GPU, fake tensors live on `fakecuda:0`, the one device slot torch leaves open (PrivateUse1), filled from
-  Python. Torch treats an unknown accelerator as it treats CUDA almost everywhere, down in C++, where replacing
-  functions cannot reach. Only attention needs an override, at the same depth.
-- With a GPU, they are fake `cuda:0` tensors and torch chooses by itself, knowing the card. The slot stays open: a
-  filled one becomes `torch.accelerator`, whose streams autograd would then follow instead of CUDA's.
+- Without a GPU, fake tensors are on `fakecuda:0`. This is the one device type that torch leaves open for others
+  (PrivateUse1), registered from Python. Torch's C++ code treats such a device like CUDA almost everywhere, which could
+  not be achieved by replacing Python functions. Only attention needs an override, registered with the dispatcher.
+- With a GPU, they are fake `cuda:0` tensors, and torch chooses kernels for that GPU by itself. The open device type is
+  not registered then: it would become `torch.accelerator`, and autograd would use its streams instead of CUDA's.
 
-The first `cuda` target without a GPU fills the slot for the rest of the process. `torch.accelerator.is_available()`
-stays false and `device_count()` zero, but `current_accelerator()` answers `fakecuda`.
+The first `cuda` target without a GPU registers the device type for the rest of the process.
+`torch.accelerator.is_available()` stays false and `device_count()` zero, but `current_accelerator()` is `fakecuda`.
 
 Not imitated:
 
-- memory that a kernel takes and gives back inside one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
-- opaque workspaces that live until backward: for cuDNN's, RNNs keep what the fused cells keep and batch norm nothing;
-  oneDNN's, of an LSTM on the CPU, is known to a meter with `Kernels`, whose results lie as the kernels' own do;
+- memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
+- reserves of kernels that last until backward: in place of cuDNN's, RNNs save what the fused cells save, and batch norm
+  nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
 - branches on `tensor.is_cuda`, false on `fakecuda`; autocast, which warns on `fakecuda` that it is off; the fused
   choice of attention under `torch.inference_mode`.
 
 An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
 
-Torch's private interfaces to fake devices are touched here, in `attention_choice` and in `missing_shapes`, nowhere
-else; `tests/fake/test_target.py` lists them one by one.
+Torch's private interfaces to fake devices are used only here, in `attention_choice` and in `missing_shapes`;
+`tests/fake/test_target.py` lists each of them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FakeTarget:
         self._entered.pop().__exit__(kind, error, trace)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A twin of `tensor` without data: its shape, strides and dtype, on `self.device`, in a storage of its own."""
+        """A fake tensor with the shape, strides and dtype of `tensor`, on `self.device`, in a storage of its own."""
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 

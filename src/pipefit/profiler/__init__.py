@@ -1,4 +1,4 @@
-"""From a task to a profile: what every layer costs."""
+"""Profiling: from a task to what every layer of its model costs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def profile(
     threads: int = 1,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """What every layer of `task` costs for one microbatch of `microbatch_size` samples. A module that exists is left as
-    it is, its gradients, buffers and modes included, and so are torch's random generators.
+    """What every layer of `task` costs for one microbatch of `microbatch_size` samples.
+
+    An existing module is not changed, nor are its gradients, buffers and modes, nor torch's random generators.
 
     Args:
         device: `fake` builds no model and finds bytes and FLOPs; `cpu` and `cuda` also measure seconds there. For the

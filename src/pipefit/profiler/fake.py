@@ -1,8 +1,8 @@
-"""The fake profiler: what every layer costs, from shapes alone. No hardware, no data, no bytes allocated for the model.
+"""The fake profiler: what every layer costs, found with fake tensors. It needs no hardware, no data and no memory.
 
-Each kind of layer is built and run over fake tensors under the gauge, once, however often the model repeats it. For the
-target `cpu` each operation that this machine has not met is run once for real, to see what its kernel takes. Exact in
-bytes for the target's kernels; seconds are left to `pipefit.cost.time` or to the measured profiler.
+Each kind of layer is built and run under a meter once, however often the model repeats it. For the target `cpu`, each
+operation that has not been measured on this machine yet is run once with real tensors, for the workspace of its kernel.
+Bytes are exact for the target's kernels; seconds come from `pipefit.cost.time` or from the measured profiler.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
 from pipefit.profiler.cost_key import cost_key
-from pipefit.profiler.gauge import dtype_name
 from pipefit.profiler.layer import LayerMeter, state_bytes
+from pipefit.profiler.pass_meter import dtype_name
 from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
 from pipefit.runtime.master_weights import make_optimizer
 
@@ -66,7 +66,7 @@ def profile_fake(
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
-    """The profile with what the CPU's kernels take, and whose they are."""
+    """The profile with the workspaces of the CPU's kernels, and the processor on which they were measured."""
     kernels.keep()
     machine = this_machine(kernels.threads)
     assumptions = replace(profile.assumptions, cpu=machine.cpu, capability=machine.capability)
@@ -76,7 +76,7 @@ def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
 def _profile(
     task: Task, chain: Chain, made: Fingerprinted, measurement: Measurement, *, target: Target, threads: int
 ) -> ModelProfile:
-    """The profile around a measurement: names, fingerprint, assumptions."""
+    """The profile that holds a measurement: with names, fingerprint and assumptions."""
     return ModelProfile(
         model=chain.name,
         fingerprint=made.fingerprint,
@@ -95,10 +95,10 @@ def _profile(
 
 @contextmanager
 def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """What a layer raises becomes a sentence that names it.
+    """Inside, an exception of a layer becomes an error that names the layer.
 
     Raises:
-        UsageError: the layer, or its optimizer, raised something.
+        UsageError: the layer, or its optimizer, raised an exception.
     """
     try:
         yield
@@ -122,7 +122,7 @@ class _Survey:
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
-        """What the layer returns for `values`, and how packed; its cost is looked up or measured."""
+        """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
         key = cost_key(layer.module), layer.packing, given
         if key not in self._known:
@@ -132,7 +132,7 @@ class _Survey:
         return outputs, packing
 
     def _measure(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[int, Sequence[Tensor], Packing]:
-        """A new kind: its number, what it returns, and how packed."""
+        """Measure a new kind: its number, what it returns, and in which packing."""
         packing: Packing = "bare"
 
         def call(values: Values) -> Values:

@@ -1,12 +1,12 @@
-"""The incremental profiler: what every layer takes alone and adds to others, from training runs of the whole model.
+"""The incremental profiler: bytes of every layer alone and added to others, from training runs of the whole model.
 
-Trains a few steps under every partitioning of `profiler.partitionings` and reads every device's peak. A layer's
-`mem_added` is the peak with it as a stage's last layer minus the peak without. Where a device passes its cap, the
-stages that the run was for are run again, with the other layers placed so that the fullest device is as empty as can be
-by the profile (`profiler.placement`); where that does not fit either, with fewer layers before the one in question.
-Results are saved after every run: after a break, the same call goes on where it was. L - G + 1 runs for L layers on
-G >= 4 devices and L >= 2 G, if all fit. The numbers know nothing of a stage's place in the schedule: only GPipe is
-accepted, or one microbatch, where the place makes no difference. (mCAP, section 3.2.)
+It trains a few steps under every partitioning of `profiler.partitionings`, and reads every device's peak. A layer's
+`mem_added` is the peak of a stage with it as the last layer, minus the peak without it. If a device passes its cap, the
+stages that the run was to measure are run again, with the other layers placed so that no device is fuller than
+necessary (`profiler.placement`); if that does not fit either, with fewer layers before the one in question. Results are
+saved after every run, so that after an interruption the same call continues. It takes L - G + 1 runs for L layers on
+G >= 4 devices with L >= 2 G, if all fit. The numbers do not depend on a stage's place in the schedule, so only GPipe is
+accepted, or a single microbatch. (mCAP, section 3.2.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def profile_incrementally(
 
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
-        recompute: of which microbatches every stage runs the forward twice (`pipefit.schedule.whole_stages`).
+        recompute: the microbatches that every stage recomputes (`pipefit.schedule.whole_stages`).
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         progress: called before every run.
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
@@ -73,7 +73,7 @@ def profile_incrementally(
 
 
 def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
-    """The peaks of `plan`'s stages in so many steps of training, all in this process, of a copy where a module exists.
+    """The peaks of `plan`'s stages in so many steps of training, in this process. An existing module is copied.
 
     Raises:
         OutOfMemory: a device passed its cap.
@@ -90,25 +90,25 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
 def plan_of(
     profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
 ) -> Plan:
-    """Stages that adjoin, each on the device of its number, recomputed as asked."""
+    """A plan of these stages, each on the device of its number, recomputed as asked."""
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(intervals))
     decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 
 class _Told:
-    """What the runs tell of single layers; makes further ones where the planned did not fit."""
+    """Single layers' bytes, derived from the runs; makes further runs if planned ones did not fit."""
 
     def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:
         self.runs, self.run = runs, run
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the other layers go; worked out once a planned run did not fit."""
+        """Where the other layers go; computed when a planned run has not fitted."""
         return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
 
     def attempt(self, stages: Stages) -> None:
-        """Makes the run, unless it was made before; if a device passes its cap, no stage is measured."""
+        """Make the run, unless it was made before; if a device passes its cap, no stage is measured."""
         self.runs.attempt(stages, lambda: self._outcome(stages))
 
     def _outcome(self, stages: Stages) -> Outcome:
@@ -129,7 +129,7 @@ class _Told:
         return peak
 
     def added(self, layer: int) -> int:
-        """What a layer adds to those before it: as many of them as were run with it and without.
+        """What a layer adds to the layers before it: to the most of them that were run both with it and without it.
 
         Raises:
             InfeasibleError: every run with it and the layer before it on a device passed a cap.
@@ -146,8 +146,10 @@ class _Told:
         raise self._too_large((layer - 1, layer + 1))
 
     def _firsts(self, layer: int) -> Iterator[int]:
-        """Where to begin the stages that end with the layer and before it: with as many layers as fit by the profile,
-        then with fewer; last where it comes nearest to fitting, and with one.
+        """First layers of stages to try that end with this layer.
+
+        First the longest stage that fits by the profile, then shorter ones; at last the one with the lowest load, and
+        the one that holds a single layer before this one.
         """
         loads = [
             max(self.placement.load(first, layer + 1), self.placement.load(first, layer)) for first in range(layer)
@@ -160,7 +162,7 @@ class _Told:
         yield layer - 1
 
     def _measured(self, interval: Interval) -> int | None:
-        """The peak of these layers on a device, from a run of their own where there is none; None: it did not fit."""
+        """The peak of these layers as a stage, from a run of their own if there is none yet; None if it did not fit."""
         if self.runs.peak(interval) is None:
             self.attempt(intervals(self.placement.edges(*interval)))
         return self.runs.peak(interval)

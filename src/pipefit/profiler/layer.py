@@ -1,7 +1,7 @@
-"""Measure one layer: run it forward, backward and through an update under a gauge, and write down what it costs.
+"""Measures what one layer costs: runs its forward, its backward and its optimizer step under a meter.
 
-The layer hangs between an `enter` and a `leave`, exactly as a stage hangs in the runtime, so that what is measured
-alone holds in company. Three runs: one to see what autograd saves, a first microbatch, and a later one.
+The layer runs between an `enter` and a `leave`, as a stage does in the runtime, so that its bytes are the same there.
+There are three runs: one to see what autograd saves, one as the first microbatch of a step, and one as a later one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
-from pipefit.profiler.gauge import Gauge, dtype_name
+from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
-from pipefit.runtime.boundary import Cell, Values, backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, Values, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
 
@@ -28,16 +28,16 @@ MakeOptimizer = Callable[[Sequence[Sequence[Group]]], Optimizer | MasterWeights]
 
 
 class Peak(NamedTuple):
-    """The highest bytes of a pass above its beginning, and how many of them a kernel took for itself."""
+    """The peak of a pass above its start, and how many of these bytes are the workspace of a kernel."""
 
     nbytes: int
     workspace: int
 
 
 class _Held:
-    """A saved tensor as the graph holds it: gone with its node, where a forward drops a result that it does not use.
+    """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
 
-    Detached, because an output that its own node saves would keep the node alive.
+    The tensor is detached, because a node that saves its own output would otherwise keep itself alive.
     """
 
     __slots__ = ("__weakref__", "tensor")
@@ -53,7 +53,7 @@ class LayerMeter:
         self.call, self.module = call, module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
-        self.gauge = Gauge(kernels)
+        self.meter = PassMeter(kernels)
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.statics = [*module.parameters(), *module.buffers()]
@@ -62,9 +62,9 @@ class LayerMeter:
         self.gradient_storages: tuple[int, ...] = ()
 
     def measure(self, optimizer: MakeOptimizer) -> LayerCost:
-        """Everything about the layer. Afterwards `outputs` are like what the layer returned."""
-        with self.gauge:
-            self.gauge.tag(self.statics, Category.PARAMETERS)
+        """The cost of the layer. Afterwards, `outputs` are tensors like those that it returned."""
+        with self.meter:
+            self.meter.tag(self.statics, Category.PARAMETERS)
             storages, saved, origins = self._anatomy()
             checkpoint, mutates = self._checkpoint()
             forward_peak, backward_first, forward, backwards = self._microbatch()
@@ -105,7 +105,7 @@ class LayerMeter:
     # ---------------------------------------------------------------- the runs
 
     def _anatomy(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
-        """What the forward leaves: own storages, saved tensors and outputs with their origins."""
+        """What exists after a forward: own storages, saved tensors, and the origins of the outputs."""
         packed: list[ReferenceType[_Held]] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -113,7 +113,7 @@ class LayerMeter:
             packed.append(ref(held))
             return held
 
-        before = self.gauge.total
+        before = self.meter.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         where: dict[int, Origin] = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in self.statics}
         where |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
@@ -123,12 +123,12 @@ class LayerMeter:
             storage = tensor.untyped_storage()
             if storage._cdata not in where:
                 where[storage._cdata] = Origin(kind="own", index=len(own))
-                own.append(self.gauge.storages([tensor])[0].nbytes)
+                own.append(self.meter.storages([tensor])[0].nbytes)
             return where[storage._cdata]
 
-        cell = Cell()
+        graph = GraphEnds()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-            values = self._enter(cell, list(inputs))
+            values = self._enter(graph, list(inputs))
             values = self.call(values)
         operations = savers(values)
         kept = [(index, held.tensor) for index, known in enumerate(packed) if (held := known()) is not None]
@@ -144,23 +144,23 @@ class LayerMeter:
             for index, t in kept
         ]
         origins = tuple(origin(value) for value in values)
-        hidden = self.gauge.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
-        if hidden > 0:  # kept on a custom function's context, unseen by hooks
+        hidden = self.meter.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
+        if hidden > 0:  # kept on the context of a custom function, which the hooks do not see
             saved.append(
                 SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own)))
             )
             own.append(hidden)
         self.outputs = tuple(_like(value) for value in values)
-        leave(cell, values)
-        cell.root = None
+        leave(graph, values)
+        graph.root = None
         del values
-        self.gauge.forget_graphs()
+        self.meter.forget_graphs()
         return tuple(own), tuple(saved), origins
 
     def _checkpoint(self) -> tuple[Peak, bool]:
-        """The peak of a forward that saves nothing, and whether it changed its inputs."""
+        """The peak of a forward that saves nothing, and whether it changes its inputs in place."""
         inputs = tuple(torch.empty_like(value, requires_grad=False) for value in self.like)
-        self.gauge.start()
+        self.meter.start()
         with torch.no_grad():
             versions = [value._version for value in inputs]
             self.call(inputs)
@@ -168,34 +168,34 @@ class LayerMeter:
 
     def _microbatch(self) -> tuple[Peak, tuple[Span, ...], Work, Work]:
         """Forward and backward of one microbatch: forward peak, backward spans, and the work of both."""
-        cell = Cell()
+        graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
-        arrived = self.gauge.storages(inputs)
-        self.gauge.start()
-        values = self._enter(cell, inputs)
+        arrived = self.meter.storages(inputs)
+        self.meter.start()
+        values = self._enter(graph, inputs)
         values = self.call(values)
-        peak, forward = self._peak(), self.gauge.work
+        peak, forward = self._peak(), self.meter.work
         incoming = [torch.empty_like(v, requires_grad=False) if v.requires_grad else None for v in values]
-        leave(cell, values)
+        leave(graph, values)
         del values
-        self.gauge.start(arrived)
-        cell.incoming = incoming
-        given = [None if gradient is None else self.gauge.storages([gradient])[0] for gradient in incoming]
+        self.meter.start(arrived)
+        graph.incoming = incoming
+        given = [None if gradient is None else self.meter.storages([gradient])[0] for gradient in incoming]
         del incoming
-        backward(cell)
-        work, spans = self.gauge.work, self.gauge.spans
-        self._trace_gradients(cell.outgoing, given)
+        backward(graph)
+        work, spans = self.meter.work, self.meter.spans
+        self._trace_gradients(graph.outgoing, given)
         return peak, spans, forward, work
 
     def _trace_gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> None:
-        """Note where the gradients of the inputs live: in storages of their own, or in the outputs' gradients."""
+        """Record the origins of the inputs' gradients: storages of their own, or those of the outputs' gradients."""
         own: list[Tracked] = []
         origins = []
         for gradient in outgoing or [None] * len(self.like):
             if gradient is None:
                 origins.append(GradientOrigin(kind="none"))
                 continue
-            tracked, contiguous = self.gauge.storages([gradient])[0], gradient.is_contiguous()
+            tracked, contiguous = self.meter.storages([gradient])[0], gradient.is_contiguous()
             passed = next((number for number, known in enumerate(given) if known is tracked), None)
             if passed is not None:
                 origins.append(GradientOrigin(kind="output", index=passed, contiguous=contiguous))
@@ -207,44 +207,44 @@ class LayerMeter:
         self.gradient_storages = tuple(tracked.nbytes for tracked in own)
 
     def _update(self, optimizer: MakeOptimizer) -> tuple[Peak, Peak, int, int, Work]:
-        """Two optimizer steps over the layer: first peak, later peak, state bytes, those before any step, work."""
+        """Two optimizer steps: peaks of the first and of later ones, state bytes, those before any step, work."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
             return Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0)
-        before = self.gauge.total
+        before = self.meter.total
         stepper = optimizer([[{"params": trainable}]])
-        early = self.gauge.total - before
-        self.gauge.start()
+        early = self.meter.total - before
+        self.meter.start()
         stepper.step()
-        first, state = self._peak(), self.gauge.total - before
-        self.gauge.start()
+        first, state = self._peak(), self.meter.total - before
+        self.meter.start()
         stepper.step()
-        return first, self._peak(), state, early, self.gauge.work
+        return first, self._peak(), state, early, self.meter.work
 
     def _peak(self) -> Peak:
-        """The highest moment of the pass so far."""
-        return Peak(self.gauge.peak_bytes, self.gauge.workspace_bytes)
+        """The peak of the pass so far."""
+        return Peak(self.meter.peak_bytes, self.meter.workspace_bytes)
 
-    def _enter(self, cell: Cell, inputs: list[Tensor]) -> Values:
+    def _enter(self, graph: GraphEnds, inputs: list[Tensor]) -> Values:
         values = tuple(inputs)
         inputs.clear()
-        return enter(cell, values, self.flags, self.anchor) if any(self.flags) else values
+        return enter(graph, values, self.flags, self.anchor) if any(self.flags) else values
 
 
 def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | None) -> tuple[int, int]:
-    """Bytes that the optimizer keeps for one parameter, and those of them that exist before the first step."""
-    gauge = Gauge(kernels)
+    """Bytes of the optimizer's state for one parameter, and those of them that exist before the first step."""
+    meter = PassMeter(kernels)
     twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     twin.grad = torch.empty_like(twin, requires_grad=False)
-    with gauge:
+    with meter:
         stepper = optimizer([[{"params": [twin]}]])
-        early = gauge.total
+        early = meter.total
         stepper.step()
-    return gauge.total, early
+    return meter.total, early
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
-    """The operations in the graph of `values` that saved a tensor, in the order they ran, by the tensor's identity."""
+    """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
     nodes = {value.grad_fn for value in values if value.grad_fn is not None}
     pending = list(nodes)
     while pending:
@@ -261,12 +261,12 @@ def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are the same bytes seen the same way."""
+    """Equal for tensors with the same storage, offset, shape and strides."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _like(value: Tensor) -> Tensor:
-    """A tensor laid out as `value`, with its need for a gradient, that holds on to nothing of its past."""
+    """A new tensor with the layout and `requires_grad` of `value`, and without its graph."""
     twin = torch.empty_like(value, requires_grad=False)
     return twin.requires_grad_(value.requires_grad)
 

@@ -1,8 +1,8 @@
-"""The measured profiler: seconds, from running every kind of layer on a real device.
+"""The measured profiler: adds seconds to a profile, by running every kind of layer on a real device.
 
-Bytes come from the fake profiler, which is exact; this adds the time of each kind's forward, backward and update.
-Layers run one after the other on the task's own data, so the device needs room for one layer at a time, the host for
-the model; for two where the task has a module that exists, which is copied, so that it stays as it is.
+Bytes come from the fake profiler, which is exact. This one times the forward, backward and update of each kind, one
+layer after the other, on the task's own data. So the device needs memory for one layer, and the host for the whole
+model; for two models if the task's module is not built by a function, because an existing module is copied, not used.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipefit.errors import UsageError
 from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
 from pipefit.profiles import LayerCost, Measurement, ModelProfile
-from pipefit.runtime.boundary import Cell, backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
-_LEAST_SECONDS = 0.1  # of repeats of one layer, unless there are already the most
+_LEAST_SECONDS = 0.1  # for the repeats of one layer, unless their number reaches the most
 
 
 def add_seconds(
@@ -105,21 +105,21 @@ class _Clock:
         stepper: torch.optim.Optimizer | MasterWeights | None,
     ) -> tuple[float, float, float]:
         """Seconds of one forward, backward and update."""
-        cell = Cell()
-        fresh = tuple(value.clone() for value in values)  # in-place layers may write
+        graph = GraphEnds()
+        fresh = tuple(value.clone() for value in values)  # a layer may work on its inputs in place
         began = self._now()
-        entered = enter(cell, fresh, tuple(flags), self.anchor) if any(flags) else fresh
+        entered = enter(graph, fresh, tuple(flags), self.anchor) if any(flags) else fresh
         outputs = call(entered)
         forwarded = self._now()
-        cell.incoming = [_gradient(value) if value.requires_grad else None for value in outputs]
-        leave(cell, outputs)
+        graph.incoming = [_gradient(value) if value.requires_grad else None for value in outputs]
+        leave(graph, outputs)
         ready = self._now()
-        backward(cell)
+        backward(graph)
         returned = self._now()
         if stepper is not None:
             with torch.no_grad():
                 for group in stepper.param_groups:
-                    group["lr"] = group["lr"] * 0  # the next repeat sees the same weights
+                    group["lr"] = group["lr"] * 0  # so that the next repeat has the same weights
             stepper.step()
         return forwarded - began, returned - ready, self._now() - returned
 

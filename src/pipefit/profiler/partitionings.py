@@ -1,4 +1,4 @@
-"""Which stages to run together, so that every layer can be told from its neighbours.
+"""Which stages to run together, so that the bytes of every layer can be told from those of its neighbours.
 
 **Whole models.** For every layer l some run must have (a) l alone on a device, and, but for the first layer, for some
 n < l, as small as the number of runs allows, (b) layers n to l - 1 on a device and (c) layers n to l on a device.
@@ -17,11 +17,11 @@ l - 1 and l. Layer S + 1: n = S; [S] is in run S - 1, [S, S+1] in run S - 2. Lay
 [S+1, S+2] in run S - 1, where a = 1. Layers S + 1 + i for i = 2 ... G - 2: n = G - 1; in run k = G - 2 - i the second
 long stage is [G-1 .. S+1+i], in run k + 1 it is [G-1 .. S+i]. Both are before run S - 2, as k + 1 <= G - 3 < S - 2.
 
-So few runs do not suffice for every L and G: on three devices each layer but the ends is alone in one split only, which
-makes L - 2 runs, and none of them ends a longer stage with layer L - 2. There, L runs do, each with n = 0: the first
-layers, the next one alone, the rest. Where L < 2 G, only max(4, L // 2) devices are used; and a network of less than
-eight layers is padded with empty ones, which are left out of the runs again. (mCAP, section 3.2; the paper chose its
-runs, and padded, partly by hand.)
+On three devices so few runs are not enough: each layer but the first and the last is alone in one split only, which
+makes L - 2 runs, and none of them has a longer stage that ends with layer L - 2. There, L runs are enough, each with
+n = 0: the first layers, the next one alone, the rest. Where L < 2 G, only max(4, L // 2) devices are used; and a model
+of less than eight layers is padded with empty ones, which are then left out of the runs. (mCAP, section 3.2; the paper
+chose its runs, and padded, partly by hand.)
 
 **Trimmed models.** With n = l - 1 for every layer, all that is needed is each of L layers alone and each of L - 1
 pairs; the rest is cut away. G of these 2 L - 1 stages fit into a run, if they share no layer: ceil((2 L - 1) / G) runs,
@@ -39,7 +39,7 @@ Edges = tuple[int, ...]  # stage s holds layers edges[s] to edges[s + 1] - 1
 Interval = tuple[int, int]  # layers start to stop - 1, on one device
 Stages = tuple[Interval, ...]  # run together, in the model's order, each on a device of its own
 
-_FEWEST = 4  # devices for which L - G + 1 runs are proven to do
+_FEWEST = 4  # devices; with so many, L - G + 1 runs are proven to be enough
 
 
 def partitionings(layers: int, devices: int) -> list[Edges]:

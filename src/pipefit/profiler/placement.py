@@ -1,9 +1,9 @@
-"""Where the other layers go while some of them share a device: so that the fullest device is as empty as can be.
+"""Where the other layers go in a run that measures one stage, so that no device is fuller than necessary.
 
-For runs of the whole model in which a stage is wanted, `Placement` places the layers before and behind it. Peaks
-are the profile's, to the byte what the simulator finds, under a schedule in which a stage's place makes no difference;
-stage s is on device s. So a run passes a cap only where every run with that stage would, if the profile is exact.
-Dynamic programming over (devices, layers): milliseconds for 100 layers on 8 devices, and 8 L^2 bytes.
+The incremental profiler runs whole models to measure one stage; `Placement` divides the layers before and after that
+stage among the other devices. It uses the profile's peaks, under a schedule in which a stage's place makes no
+difference; stage s is on device s. So if the profile is exact, a run passes a cap only where every run with that stage
+would. Dynamic programming over (devices, layers) takes milliseconds for 100 layers on 8 devices, and 8 L^2 bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Indices = NDArray[np.intp]
 
 
 class Placement:
-    """The best places for all other layers, by any stage that is wanted. Loads are parts of a device's memory."""
+    """The best places of all other layers, for any stage. A load is the share of a device's memory that is used."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
         self.layers = len(profile.layers)
@@ -36,8 +36,9 @@ class Placement:
         self._behind = _behind(self._loads)
 
     def load(self, start: int, stop: int) -> float:
-        """How full the fullest device is at least, when layers `start` to `stop - 1` share one; above 1 it does not
-        fit.
+        """The lowest possible load of the fullest device, with layers `start` to `stop - 1` as one stage.
+
+        Above 1 there is no such run that fits.
         """
         return self._best(start, stop)[0]
 
@@ -57,7 +58,7 @@ class Placement:
         return (*reversed(before), *behind)
 
     def _best(self, start: int, stop: int) -> tuple[float, float, int]:
-        """The lowest load, that of the other devices, and the device that holds the layers."""
+        """The lowest load, the load of the other devices, and the device of the stage."""
         ways = []
         for device, loads in enumerate(self._loads):
             others = max(float(self._before[device][0][start]), float(self._behind[device + 1][0][stop]))
@@ -66,7 +67,7 @@ class Placement:
 
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
-    """The peak of layers `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is none."""
+    """The peak of layers `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
     layers = len(profile.layers)
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
     peaks = np.full((layers + 1, layers + 1), np.inf)
@@ -76,8 +77,9 @@ def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> F
 
 
 def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For every number of devices and first layers placed on so many, none of them empty: the lowest load, and where
-    the last of these stages starts.
+    """For the first n devices and the first l layers: the lowest load, and where the last of these stages starts.
+
+    None of these devices may be empty.
     """
     nothing = np.full(len(loads[0]), np.inf)
     nothing[0] = 0
@@ -89,9 +91,7 @@ def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
 
 
 def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For every device and layer: the lowest load of the layers from there on, on that device and the later ones, and
-    where the first of these stages stops.
-    """
+    """For devices n and later and layers l and later: the lowest load, and where the first of these stages stops."""
     nothing = np.full(len(loads[0]), np.inf)
     nothing[-1] = 0
     found = [(nothing, np.zeros(len(nothing), np.intp))]

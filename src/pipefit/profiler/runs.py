@@ -1,7 +1,7 @@
-"""Training runs that profile: which stages were run together, what each needed, kept on file from run to run.
+"""Training runs made to profile a model: which stages ran together and what each needed, saved after every run.
 
-A file belongs to the conditions under which its runs were made: kind of runs, model, data, optimizer, training,
-devices, torch and threads. Where one of them differs the file is refused, and the error says which.
+A file holds runs made under the same conditions: kind of runs, model, data, optimizer, training, devices, torch and
+threads. If one of them differs, the file is refused, and the error says which.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ RunProgress = Callable[[int, int, Stages], None]  # runs done, runs planned by n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a run: bytes of every stage, None for one that did not fit or could not end for another's sake; and
-    what was said when a device passed its cap.
+    """The result of a run: the peak of every stage in bytes, and the message of a device that passed its cap.
+
+    A peak is None if the stage did not fit, or if its run ended early because another stage did not fit.
     """
 
     peaks: tuple[int | None, ...]
@@ -43,9 +44,9 @@ class Conditions:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    kind: str  # of runs
+    kind: str  # incremental or trimmed
     fingerprint: Fingerprint
-    sizes: str  # in the operations, at this microbatch size
+    sizes: str  # `Measurement.sizes` of this microbatch size
     training: Training
     recompute: str
     budgets: tuple[int, ...]  # bytes of every device
@@ -54,7 +55,7 @@ class Conditions:
     threads: int
 
     def differences(self, other: Conditions, names: Sequence[str]) -> list[str]:
-        """What these have that `other` has not, in words; `names` are those of the layers."""
+        """How these differ from `other`, as phrases; `names` are those of the layers."""
         found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
         found += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
@@ -78,10 +79,10 @@ class Conditions:
 def conditions(
     kind: str, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute
 ) -> Conditions:
-    """Those of runs of the model of `profile`.
+    """The conditions of runs of the model of `profile`.
 
     Raises:
-        UsageError: a stage's memory would depend on its place in the pipeline, which two numbers a layer cannot tell.
+        UsageError: a stage's memory depends on its place in the pipeline, which additive costs cannot express.
     """
     stages = len(cluster.devices)
     met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
@@ -113,7 +114,7 @@ class Runs:
         progress: called before every run.
 
     Raises:
-        UsageError: the schedule is none under which such runs tell anything.
+        UsageError: a schedule under which a stage's memory depends on its place in the pipeline.
         FileError: the file holds runs under other conditions, and which; or it cannot be read or written.
     """
 

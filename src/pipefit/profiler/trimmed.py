@@ -1,10 +1,10 @@
-"""The trimmed profiler: what every layer takes alone and adds to the one before it, without running the whole model.
+"""The trimmed profiler: bytes of every layer alone and added to the one before it, without running the whole model.
 
-A run puts one layer, or two that adjoin, on each device and cuts the rest of the model away: each device trains its
-stage alone, with zeros of the true shapes in place of what its neighbours would send. About 2 L / G runs for L layers
-on G devices, instead of L - G + 1, each on a small part of the model; one device is enough. A layer's `mem_added` is
-the peak of it with the one before, minus the peak of the one before. Results are saved after every run, as the
-incremental profiler saves them. (CAPSlog, PDP 2024.)
+A run puts one layer, or two consecutive ones, on each device and leaves out the rest of the model: each device trains
+its stage alone, with zeros of the true shapes in place of what its neighbours would send. It takes about 2 L / G runs
+for L layers on G devices, instead of L - G + 1, each of a small part of the model; one device is enough. A layer's
+`mem_added` is its peak together with the layer before, minus the peak of that layer alone. Results are saved after
+every run, as by the incremental profiler. (CAPSlog, PDP 2024.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def profile_trimmed(
     """Bytes of every layer alone and added, from runs of one or two layers a device.
 
     Args:
-        profile: of `task`, by any profiler; tells the shapes at the cuts.
+        profile: of `task`, by any profiler; the shapes at the cuts come from it.
         store: a JSON file of runs; results in it are used, and new ones are added after every run.
         recompute: the microbatches whose forward every stage runs twice.
         progress: called before every run.
@@ -72,7 +72,7 @@ def profile_trimmed(
 
 
 def _outcome(cut: Callable[[int, Interval], tuple[Plan, int]], run: Run, stages: Stages) -> Outcome:
-    """Every stage alone, on the device of its number. One that does not fit hinders no other."""
+    """Train every stage alone, on the device of its number. One that does not fit does not stop the others."""
     peaks: list[int | None] = []
     failure = ""
     for number, interval in enumerate(stages):
@@ -92,8 +92,9 @@ def _cut(
     number: int,
     interval: Interval,
 ) -> tuple[Plan, int]:
-    """A plan with the stage of these layers on device `number`, and the stage's number. What is before and behind it is
-    on devices that are not there.
+    """A plan with the stage of these layers on device `number`, and the stage's number.
+
+    The layers before and after it are stages on two further devices, which no run uses.
     """
     start, stop = interval
     layers, here = len(profile.layers), len(cluster.devices)

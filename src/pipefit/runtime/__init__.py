@@ -1,4 +1,4 @@
-"""Executing programs: over fake tensors (the dry run), in one process, or in one worker per device."""
+"""Executes programs: over fake tensors (the dry run), in one process, or in one worker process per device."""
 
 from pipefit.runtime.dry_run import certify
 from pipefit.runtime.launch import train

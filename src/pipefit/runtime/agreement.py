@@ -1,12 +1,13 @@
 """What all stages must agree on before an update: the norm of all gradients, and whether any of them overflowed.
 
-Every stage writes the norms of its own parameters into a vector that has a place for each parameter of the model, in
-the order of their names, and zero elsewhere. Adding up the vectors of all stages is exact, because every place is
-written once, so the split cannot change the result by a rounding. From it every stage computes the same clipping factor
-and the same decision to skip. (Clipping as in `torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
+Every stage makes a vector with an element for each parameter of the model, in the order of their names. It writes the
+norms of its own parameters' gradients and zeros elsewhere, and the vectors of all stages are added up. The sum is
+exact, because each element has only one addend that is not zero; so the result does not depend on the split. From it
+every stage computes the same clipping factor and the same decision to skip the update. (Clipping as in
+`torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
 
-Gradients are unscaled and clipped in place. Those of parameters with master weights, which are in half precision and
-would lose digits, stay as they are: norms are taken in float32, and the update multiplies by `gradient_factor`.
+Gradients are unscaled and clipped in place. Those of parameters with master weights are in half precision and would
+lose digits, so they stay as they are: norms are computed in float32, and the update multiplies by `gradient_factor`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ _EPSILON = 1e-6  # as clip_grad_norm_ has it
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor on the loss that keeps float16 gradients from vanishing: halved on overflow, doubled when all is
-    quiet.
+    """The factor on the loss that keeps float16 gradients from underflowing.
+
+    It is halved when gradients overflow, and doubled after `growth_interval` steps without overflow, which `quiet`
+    counts.
     """
 
     value: float = 2.0**16
@@ -33,7 +36,7 @@ class LossScale:
     quiet: int = 0
 
     def update(self, overflow: bool) -> None:
-        """After a step."""
+        """Adapt the factor after a step."""
         if overflow:
             self.value, self.quiet = self.value / 2, 0
             return
@@ -47,11 +50,11 @@ class Agreement:
 
     Args:
         names: of all trainable parameters of the model, each once.
-        own: this stage's parameters that it reports, by name; a shared one is reported by its first stage alone.
+        own: the parameters whose norms this stage reports, by name; only its first stage reports a shared one.
         parameters: all of this stage's trainable parameters.
-        clip_norm: largest norm of all gradients together; None leaves them.
-        scale: the loss scale, for float16; None without.
-        master_weights: gradients are left as they are, and `gradient_factor` is for the update.
+        clip_norm: the largest norm of all gradients together; None for no clipping.
+        scale: the loss scale, for float16; None for no scaling.
+        master_weights: leave the gradients as they are; the update multiplies them by `gradient_factor`.
     """
 
     def __init__(
@@ -70,10 +73,10 @@ class Agreement:
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
         self.gradient_factor = 1.0
-        self.norm = 0.0  # of all gradients together, before clipping; a number, so that it takes no device memory
+        self.norm = 0.0  # of all gradients, before clipping; a Python number, so that it takes no device memory
 
     def contribution(self, device: torch.device) -> Tensor:
-        """This stage's vector: a norm for each of its parameters, and at the end how many stages overflowed."""
+        """This stage's vector: norms of its gradients, and as the last element 1 if any of them overflowed, else 0."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         vector = torch.zeros(self._size, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
@@ -91,7 +94,7 @@ class Agreement:
         return vector
 
     def conclude(self, total: Tensor) -> None:
-        """All stages' vectors, added up: clip the gradients, and decide whether this step is skipped."""
+        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages' vectors."""
         self.overflow = self.scale is not None and not is_fake(total) and bool(total[-1] > 0)
         norm = torch.linalg.vector_norm(total[:-1])
         self.norm = 0.0 if is_fake(norm) else norm.item()

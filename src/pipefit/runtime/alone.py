@@ -1,7 +1,7 @@
-"""One stage of a plan without its neighbours: what it receives is zeros, what it sends goes nowhere.
+"""One stage of a plan trained without its neighbours, for profiling: it receives zeros, and what it sends is dropped.
 
-It runs its own program with tensors of the true shapes, so its memory is, to the byte, what it would be in the whole
-pipeline, and nothing else of the model needs a device. Numbers mean nothing here. For profiling.
+The stage runs its own program with tensors of the true shapes, so that its memory is, to the byte, that in the whole
+pipeline, and no other part of the model needs a device. The values that it computes mean nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ class NoPeers:
                 tensor.zero_()
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> None:
-        """Nobody else contributes."""
+        """There is nothing to add."""
 
     def ready(self, handle: None) -> bool:
         return True
 
     def join(self, action: Action, handle: None) -> None:
-        """It was complete from the start."""
+        """The transfer was complete from the start."""
 
     def abandon(self) -> None:
         """Nothing is under way."""
 
 
 class LoneStages:
-    """A model built once, of which stages are trained alone; each layer may be in one of them. A module that exists is
-    copied, and stays as it is.
+    """A model of which single stages are trained alone. It is built once; an existing module is copied, not changed.
 
     Raises:
         UsageError: the module cannot be captured.
@@ -67,7 +66,7 @@ class LoneStages:
         self.shared: Sequence[Shared] = self.chain.shared
 
     def train(self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int = 2) -> int:
-        """The peak, in bytes, of a stage of `plan` in so many steps on `device`. Its layers are on the host again then.
+        """The peak in bytes of a stage of `plan` in so many steps on `device`; then its layers go back to the host.
 
         Raises:
             OutOfMemory: the stage passed the meter's cap.

@@ -1,4 +1,4 @@
-"""Putting a device together: from a plan and a chain to the runner of its stages, on a device with a meter."""
+"""Makes the runner of a device: from a plan and a chain, with the layers of its stages on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipefit.runtime.transport import Transport
 
 
 def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
-    """This stage's copy of every shared parameter its layers use; the first stage that has one keeps the original."""
+    """This stage's copies of the shared parameters that its layers use; the first stage with one has the original."""
     place, modules = plan.stages[stage], [layer.module for layer in chain.layers]
     own = {}
     for number, (found, holders) in enumerate(zip(shared, plan.holders, strict=True)):
@@ -38,7 +38,7 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
 
 
 def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
-    """A device's part of what all settle before an update; a shared parameter is reported by its first stage."""
+    """A device's part of the agreement before an update; the first stage with a shared parameter reports it."""
     plan, chain, shared = site.plan, site.chain, site.shared
     first = {place: found.places[0] for found in shared for place in found.places}
     foreign = {
@@ -73,7 +73,7 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a device's stages run: what they are built from, and what connects, counts and watches them."""
+    """What all devices of a run have in common: what stages are built from, and what connects and observes them."""
 
     task: Task
     chain: Chain
@@ -87,7 +87,7 @@ class Site:
 
 
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
-    """The runner of these stages' device, their layers moved to `device`."""
+    """The runner of the device with these stages, whose layers are moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
     own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
     agreement = _agreement(site, stages) if plan.training.agrees else None

@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches, the last of which may be smaller."""
+"""Divides a batch into microbatches, the last of which may be smaller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.training import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A batch in microbatches of `sizes` samples: views of the host's tensors."""
+    """A batch in microbatches of `sizes` samples, which are views of the batch's tensors."""
 
     inputs: Sequence[Microbatch]
     targets: Sequence[Microbatch]

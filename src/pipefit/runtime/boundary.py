@@ -1,16 +1,15 @@
-"""The two ends of a piece of the autograd graph: how gradients come in and go out without holding activations.
+"""The two ends of a piece of the autograd graph: gradients enter and leave it without keeping activations alive.
 
-Ordinarily a pipeline stage keeps its output alive until the backward, because the output is where the backward starts,
-and the gradient it received until the backward ends, because the caller holds it. Both are dead weight: megabytes for
-each microbatch in flight. Here the graph of a stage hangs between an `enter` and a `leave`:
+Ordinarily a pipeline stage keeps its outputs until the backward, because the backward starts from them, and it keeps
+the gradients that it received until the backward ends, because the caller of the backward holds them. Neither is needed
+for the result, and both cost memory for each microbatch in flight. Here the graph of a stage lies between an `enter`
+and a `leave`:
 
-- `leave` turns the outputs into a root of no bytes. The outputs may be freed as soon as they are sent. When the
-backward of
-  the root runs, it takes the received gradients out of the microbatch's `Cell`, so that the engine alone holds them and
-  frees each when it is used up.
-- `enter` hands the inputs on as fresh aliases and, in the backward, puts their gradients into the cell. No leaf, so
-nothing
-  pins the inputs either, and in-place layers may work on them.
+- `leave` ends the graph in a root of no bytes, so that the outputs may be freed as soon as they are sent. The backward
+  starts at the root. There it takes the received gradients out of the `GraphEnds`, so that only the autograd engine
+  holds them, and frees each as soon as it is used up.
+- `enter` passes the inputs on as aliases and, in the backward, puts their gradients into the `GraphEnds`. The inputs
+  are no leaves of the graph, so that it does not keep them alive, and layers may work on them in place.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Values = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class Cell:
-    """One microbatch's mail at a piece of graph: its root, gradients to go in, gradients that came out."""
+class GraphEnds:
+    """The ends of one piece of graph: its root, the gradients that go in there, and those that come out."""
 
     root: Tensor | None = None
     incoming: Sequence[Tensor | None] | None = None
@@ -36,8 +35,10 @@ class Cell:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, cell: Cell, differentiable: tuple[bool, ...], anchor: Tensor, *values: Tensor) -> Values:
-        ctx.cell = cell
+    def forward(
+        ctx: Any, graph: GraphEnds, differentiable: tuple[bool, ...], anchor: Tensor, *values: Tensor
+    ) -> Values:
+        ctx.graph = graph
         ctx.set_materialize_grads(False)
         aliases = tuple(value.detach() for value in values)
         ctx.mark_non_differentiable(*(a for a, wanted in zip(aliases, differentiable, strict=True) if not wanted))
@@ -45,44 +46,43 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.cell.outgoing = gradients
+        ctx.graph.outgoing = gradients
         return (None, None, None, *(None for _ in gradients))
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, cell: Cell, *outputs: Tensor) -> Tensor:
-        ctx.cell = cell
+    def forward(ctx: Any, graph: GraphEnds, *outputs: Tensor) -> Tensor:
+        ctx.graph = graph
         return outputs[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        incoming, ctx.cell.incoming = ctx.cell.incoming, None
+        incoming, ctx.graph.incoming = ctx.graph.incoming, None
         return (None, *incoming)
 
 
-def enter(cell: Cell, values: Values, differentiable: tuple[bool, ...], anchor: Tensor) -> Values:
-    """`values` as the start of a graph; gradients of the `differentiable` ones will be put into `cell.outgoing`.
+def enter(graph: GraphEnds, values: Values, differentiable: tuple[bool, ...], anchor: Tensor) -> Values:
+    """`values` as the start of a graph; its backward puts gradients of the `differentiable` ones into `graph.outgoing`.
 
-    `anchor` is any tensor that requires a gradient (it gets none): it makes autograd record.
+    `anchor` is any tensor that requires a gradient. It gets none, but makes autograd record the graph.
     """
-    entered: Values = _Enter.apply(cell, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
+    entered: Values = _Enter.apply(graph, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
     return entered
 
 
-def leave(cell: Cell, outputs: Values) -> None:
-    """End the graph at `outputs`; `cell.root` is where its backward will start, None when nothing needs a gradient."""
-    root: Tensor = _Leave.apply(cell, *outputs)  # type: ignore[no-untyped-call]
-    cell.root = root if root.requires_grad else None
+def leave(graph: GraphEnds, outputs: Values) -> None:
+    """End the graph at `outputs`; its backward starts at `graph.root`, which is None if nothing requires a gradient."""
+    root: Tensor = _Leave.apply(graph, *outputs)  # type: ignore[no-untyped-call]
+    graph.root = root if root.requires_grad else None
 
 
-def backward(cell: Cell) -> None:
-    """Run the graph backward from `cell.incoming`, the gradients of its outputs; then `cell.outgoing` holds those of
-    its inputs.
+def backward(graph: GraphEnds) -> None:
+    """Run the graph backward: `graph.incoming`, the gradients of its outputs, become `graph.outgoing`, of its inputs.
 
-    For the engine to free a gradient as soon as it is used up, nothing but the cell may refer to it.
+    Nothing but `graph` may refer to the incoming gradients: then the engine frees each as soon as it is used up.
     """
-    root, cell.root = cell.root, None
+    root, graph.root = graph.root, None
     if root is not None:
         torch.autograd.backward(root, root.detach())
-    cell.incoming = None
+    graph.incoming = None

@@ -1,4 +1,4 @@
-"""What a trainer tells while it trains: a report after every step, to whoever listens.
+"""Callbacks of a trainer: each is called with a report after every step.
 
 Trainer(task, plan, callbacks=[JsonLines("metrics.jsonl"), print])
 """
@@ -17,8 +17,8 @@ from pipefit.errors import UsageError
 class StepReport:
     """One training step, as one worker saw it. The loss is the same on all of them.
 
-    `peak_bytes` maps every device to the most it held in the step, 0 where nothing counts. `gradient_norm` is None
-    unless it was needed.
+    `peak_bytes` maps every device to its peak in the step, 0 where no meter counts. `gradient_norm` is None unless
+    gradients are clipped or the loss is scaled.
     """
 
     step: int
@@ -36,7 +36,7 @@ Callback = Callable[[StepReport], None]
 
 
 class JsonLines:
-    """Appends every report to a file, one JSON object a line; a line is complete or not there."""
+    """Appends every report to a file as one line of JSON."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -1,7 +1,7 @@
-"""Random draws that no plan can change: they depend on (seed, step, microbatch, layer) and nothing else.
+"""Random draws that are the same under every plan: they depend on seed, step, microbatch and layer alone.
 
-Before a layer runs, the device's default generator is seeded from these four. So dropout is the same on one device and
-on eight, under any schedule, and a recomputation replays it.
+Before a layer runs, the device's default generator is seeded from these four numbers. So dropout is the same on one
+device and on eight, under any schedule, and in a recomputation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The dry run: the runtime itself over fake tensors, all devices in one process, no hardware and no data.
 
-It executes every action of the program as the workers would, on tensors that have shapes and storages but no bytes. The
-peaks it counts are those of the real run, to the byte, for any model that fake tensors can follow; that is what
-certifies a plan before anyone pays for a GPU.
+It executes every action of the program as workers would, on tensors that have shapes and storages but no bytes. The
+peaks that it counts are, to the byte, those of real training, for any model that fake tensors support. So a plan can be
+certified before anyone pays for a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One microbatch on its way through a stage: the values that wait, the pieces that went forward, the gradients so far.
+"""One microbatch in one stage: values that wait, pieces that ran forward, gradients that the backward has reached.
 
-Memory is part of the contract: nothing else refers to these tensors, so what a flight drops is freed.
+Nothing else refers to these tensors, so that what a flight drops is freed at once, as `pipefit.cost` predicts.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.profiles import Value
-from pipefit.runtime.boundary import Cell
+from pipefit.runtime.boundary import GraphEnds
 
 
 @dataclass(slots=True)
 class Piece:
-    """Layers `first` to `end - 1`, which went forward in one action.
+    """Layers `first` to `end - 1`, whose forward was one action.
 
-    A piece without a graph keeps what it needs to go forward again. `copies` are those of its buffers that the second
-    forward worked on; its graph may refer to them.
+    A piece without a graph keeps its inputs and targets, to run forward again. `copies` are the copies of its buffers
+    on which the second forward worked; its graph may refer to them.
     """
 
     first: int
     end: int
-    cell: Cell = field(default_factory=Cell)
+    graph: GraphEnds = field(default_factory=GraphEnds)
     inputs: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     has_graph: bool = False
@@ -36,9 +36,9 @@ class Piece:
 class Flight:
     """One microbatch in one stage.
 
-    `layers` are the stage's for microbatches like this one, and `boundaries` the values before every layer of the model
-    and behind the last. `values` wait for the next piece; `gradients`, one for each value or None, belong to the
-    boundary that the backward has reached.
+    `layers` are the stage's layers for microbatches of this size, and `boundaries` the values before every layer of the
+    model and after the last. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at
+    the boundary that the backward has reached.
     """
 
     microbatch: int
@@ -50,10 +50,10 @@ class Flight:
     pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
 
     def abandon(self) -> None:
-        """Let go of everything, graphs included: the step did not happen."""
+        """Drop everything, graphs included, after a step has failed."""
         for piece in self.pieces.values():
-            piece.cell.root = piece.cell.incoming = None
-            piece.cell.outgoing = ()
+            piece.graph.root = piece.graph.incoming = None
+            piece.graph.outgoing = ()
         self.pieces.clear()
         self.values.clear()
         self.targets.clear()
@@ -61,7 +61,7 @@ class Flight:
 
 
 def take(box: list[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors in `box`, which no longer holds them."""
+    """The tensors in `box`, which is emptied so that it no longer keeps them alive."""
     values = tuple(box)
     box.clear()
     return values

@@ -1,9 +1,9 @@
-"""Microbatches that do the same are run once: a long program cut short, and its memory unfolded again.
+"""Folding: a dry run executes one of several equal microbatches, and the measured effects stand for the others.
 
-What an action does to a device's memory depends on what has been done with its microbatch before, not on the others in
-flight. So of all microbatches that meet the same actions in the same order, on every stage, one is enough: a dry run
-executes the program of these few, and every other microbatch is given the effects of the one it is like. The first
-backward of a step differs from later ones, because gradients are born in it, so its microbatch is always run.
+What an action does to a device's memory depends on what has been done with its own microbatch before, not on other
+microbatches. So of all microbatches with the same actions in the same order on a stage, one need be run. The program is
+shortened to these few microbatches, and the memory of the whole program is computed from what they did (unfolding). The
+first backward of a step allocates gradients and later ones do not, so the microbatch of the first is always run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Bytes = tuple[int, ...]  # by category
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """Which microbatches are run in a first step and in later ones, and for each stage and microbatch one that is like
-    it and is run in the first.
+    """The microbatches that are run in the first step and in later ones.
+
+    `like` has for each stage and microbatch an equal one, which is run in the first step.
     """
 
     first: frozenset[int]
@@ -31,7 +32,7 @@ class Folding:
 
     @staticmethod
     def of(program: Program) -> Folding:
-        """The fewest microbatches, by the rule above."""
+        """The fewest microbatches that stand for all."""
         paths, bearers = _paths(program)
         like: dict[tuple[int, int], int] = {}
         met: dict[tuple[int, Path], int] = {}
@@ -47,7 +48,7 @@ class Folding:
 
 
 def _paths(program: Program) -> tuple[dict[tuple[int, int], Path], frozenset[int]]:
-    """The path of every microbatch through every stage, and the microbatches whose backwards bear gradients."""
+    """The actions of every microbatch on every stage, and the microbatches with the first backward of some layers."""
     paths: dict[tuple[int, int], list[object]] = {}
     born: set[object] = set()
     bearers = set()
@@ -75,23 +76,23 @@ def shortened(program: Program, microbatches: frozenset[int]) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an action did to the bytes of every category: at its highest moment, and when the next one began."""
+    """What an action did to the bytes of every category: at its peak, and until the next one began."""
 
     at_peak: Bytes
     after: Bytes
 
 
 class Unfolding:
-    """Puts the memory of one device together again, step by step, from what short programs measured."""
+    """Computes the memory of one device in the whole program, step by step, from that in the shortened one."""
 
     def __init__(self, folding: Folding, rest: Bytes) -> None:
         self._folding, self._level = folding, rest
         self._known: dict[tuple[int, int, int], Change] = {}  # by stage, microbatch and place in its path
 
     def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
-        """The samples of one step of all `actions`, from the changes of those that were run, in their order.
+        """The memory samples of one step of all `actions`, from the changes that were measured for those that were run.
 
-        The times of samples are positions in the program.
+        The time of a sample is its position in the program.
         """
         ran = self._folding.later if number else self._folding.first
         for position, (action, change) in enumerate(zip(actions, self._changes(actions, ran, measured), strict=True)):
@@ -100,7 +101,7 @@ class Unfolding:
             self._level = _plus(self._level, change.after)
 
     def _changes(self, actions: Sequence[Action], ran: frozenset[int], measured: Sequence[Change]) -> Iterator[Change]:
-        """Of every action: measured in this step, or like one that was; the like of an action may come behind it."""
+        """The change of every action: as measured, or that of an equal action, which may come later in the program."""
         places = list(_places(actions))
         left = iter(measured)
         known = [next(left) if place is None or place[1] in ran else None for place in places]
@@ -116,7 +117,7 @@ class Unfolding:
 
 
 def _places(actions: Sequence[Action]) -> Iterator[tuple[int, int, int] | None]:
-    """Stage and microbatch of every action, and its number in the path of that microbatch; None without one."""
+    """Stage, microbatch and number in the microbatch's path of every action; None for those without a microbatch."""
     lengths: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.microbatch is None:

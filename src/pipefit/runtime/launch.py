@@ -1,12 +1,12 @@
-"""Launching the workers of a plan on this machine, and watching over them.
+"""Launches the workers of a plan on this machine and supervises them.
 
-One process a stage, each with a pipe to the parent and a heartbeat that it can read. Every wait has a timeout, in the
-workers and here. When something goes wrong the parent decides who is to blame: a worker that died without a word, else
-one that reported an error of its own, else one that fell silent while the others waited for it; among equals the
-first. The rest are victims and are stopped.
+There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can read.
+Every wait has a timeout, in the workers and here. When training fails, the other workers soon fail too, because their
+messages do not arrive. The parent reports only the root cause: a worker whose process died; else one that reported an
+error of its own; else one that hangs; among several of a kind, the earliest. All other workers are stopped.
 
-The workers meet through a file in a fresh directory, so that no port can be taken by somebody else. For several
-machines use `torchrun` with a script of your own around `pipefit.Trainer`.
+The workers find each other through a file in a new directory, so that no port is needed that another program may use.
+For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 OnStep = Callable[[int, float], None]
-_POLL_SECONDS = 0.5  # between two looks at the heartbeats
+_POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _GRACE_SECONDS = 3.0  # for the other workers to report, once one has failed
-_SITUATIONS = {
+_PHASES = {
     STARTING: "while it started",
     MEETING: "while it waited for the others to start",
     BUILDING: "while it built its layers",
@@ -68,22 +68,22 @@ def train(
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung or raised; the message names it.
         FileError: the plan was made for another model.
-        UsageError: the task cannot be sent to the workers, or a number makes no sense.
+        UsageError: the task cannot be sent to the workers, or a number is out of range.
     """
     whole("steps", steps, 1)
     seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    watch = _Watch(plan, steps, timeout_seconds, start_seconds, on_step)
+    supervisor = _Supervisor(plan, steps, timeout_seconds, start_seconds, on_step)
     pickled, meeting = _pickled(task), tempfile.mkdtemp(prefix="pipefit-")
     try:
-        watch.start(pickled, seed, os.path.join(meeting, "store"))
-        watch.until_done()
+        supervisor.start(pickled, seed, os.path.join(meeting, "store"))
+        supervisor.until_done()
     finally:
-        watch.stop()
+        supervisor.stop()
         shutil.rmtree(meeting, ignore_errors=True)
-    return watch.losses, watch.trace()
+    return supervisor.losses, supervisor.trace()
 
 
 def _pickled(task: Callable[[], Task]) -> bytes:
@@ -113,14 +113,14 @@ class _Worker:
     error: PipefitError | None = None
 
     def look(self) -> None:
-        """Has it moved on since the last look?"""
+        """Read the heartbeat: note the time if the worker has begun another action."""
         if self.heartbeat.beats != self.beats:
             self.beats, self.last_sign = self.heartbeat.beats, time.monotonic()
 
 
 @dataclass(slots=True)
-class _Watch:
-    """The parent's side: starts workers, collects what they say, decides who is to blame."""
+class _Supervisor:
+    """The parent's side: starts the workers, collects their reports, and finds the root cause of a failure."""
 
     plan: Plan
     steps: int
@@ -148,10 +148,10 @@ class _Watch:
             theirs.close()
 
     def until_done(self) -> None:
-        """Listen until every worker has delivered its trace.
+        """Wait until every worker has delivered its trace.
 
         Raises:
-            PipefitError: the culprit's error.
+            PipefitError: the root cause, if a worker failed.
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
             heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
@@ -161,7 +161,7 @@ class _Watch:
                     self._hear(worker)
             now = time.monotonic()
             if any(w.error or now - w.last_sign > self._patience(w) + 2 * _GRACE_SECONDS for w in waiting):
-                self._settle()
+                self._raise_cause()
 
     def stop(self) -> None:
         """No worker outlives the call."""
@@ -170,7 +170,7 @@ class _Watch:
                 worker.process.kill()
         for worker in self.workers:
             worker.process.join(timeout=5)
-            worker.process.kill()  # one that delivered and then did not end
+            worker.process.kill()  # in case it has delivered its trace but does not end
             worker.process.join()
             worker.pipe.close()
 
@@ -188,7 +188,7 @@ class _Watch:
             step_seconds=tuple(map(max, zip(*seconds, strict=True))),
         )
 
-    # ---------------------------------------------------------------- what workers say
+    # ---------------------------------------------------------------- reports of workers
 
     def _hear(self, worker: _Worker) -> None:
         try:
@@ -211,8 +211,8 @@ class _Watch:
             worker.error = error(message)
             worker.error.add_note(traceback)
 
-    def _settle(self) -> None:
-        """Give the others a moment to report, then raise the culprit's error."""
+    def _raise_cause(self) -> None:
+        """Give the other workers a moment to report, then raise the root cause."""
         until = time.monotonic() + _GRACE_SECONDS
         while (rest := until - time.monotonic()) > 0:
             pending = [w for w in self.workers if w.error is None and w.result is None]
@@ -222,35 +222,37 @@ class _Watch:
             for worker in pending:
                 if worker.pipe in heard:
                     self._hear(worker)
-        rank, worker = min(enumerate(self.workers), key=lambda item: _blame(item[1]))
-        raise self._verdict(rank, worker)
+        rank, worker = min(enumerate(self.workers), key=lambda item: _cause_rank(item[1]))
+        raise self._error_of(rank, worker)
 
-    def _verdict(self, rank: int, worker: _Worker) -> PipefitError:
-        """The error to raise: the culprit's own, with its name and what it was doing."""
+    def _error_of(self, rank: int, worker: _Worker) -> PipefitError:
+        """The error to raise: the worker's own, with its name and what it was doing."""
         error = worker.error
         if error is not None and not isinstance(error, WorkerFailed):
-            return error  # it says where by itself
+            return error  # its message says where
         number, names = worker.heartbeat.action, self.plan.profile.layers
         stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
         layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
         who = f"worker {rank} (device {stages[0].device}, layers {layers})"
-        at = _SITUATIONS.get(number) or f"at {lower(self.plan).actions[stages[0].device][number]}"
+        at = _PHASES.get(number) or f"at {lower(self.plan).actions[stages[0].device][number]}"
         if error is None:
             return WorkerFailed(
                 f"{who} hangs {at}: no sign of life for {self._patience(worker):g} s; all workers were stopped"
             )
-        verdict = WorkerFailed(f"{who} failed {at}: {error}; all workers were stopped")
+        failure = WorkerFailed(f"{who} failed {at}: {error}; all workers were stopped")
         for note in getattr(error, "__notes__", ()):
-            verdict.add_note(note)
-        return verdict
+            failure.add_note(note)
+        return failure
 
     def _patience(self, worker: _Worker) -> float:
         return self.start_seconds if worker.heartbeat.action < BETWEEN_STEPS else self.timeout_seconds
 
 
-def _blame(worker: _Worker) -> tuple[int, float]:
-    """Smaller is guiltier: died without a word, reported an error of its own, fell silent, waited for another; the
-    earlier the worse.
+def _cause_rank(worker: _Worker) -> tuple[int, float]:
+    """A key for the likeliest root cause: the worker with the smallest key.
+
+    A process that died comes first, then a worker's own error, then a worker that hangs, and last one that only lost
+    its peer or has ended; within each of these, the one that was heard of least recently.
     """
     if isinstance(worker.error, _Death):
         return 0, worker.last_sign
@@ -260,7 +262,7 @@ def _blame(worker: _Worker) -> tuple[int, float]:
 
 
 class _Death(WorkerFailed):
-    """A process that ended without a word."""
+    """A process that ended without a report."""
 
 
 def _death(code: int | None, action: int) -> _Death:
@@ -275,8 +277,8 @@ def _death(code: int | None, action: int) -> _Death:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started meanwhile never hear of Ctrl-C: the terminal sends it to all, and the parent stops the rest."""
-    ensure_running()  # else multiprocessing starts it within, and lifts our block
+    """Processes started inside ignore Ctrl-C, which a terminal sends to all: the parent stops them instead."""
+    ensure_running()  # otherwise multiprocessing starts it inside, and removes the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,6 +1,6 @@
 """The parameter groups of a stage's optimizer, layer by layer: at least one for every layer that is trained.
 
-An update's temporary memory is then that of one layer, and what a layer costs in an update does not depend on its
+So an update needs temporary memory for one layer at a time, and what a layer's update costs does not depend on its
 stage.
 """
 
@@ -14,8 +14,9 @@ from pipefit.capture.task import ParameterOptions
 
 
 def parameter_groups(layers: Sequence[ChainLayer], options: ParameterOptions | None) -> list[list[dict[str, Any]]]:
-    """For every layer that is trained, a group for every set of options; a shared parameter is with the first layer
-    that has it.
+    """The groups of every layer that is trained: one for each set of options.
+
+    A shared parameter is in a group of the first layer that has it.
     """
     met: set[int] = set()
     groups: list[list[dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Does a plan belong to a task? Before anything is trained or run dry by it."""
+"""The check that a plan belongs to a task, made before training and dry runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipefit.plans import Plan
 
 
 def check_model(plan: Plan, task: Task, chain: Chain) -> None:
-    """`plan` was made for `task`, whose whole chain is `chain`, at the plan's microbatch size.
+    """Check that `plan` was made for `task`, whose chain is `chain`, at the plan's microbatch size.
 
     Raises:
-        FileError: it was made for another task; says what differs.
+        FileError: the plan was made for another task; says what differs.
     """
     profile, measurement = plan.profile, plan.measurement
     now = with_loss(fingerprint(task, chain), chain, measurement)

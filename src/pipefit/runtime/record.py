@@ -1,4 +1,4 @@
-"""What a device did and held, step by step, as far back as a trace should show."""
+"""What a device did and held in its first and latest steps, from which its trace is made."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Record:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most bytes in the last step; 0 without a meter."""
+        """The peak of the last step; 0 without a meter."""
         last = self.steps - 1
         return max((s.total_bytes for s in reversed(self.samples) if s.step == last), default=0)
 
     def next_step(self) -> None:
-        """A step is over. Now and then, what lies far back is forgotten."""
+        """Begin the next step. Every so many steps, those that are neither first nor latest are dropped."""
         self.steps += 1
         if self.steps > 2 * _REMEMBERED and self.steps % _REMEMBERED == 0:
             kept = self.steps - _REMEMBERED
@@ -32,7 +32,7 @@ class Record:
             self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
 
     def trace(self, device: int, budget_bytes: int) -> DeviceTrace:
-        """As a document."""
+        """The trace of this device."""
         return DeviceTrace(
             device=device, budget_bytes=budget_bytes, events=tuple(self.events), memory=tuple(self.samples)
         )

@@ -1,8 +1,7 @@
-"""One device executing its program: the part of the runtime that every way of running shares.
+"""Executes the program of one device. The dry run, a single process and the workers of a cluster all use this runner.
 
-The dry run, the single process and the worker of a cluster all make `DeviceRunner`s; they differ in the tensors (fake
-or real), the transport and the meter. `step` is a generator that yields whenever the device would have to wait for
-another, so that one process can run all devices in turn.
+They differ in the tensors, which are fake or real, in the transport, and in the meter. `step` is a generator that
+yields whenever the device would have to wait for another, so that one process can run all devices in turn.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _LEFT = {
 
 
 class DeviceRunner:
-    """Device `number` of a plan with the stages on it: executes its actions, step by step, and records what happened.
+    """Device `number` of a plan, with its stages: executes its actions step by step, and records them.
 
     Args:
         stages: the stages of the plan that are on this device, by their numbers.
-        transport: what connects it to the others.
-        meter: counts its memory; None leaves it uncounted.
+        transport: exchanges tensors with the other devices.
+        meter: counts the device's memory; None for no counting.
         clock: seconds since the training began.
         on_action: called with the number of each action as it begins; for supervision.
     """
@@ -66,7 +65,7 @@ class DeviceRunner:
         self._specializations: Sequence[Specialization] = ()
         self._flights: dict[tuple[int, int], Flight] = {}
         self._instructions_of: dict[int, tuple[Program, Instructions]] = {}
-        self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that go forward again
+        self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that are recomputed
         self._inputs: Sequence[Microbatch] = ()
         self._targets: Sequence[Microbatch] = ()
         try:
@@ -86,15 +85,15 @@ class DeviceRunner:
         weights: Sequence[float] | None = None,
         specializations: Sequence[Specialization] | None = None,
     ) -> Iterator[None]:
-        """Execute one step. `inputs` are read on the first stage and `targets` on the last, one entry a microbatch.
+        """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per microbatch.
 
         Args:
-            program: another than the plan's, such as one that only evaluates.
-            weights: of every microbatch's loss; equal parts unless given.
-            specializations: for every microbatch, where some are not like the plan's.
+            program: to execute instead of the plan's, such as one that only evaluates.
+            weights: the factor of every microbatch's loss; equal unless given.
+            specializations: for every microbatch, if some have other sizes than the plan's, or for evaluation.
 
         Raises:
-            OutOfMemory: the device passed its cap; says where, at which action, what held the bytes.
+            OutOfMemory: the device passed its cap; says at which action, and what held the bytes.
         """
         instructions = self._instructions(self.program if program is None else program)
         self._again = {(a.stage, a.microbatch) for a, _, _ in instructions if a.kind is Kind.RECOMPUTE}
@@ -115,7 +114,7 @@ class DeviceRunner:
             stage.batch_number += any(action.kind is Kind.BACKWARD for action, _, _ in instructions)
 
     def _instructions(self, program: Program) -> Instructions:
-        """What this device does in `program`, with text and stream; read once."""
+        """The actions of this device in `program`, with text and stream; made once for each program."""
         known = self._instructions_of.get(id(program))
         if known is None or known[0] is not program:
             instructions = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
@@ -123,11 +122,11 @@ class DeviceRunner:
         return known[1]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
-        """What happened so far."""
+        """The trace of this device so far."""
         return self.record.trace(self.number, budget_bytes)
 
     def abandon(self) -> None:
-        """Forget everything in flight: after a failure no buffer stays behind."""
+        """Drop everything in flight after a failure, so that no buffer stays allocated."""
         for flight in self._flights.values():
             flight.abandon()
         self._flights.clear()
@@ -166,10 +165,10 @@ class DeviceRunner:
             )
 
     def _execute(self, action: Action) -> None:
-        """By the kind of action.
+        """Execute an action by the method for its kind.
 
         Raises:
-            UsageError: the runtime cannot execute it yet.
+            UsageError: the runtime cannot execute this action yet.
         """
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or action.part is not None or (action.kind is Kind.STEP and action.microbatch is not None):
@@ -186,7 +185,7 @@ class DeviceRunner:
             flight.targets = self._cast(self._targets[flight.microbatch], stage, targets=True)
 
     def _cast(self, tensors: Microbatch, stage: StageRunner, *, targets: bool = False) -> Microbatch:
-        """Copies of host tensors on the device, in the dtypes the plan's profile saw."""
+        """Copies of host tensors on the device, in the dtypes that were profiled."""
         values = stage.storages.targets if targets else stage.storages.inputs
         return [
             tensor.to(stage.device, getattr(torch, value.dtype), non_blocking=True, copy=True)
@@ -202,7 +201,7 @@ class DeviceRunner:
         self.transfers.receive(action, buffers, self._peer(action))
 
     def _values(self, action: Action) -> Sequence[Value]:
-        """What the plan says of the tensors in a message: the values at the boundary, or gradients of some of them."""
+        """The tensors of a message by the plan: the values at the boundary, or those of them that need gradients."""
         stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0].boundaries
         values = known[stage.stop if action.neighbour > action.stage else stage.start]
         if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
@@ -210,7 +209,7 @@ class DeviceRunner:
         return [value for value in values if value.requires_grad]
 
     def _received(self, action: Action) -> None:
-        """What came waits for the stage; a gradient for every output, None for those that need none."""
+        """Keep received tensors for the stage; gradients have an entry for every output, None where it needs none."""
         tensors, flight = self.transfers.join(action), self._flight(action)
         if action.kind is Kind.RECV_FORWARD:
             flight.values = tensors
@@ -219,7 +218,9 @@ class DeviceRunner:
             flight.gradients = [tensors.pop(0) if value.requires_grad else None for value in outputs]
 
     def _sent(self, action: Action) -> None:
-        self._tag(self.transfers.join(action), Category.ACTIVATIONS)  # what a layer saved stays
+        self._tag(
+            self.transfers.join(action), Category.ACTIVATIONS
+        )  # those that a layer has saved stay, as activations
 
     def _peer(self, action: Action) -> int:
         return self.program.placement[action.neighbour][0]
@@ -285,7 +286,7 @@ class DeviceRunner:
     def _reduce(self, action: Action) -> None:
         assert isinstance(action.subject, Subject)
         parameter = self.stages[action.stage].shared[action.subject.layer]
-        if parameter.grad is None:  # this stage's layers did not use it
+        if parameter.grad is None:  # the layers of this stage did not use it
             parameter.grad = torch.zeros_like(parameter)
         self.transfers.collect(action, parameter.grad, self.plan.holders[action.subject.layer])
 
@@ -297,7 +298,7 @@ class DeviceRunner:
         stage.step()
         self._tag(stage.optimizer_state(), Category.OPTIMIZER)
 
-    # ---------------------------------------------------------------- words and figures
+    # ---------------------------------------------------------------- meter and messages
 
     def _tag(self, tensors: Sequence[Tensor], category: Category) -> None:
         if self.meter is not None:
@@ -343,9 +344,9 @@ def _stream(action: Action) -> Stream:
 def run_in_turn(
     runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **options: Any
 ) -> None:
-    """One step of every device inside this process: each runs until it would wait for another.
+    """One step of all devices in this process: each runs until it would wait for another.
 
-    `options` are handed on to `step`.
+    `options` are passed on to `step`.
     """
     running = {runner.number: runner.step(inputs, targets, **options) for runner in runners}
     try:
@@ -355,7 +356,7 @@ def run_in_turn(
                 if next(step, StopIteration) is StopIteration:
                     del running[number]
             moved = before != [len(runner.record.events) for runner in runners]
-            assert moved or not running, "every program ends: message_order saw to it"
+            assert moved or not running, "message_order refuses programs that would hang"
     except BaseException:
         for runner in runners:
             runner.abandon()

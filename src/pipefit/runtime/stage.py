@@ -1,7 +1,7 @@
-"""A stage at work: its layers, their optimizer, and how microbatches go forward and backward through them.
+"""Runs one stage: its layers, their optimizer, and the forward and backward of microbatches through them.
 
-Memory is part of the contract. A stage drops every reference as early as the numbers allow, in an order that depends on
-nothing but the calls made, because `pipefit.cost` predicts it to the byte.
+Memory use is part of the interface, because `pipefit.cost` predicts it to the byte. A stage drops every reference to a
+tensor as early as possible, in an order that depends on the calls alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class StageRunner:
     Args:
         task: its optimizer is used.
         layers: this stage's, already on `device`.
-        storages: what the plan knows of the stage: which layers, their values, whether the loss follows.
-        loss: of the last layer's values and the targets; used on the last stage alone.
-        shared: this stage's copies of parameters that other layers use too, by their number in the profile.
-        microbatches: the most in a step.
-        agreement: what the stages settle before an update; None where there is nothing to settle.
-        seed: of all random draws.
+        storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
+        loss: computes the loss from the last layer's values and the targets; used on the last stage only.
+        shared: this stage's copies of shared parameters, by their numbers in the profile.
+        microbatches: the largest number in a step.
+        agreement: what the stages agree on before an update; None if they need not agree.
+        seed: on which all random draws depend.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StageRunner:
         self.layers, self.storages, self.loss, self.shared = tuple(layers), storages, loss, shared
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.device, self.seed, self.agreement = device, seed, agreement
-        self.batch_number = 0  # of training batches so far; random draws depend on it
+        self.batch_number = 0  # training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         self.buffers = [b for layer in layers for b in layer.module.buffers()]
         groups = parameter_groups(layers, task.groups)
@@ -68,23 +68,24 @@ class StageRunner:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Small tensors that live as long as the stage, beside parameters and buffers."""
+        """Small tensors beside parameters and buffers that exist as long as the stage."""
         return [] if self.losses is None else [self.losses]
 
     # ---------------------------------------------------------------- forward
 
     def forward(self, flight: Flight, first: int, end: int) -> Values:
-        """Layers `first` to `end - 1` with a graph. The stage's outputs, detached, where they end it; else none, and
-        the values wait in `flight`.
+        """Run layers `first` to `end - 1` with a graph. Returns the stage's outputs, detached, if they end it.
+
+        Otherwise it returns nothing, and the values wait in `flight`.
         """
         piece = flight.pieces[first] = Piece(first, end)
         return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same numbers without a graph, which will be made by running forward again; `flight` keeps the inputs.
+        """The same forward without a graph; `flight` keeps the inputs, from which it will be recomputed.
 
         Raises:
-            UsageError: a layer changed the inputs, which are needed again.
+            UsageError: a layer changed the inputs in place, which are still needed.
         """
         piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
         piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
@@ -102,10 +103,10 @@ class StageRunner:
         return self._leaving(flight, end, values)
 
     def recompute(self, flight: Flight, first: int, end: int) -> None:
-        """The forward of a piece again, this time with a graph: the same random draws, and statistics are left alone.
+        """Run the forward of a piece again, with a graph and the same random draws; buffers keep their values.
 
         Raises:
-            UsageError: the piece has a graph, or never went forward.
+            UsageError: the piece has a graph already, or has not run forward.
         """
         piece = flight.pieces.get(first)
         if piece is None or piece.end != end or piece.has_graph:
@@ -115,7 +116,7 @@ class StageRunner:
         piece.copies = copies
 
     def evaluate(self, flight: Flight) -> Values:
-        """Outputs of the stage, or on the last one none and the microbatch's loss, without a graph."""
+        """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
         with torch.no_grad():
             values = take(flight.values)
             for layer in flight.layers:
@@ -129,17 +130,17 @@ class StageRunner:
         return self.last and end == self.stop
 
     def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
-        """What the piece makes of the values in `box`, hung between an `enter` and a `leave`. Empties the boxes."""
+        """Run a piece on the values in `box`, between an `enter` and a `leave`. Empties `box` and `targets`."""
         differentiable = tuple(value.requires_grad for value in flight.boundaries[piece.first])
         if any(differentiable):
-            box[:] = enter(piece.cell, take(box), differentiable, self._anchor)
+            box[:] = enter(piece.graph, take(box), differentiable, self._anchor)
         values = self._run(flight, piece, box, targets)
-        leave(piece.cell, values)
+        leave(piece.graph, values)
         piece.has_graph = True
         return () if self._has_loss(piece.end) else values
 
     def _run(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
-        """The layers of a piece in order, and the loss behind the model's last."""
+        """Run the layers of a piece in order, and after the model's last one the loss."""
         values = take(box)
         for number in range(piece.first, piece.end):
             self._seed(flight, number)
@@ -154,7 +155,7 @@ class StageRunner:
         seed_layer(self.device, self.seed, self.batch_number, flight.microbatch, number)
 
     def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
-        """What goes on: to the next piece through the flight, or out of the stage in one piece each."""
+        """Pass values on: to the next piece through the flight, or out of the stage, each contiguous."""
         if self._has_loss(end):
             return ()
         if end == self.stop:
@@ -165,10 +166,10 @@ class StageRunner:
     # ---------------------------------------------------------------- backward
 
     def backward(self, flight: Flight, first: int, end: int) -> list[Tensor]:
-        """The backward of all pieces from `first` to `end`; the gradients to send where they begin the stage.
+        """Run all pieces from `first` to `end` backward. Returns the gradients to send, if they begin the stage.
 
         Raises:
-            UsageError: these layers have no graph, or others come first.
+            UsageError: these layers have no graph, or the backward of later layers must come first.
         """
         pieces = [piece for piece in flight.pieces.values() if piece.first >= first]
         edges = [(piece.first, piece.end) for piece in pieces if piece.has_graph]
@@ -188,19 +189,19 @@ class StageRunner:
         return self._to_send(gradients, flight.boundaries[self.start])
 
     def _backward_of(self, flight: Flight, piece: Piece) -> None:
-        """One piece: the gradients of its outputs become those of its inputs, in `flight`."""
-        cell, flight_gradients = piece.cell, flight.gradients
+        """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
+        graph, flight_gradients = piece.graph, flight.gradients
         if self._has_loss(piece.end):
             flight_gradients = [self._loss_gradient(flight)]
         flight.gradients = []
-        cell.incoming = flight_gradients
+        graph.incoming = flight_gradients
         del flight_gradients
-        backward(cell)
-        flight.gradients = list(cell.outgoing or (None,) * len(flight.boundaries[piece.first]))
-        cell.outgoing = ()
+        backward(graph)
+        flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
+        graph.outgoing = ()
 
     def _loss_gradient(self, flight: Flight) -> Tensor | None:
-        """What the backward of a loss starts from: the microbatch's part of the mean, times the loss scale."""
+        """The gradient from which the backward of a loss starts: the microbatch's weight, times the loss scale."""
         loss = self.storages.costs[-1].outputs[0]
         if not loss.requires_grad:
             return None
@@ -209,7 +210,7 @@ class StageRunner:
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
 
     def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:
-        """A gradient in one piece for every value that needs one; zeros for those that no layer used."""
+        """A contiguous gradient for every value that requires one; zeros for those that no layer used."""
         return [
             torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
             if gradient is None
@@ -232,7 +233,7 @@ class StageRunner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, layers behave as in evaluation: no dropout, batch norm as learned. Afterwards all is as it was."""
+        """Inside, all layers are in evaluation mode; afterwards they are in their modes from before."""
         modes = [(module, module.training) for layer in self.layers for module in layer.module.modules()]
         try:
             for layer in self.layers:
@@ -243,7 +244,7 @@ class StageRunner:
                 module.training = training
 
     def abandon(self) -> None:
-        """Forget the gradients so far: the step did not happen."""
+        """Drop the gradients after a step has failed."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -257,7 +258,7 @@ class StageRunner:
 
 @contextmanager
 def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
-    """Inside, layers work on copies of their buffers, which the graph may keep. Afterwards the buffers are back."""
+    """Inside, layers have copies of their buffers, which the graph may keep; afterwards they have the originals."""
     places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
     originals = [part._buffers[name] for part, name in places]
     copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}

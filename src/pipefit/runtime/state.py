@@ -1,7 +1,7 @@
-"""What training changes in a stage, by the names that the original module has for it.
+"""What training changes in a stage, under the names of the original module.
 
-Parameters, buffers and the optimizer's state belong to names, not to stages: what one plan has trained, another plan,
-with other stages on other devices, can take up.
+Parameters, buffers and the optimizer's state have names that do not depend on stages, so that another plan, with other
+stages on other devices, can continue the training.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pipefit.runtime.stage import StageRunner
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Parameters and buffers by name, for every parameter the tensors that its optimizer keeps, by their names, and its
-    float32 copy where the optimizer works on one.
+    """The state of stages, by names in the original module.
+
+    `tensors` has parameters and buffers; `optimizer` has for every parameter the optimizer's tensors, by their names
+    there; `master_weights` has the float32 copies of parameters.
     """
 
     tensors: Mapping[str, Tensor]
@@ -29,7 +31,7 @@ class StageState:
 
     @staticmethod
     def of(stages: Sequence[StageRunner]) -> StageState:
-        """The state of these stages; the tensors are theirs, not copies."""
+        """The state of these stages; the tensors are not copied."""
         tensors: dict[str, Tensor] = {}
         kept: dict[str, dict[str, Tensor]] = {}
         masters: dict[str, Tensor] = {}
@@ -47,11 +49,12 @@ class StageState:
         return StageState(tensors, kept, masters)
 
     def load_into(self, stages: Sequence[StageRunner]) -> None:
-        """Give these stages this state, whatever plan it was trained under. A parameter gets the value of its float32
-        copy, rounded to its own precision.
+        """Load this state into these stages, whatever plan it was trained under.
+
+        A parameter with a float32 copy gets that copy's value, rounded to its own precision.
 
         Raises:
-            UsageError: a tensor of theirs is missing here, or has another shape.
+            UsageError: a tensor of the stages is missing in this state, or has another shape.
         """
         values = {**self.tensors, **self.master_weights}
         for stage in stages:
@@ -77,5 +80,5 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of what an optimizer keeps: on the parameter's device, but for counters, which stay on the host."""
+    """A copy of an optimizer's tensor: on the parameter's device, except for counters, which stay on the host."""
     return value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)

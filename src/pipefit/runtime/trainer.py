@@ -1,4 +1,4 @@
-"""The trainer: a plan at work in the user's own training loop.
+"""The trainer: executes a plan in the user's own training loop.
 
     trainer = Trainer(task, plan)
     for batch in data:
@@ -48,15 +48,15 @@ from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 
 class Trainer:
-    """Trains `task` as `plan` says: this worker's stages, or in a single process all of them.
+    """Trains `task` by `plan`: the stages of this worker, or in a single process all stages.
 
     Args:
         task: what to train. A module that exists is trained in place; a factory is called after
             `torch.manual_seed(seed)`, so that every worker builds the same.
-        plan: made for this task, or for one of the same fingerprint.
+        plan: made for this task, or for one with the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
         timeout_seconds: how long a worker waits for another before it gives up.
-        accumulate: batches whose gradients are added up before an update.
+        accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
         on_action: called with the number of each action as it begins; for supervision.
 
@@ -92,9 +92,9 @@ class Trainer:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = lower(plan)
         transport: Transport = InProcess()
-        if self.distributed:  # first of all, while the workers are together: building may take one longer than another
+        if self.distributed:  # before building, which may take longer on one worker than on another
             transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
-        with recording("training"), torch.random.fork_rng(devices=[]):  # the caller's generator is not ours to seed
+        with recording("training"), torch.random.fork_rng(devices=[]):  # leaves the caller's generator as it is
             torch.manual_seed(seed_number(seed))
             training = replace(task, module=in_mode(task.build(), True))
             self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
@@ -123,17 +123,17 @@ class Trainer:
         ]
         own = {number: stage.layers for runner in self.runners for number, stage in runner.stages.items()}
         self.specializations = Specializations(task, plan, own, traced=chain.traced)
-        self.chain = replace(chain, layers=())  # other stages' layers are not this process's to keep
+        self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
-        A batch may be smaller than the plan's, as the last one of an epoch is. With `accumulate`, every so many batches
-        make one update. What parameters hold as gradients before the first of them is dropped, so that a step is that
-        of a plain loop which sets gradients to zero. A graph is recorded under `torch.no_grad()` too. Leaves torch's
-        random generators as they were: workers that draw their batches draw the same.
+        A batch may be smaller than the plan's, as the last one of an epoch often is. With `accumulate`, only
+        the last of so many batches makes an update. Gradients from before the first of them are dropped, as in a loop
+        that calls `zero_grad`. The step trains under `torch.no_grad()` too. It leaves torch's random generators as they
+        were, so that workers which draw their batches at random all draw the same.
 
         Raises:
             UsageError: the batch is larger than the plan's, unlike those the model was captured with, or waits for
@@ -159,7 +159,7 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
-        """The mean loss on `batch` without training: dropout is off, batch norm uses what it has learned."""
+        """The mean loss on `batch` without training: dropout is off, and batch norm uses its running statistics."""
         given = self._cut(pair(batch, "an evaluation takes"))
         with ExitStack() as stack:
             for stage in self.stages:
@@ -169,7 +169,7 @@ class Trainer:
 
     @property
     def trace(self) -> Trace:
-        """What this process has seen so far; devices of other workers are empty."""
+        """The trace of this process so far; devices of other workers are empty in it."""
         mine = {runner.number: runner for runner in self.runners}
         devices = tuple(
             mine[n].trace(device.memory_bytes)
@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def state(self) -> StageState:
-        """Everything that training has changed in this process's layers, by names in the original module."""
+        """All that training has changed in this process's layers, by names in the original module."""
         return StageState.of(list(self.stages))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class Trainer:
         return cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
 
     def _drop_gradients(self) -> None:
-        """Those of before the trainer, or of the caller's own backward between two steps, enter no update."""
+        """Drop gradients from before the step, such as the caller's own, which must not enter its update."""
         for stage in self.stages:
             for layer in stage.layers:
                 layer.module.zero_grad(set_to_none=True)
@@ -235,9 +235,9 @@ class Trainer:
         return self._mean_loss([size / samples for size in cut.sizes])
 
     def _mean_loss(self, weights: list[float]) -> float:
-        """The losses of the microbatches in their proportions, as the last stage saw them; on every worker.
+        """The weighted mean of the microbatches' losses, which the last stage has computed; on every worker.
 
-        With it, every worker learns the last step's peaks of all devices.
+        All devices' peaks of the last step are exchanged in the same message.
         """
         ranks = self.plan.ranks
         shared = torch.zeros(1 + len(ranks), dtype=torch.float64)
@@ -252,13 +252,15 @@ class Trainer:
             try:
                 dist.all_reduce(shared)
             except RuntimeError as error:
-                raise PeerLost(f"a worker did not tell its part ({str(error).splitlines()[0][:200]})") from error
+                raise PeerLost(
+                    f"a worker did not report its loss and peaks ({str(error).splitlines()[0][:200]})"
+                ) from error
         loss, *peaks = shared.tolist()
         self._peaks = {self.plan.stages[n[0]].device: int(peak) for n, peak in zip(ranks, peaks, strict=True)}
         return float(loss)
 
     def _report(self, loss: float, seconds: float, samples: int) -> StepReport:
-        """What callbacks are told."""
+        """The report for callbacks."""
         stage = next(self.stages)
         agreement = stage.agreement
         scale = None if agreement is None else agreement.scale
@@ -278,7 +280,7 @@ class Trainer:
 
 
 def backend_of(plan: Plan) -> str:
-    """What the workers of a plan talk over.
+    """The backend of `torch.distributed` for the workers of a plan.
 
     Raises:
         UsageError: the plan is for GPUs, and this machine has none.
@@ -294,7 +296,7 @@ def backend_of(plan: Plan) -> str:
 
 
 def _distributed(plan: Plan, timeout_seconds: float) -> bool:
-    """Whether this process is one of several workers; joins them when a launcher says so."""
+    """Whether this process is one of several workers; joins their process group if a launcher has set one up."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(backend_of(plan), timeout=timedelta(seconds=timeout_seconds))
         atexit.register(_part)
@@ -309,7 +311,7 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
 
 
 def _part() -> None:
-    """Leave the group that the trainer joined: the threads of one that is left to the exit may abort the process."""
+    """Leave the process group that the trainer joined, whose threads may otherwise abort the process at its exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

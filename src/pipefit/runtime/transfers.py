@@ -1,7 +1,7 @@
-"""What a device has under way in the background: started by one action, joined by another, for whatever travels.
+"""The transfers of a device that run in the background: one action starts each, and another one joins it.
 
-Messages and collectives go through a `Transport`; all of them are started, asked for, joined and abandoned alike. What
-is under way belongs to nobody else: with the join it is handed on or freed.
+Messages and collectives go through a `Transport` and are handled alike. As long as a transfer runs, its tensors are
+held here alone; the join returns them, so that they are freed if nobody uses them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Transfers:
         self._waiting: dict[Action, list[Tensor]] = {}
 
     def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
-        """Tensors that `action` will send, once it is its turn."""
+        """Keep tensors that `action` will send."""
         self._waiting[action] = tensors
 
     def send(self, action: Action, peer: int, values: Sequence[Value]) -> None:
-        """Begin to send what was handed over to device `peer`, which allocates `values`.
+        """Begin to send the tensors of `action` to device `peer`, which has allocated memory for `values`.
 
         Raises:
-            UsageError: what was handed over has other shapes or dtypes.
+            UsageError: the tensors have other shapes or dtypes.
         """
         tensors = self._waiting.pop(action)
         sent = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
@@ -58,13 +58,13 @@ class Transfers:
         return self._transport.ready(self._under_way[join.start][1])
 
     def join(self, join: Action) -> list[Tensor]:
-        """Return when the transfer is complete; what travelled."""
+        """Wait for the end of a transfer; its tensors."""
         tensors, handle = self._under_way.pop(join.start)
         self._transport.join(join, handle)
         return tensors
 
     def abandon(self) -> None:
-        """Forget what is under way: a step has failed, and its messages must not reach the next one."""
+        """Drop all transfers after a step has failed: its messages must not reach the next one."""
         self._transport.abandon()
         self._under_way.clear()
         self._waiting.clear()

@@ -1,7 +1,7 @@
-"""How boundary tensors travel: between processes over `torch.distributed`, or inside one process.
+"""Transports: how boundary tensors travel, between processes over `torch.distributed` or inside one process.
 
-A transport starts a transfer and answers with a handle; `ready` tells whether joining it would block, `join` waits. The
-receiver allocates its buffers before the transfer starts, the sender keeps its own until it has joined.
+A transport starts a transfer and returns a handle; `ready` says whether joining it would block, and `join` waits for
+its end. A receiver allocates its buffers before it starts; a sender keeps its tensors until it has joined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipefit.program import SENDS, Action, Kind, Placement, Program, message_par
 
 
 class Transport(Protocol):
-    """What a device reader needs of the network."""
+    """What a `DeviceRunner` needs in order to exchange tensors with others."""
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> Any:
         """Begin to send `tensors` to device `peer`, or to receive them from it; a handle to join."""
@@ -38,12 +38,12 @@ class Transport(Protocol):
         """Return when the transfer is complete."""
 
     def abandon(self) -> None:
-        """Forget what is under way: a step has failed, and its messages must not reach the next one."""
+        """Drop all transfers after a step has failed: its messages must not reach the next one."""
 
 
 @dataclass(slots=True)
 class _Message:
-    """A message inside one process: two ends that must meet, then a copy."""
+    """A message inside one process: when both ends have started, it is copied."""
 
     sent: list[Tensor] | None = None
     buffers: list[Tensor] | None = None
@@ -59,7 +59,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Sum:
-    """A collective inside one process: what every stage contributes, added up in the order of the stages."""
+    """A collective inside one process: the tensors of all stages are added up in the order of the stages."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
     done: bool = False
@@ -164,14 +164,14 @@ class Network:
         return None
 
     def abandon(self) -> None:
-        """Forget the messages inside; a worker whose step failed ends, and its connections with it."""
+        """Drop the messages inside the device; a worker whose step failed ends, and its connections with it."""
         self.inside.abandon()
 
-    def greet(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Send one number through every channel and group, in one order on all workers.
 
-        NCCL makes a communicator with its first operation, and the process waits there for the other end. In the
-        middle of a step that other end may wait for us.
+        NCCL makes a communicator at its first operation, and then the process waits for the other end. In the middle of
+        a step, the other end may be waiting for this process.
         """
         mine, number = dist.get_rank(), torch.zeros(1, device=device)
         for name, group in self.channels.items():
@@ -205,8 +205,8 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     if on_gpu:
         _check_queues()
     workers = {plan.stages[stages[0]].device: number for number, stages in enumerate(plan.ranks)}
-    # NCCL counts from the start of a message, not from its join, and ends the process that waits, not the one that is
-    # to blame: there its own default of ten minutes stands, and the launcher finds the culprit before.
+    # NCCL's timeout runs from the start of a message, not from its join, and ends the process that waits, not the one
+    # that hangs. So on GPUs its default of ten minutes stays; the launcher finds the process that hangs earlier.
     patience = None if on_gpu else timeout
 
     def group(devices: Iterable[int]) -> dist.ProcessGroup:
@@ -222,14 +222,14 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
             channels={name: group((name.source, name.target)) for name in channels(program)},
             groups={stages: group(plan.stages[stage].device for stage in stages) for stages in _members(plan)},
         )
-        network.greet(device)
+        network.warm_up(device)
     except RuntimeError as error:
         raise PeerLost(f"the workers did not find each other ({_first_line(error)})") from error
     return network
 
 
 def _members(plan: Plan) -> dict[tuple[int, ...], None]:
-    """The sets of stages that add something up: gradients of shared parameters, and what all agree on.
+    """The sets of stages that add tensors up: gradients of shared parameters, and vectors of the agreement.
 
     Raises:
         UsageError: two of them are on one device.
@@ -247,7 +247,7 @@ def _members(plan: Plan) -> dict[tuple[int, ...], None]:
 
 
 def _check_queues() -> None:
-    """Messages and computations of a GPU must not share one queue: a receive that waits would block what it waits for.
+    """Check that a GPU's messages and computations do not share one queue, in which a receive could block its sender.
 
     Raises:
         UsageError: the environment says that they do.

@@ -1,4 +1,4 @@
-"""The gauge: a meter that also counts work, and notes when a backward releases the inputs it was given."""
+"""A meter of one pass of a layer, which also counts the work, and sees when a backward releases its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipefit.trace import CATEGORIES, Category
 
 _WORKSPACE = CATEGORIES.index(Category.WORKSPACE)
 
-# They allocate, or ask a fake tensor where it is, and touch no memory.
+# These operations only allocate, or ask a fake tensor for its device; they move no bytes.
 _MOVE_NOTHING = frozenset(
     {
         torch.ops.prim.device.default,
@@ -29,8 +29,8 @@ _MOVE_NOTHING = frozenset(
 )
 
 
-class Gauge(Meter):  # type: ignore[no-untyped-call]
-    """Measures one pass of one layer: peak and spans above the level at which it began, and its work."""
+class PassMeter(Meter):  # type: ignore[no-untyped-call]
+    """Measures one pass of one layer: its peak and spans, above the level at its start, and its work."""
 
     def __init__(self, kernels: Kernels | None) -> None:
         super().__init__(device=0, kernels=kernels)
@@ -45,7 +45,7 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
         return [self._track(tensor) for tensor in tensors]
 
     def start(self, inputs: Sequence[Tracked] = ()) -> None:
-        """A pass begins. Of the `inputs` that still live it will note when each is released."""
+        """Begin a pass, and watch when each of the `inputs` that still exist is released."""
         self.begin("pass")
         self._base = self.total
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
@@ -54,17 +54,17 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level of the pass so far, above its beginning."""
+        """The peak of the pass so far, above its start."""
         return self._peak - self._base
 
     @property
     def workspace_bytes(self) -> int:
-        """How much of that peak a kernel took for itself."""
+        """The bytes of that peak that are the workspace of a kernel."""
         return self._peak_bytes[_WORKSPACE]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The pass cut where it released inputs; a span no higher than an earlier one says nothing and is left out."""
+        """The pass, divided where it released inputs. A span that is no higher than an earlier one is left out."""
         kept: list[Span] = []
         for span in (*self._spans, self._span()):
             if not kept or span.peak_bytes > max(s.peak_bytes for s in kept):
@@ -73,7 +73,7 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
 
     @property
     def work(self) -> Work:
-        """What the pass computed so far."""
+        """The work of the pass so far."""
         return Work(flops=self._flops, moved_bytes=self._moved)
 
     def __torch_dispatch__(
@@ -98,7 +98,7 @@ class Gauge(Meter):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def _span(self) -> Span:
-        """The span since the last release: its peak, were all inputs kept."""
+        """The span since the last release, with the peak that it would have if all inputs had been kept."""
         gone = sum(nbytes for _, nbytes in self._released)
         return Span(
             peak_bytes=self._peak - self._base + gone,

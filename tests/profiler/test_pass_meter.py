@@ -1,10 +1,10 @@
-"""The gauge: peaks and spans above the start of a pass, and its work."""
+"""The meter: peaks and spans above the start of a pass, and its work."""
 
 from __future__ import annotations
 
 import torch
 
-from pipefit.profiler.gauge import Gauge, dtype_name
+from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import Span, Work
 
 KIB = 256  # floats in a KiB
@@ -12,30 +12,30 @@ KIB = 256  # floats in a KiB
 
 def test_peaks_are_above_the_start_of_the_pass() -> None:
     """What existed before a pass is no part of its peak, what it frees again is."""
-    with Gauge(None) as gauge:
+    with PassMeter(None) as meter:
         before = torch.empty(4 * KIB)
-        gauge.start()
+        meter.start()
         x = torch.empty(2 * KIB)
         del x
         y = torch.empty(KIB)
-        assert gauge.peak_bytes == 2048
-        gauge.start()
-        assert gauge.peak_bytes == 0
+        assert meter.peak_bytes == 2048
+        meter.start()
+        assert meter.peak_bytes == 0
         del before, y
 
 
 def test_a_pass_is_cut_where_inputs_are_released() -> None:
     """Each span has its peak, as if no input had gone, and the inputs that had gone before it."""
-    with Gauge(None) as gauge:
+    with PassMeter(None) as meter:
         inputs = [torch.empty(KIB), torch.empty(2 * KIB), torch.empty(4 * KIB)]
-        watched = gauge.storages(inputs)
-        gauge.start(watched)
+        watched = meter.storages(inputs)
+        meter.start(watched)
         kept = [torch.empty(KIB)]
         inputs[1] = kept[0]
         kept.append(torch.empty(4 * KIB))
         inputs[0] = kept[0]
         kept.append(torch.empty(8 * KIB))
-        assert gauge.spans == (
+        assert meter.spans == (
             Span(peak_bytes=1024),
             Span(peak_bytes=5 * 1024, released=(1,)),
             Span(peak_bytes=13 * 1024, released=(1, 0)),
@@ -44,39 +44,39 @@ def test_a_pass_is_cut_where_inputs_are_released() -> None:
 
 def test_a_span_no_higher_than_an_earlier_one_is_left_out() -> None:
     """Once inputs are gone a lower level says nothing: the peak before binds whoever else holds them."""
-    with Gauge(None) as gauge:
+    with PassMeter(None) as meter:
         inputs = [torch.empty(KIB)]
-        gauge.start(gauge.storages(inputs))
+        meter.start(meter.storages(inputs))
         high = torch.empty(8 * KIB)
         del high
         inputs.clear()
         torch.empty(KIB)
-        assert gauge.spans == (Span(peak_bytes=8 * 1024),)
+        assert meter.spans == (Span(peak_bytes=8 * 1024),)
 
 
 def test_an_input_that_was_gone_before_is_not_watched() -> None:
     """Storages that died before the pass began release nothing in it."""
-    with Gauge(None) as gauge:
+    with PassMeter(None) as meter:
         inputs = [torch.empty(KIB), torch.empty(KIB)]
-        watched = gauge.storages(inputs)
+        watched = meter.storages(inputs)
         del inputs[0]
-        gauge.start(watched)
+        meter.start(watched)
         del inputs[0]
         torch.empty(8 * KIB)
-        assert gauge.spans[-1].released == (1,)
+        assert meter.spans[-1].released == (1,)
 
 
 def test_work_counts_products_and_bytes_moved() -> None:
     """A product of m x k and k x n is 2 m n k operations; operations move what they read and write, views nothing."""
-    with Gauge(None) as gauge:
+    with PassMeter(None) as meter:
         x, weight = torch.empty(3, 5), torch.empty(5, 7)
-        gauge.start()
+        meter.start()
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
-        assert gauge.work == Work(flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21))
-        gauge.start()
+        assert meter.work == Work(flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21))
+        meter.start()
         torch.empty_like(y)
-        assert gauge.work == Work(flops=0, moved_bytes=0)
+        assert meter.work == Work(flops=0, moved_bytes=0)
 
 
 def test_dtypes_have_short_names() -> None:
