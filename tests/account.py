@@ -32,9 +32,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pipefit.actions import Action, Kind, Subject
 from pipefit.plans import Plan
 from pipefit.profiles import LayerCost, Measurement, Origin, SharedParameter, Span, Value
-from pipefit.program import Action, Kind, Program, Subject
+from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.trace import Category
 

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from pipefit.actions import parse_action
 from pipefit.plans import Plan
-from pipefit.program import parse_action
 from pipefit.runtime.transport import connect
 from pipefit.schedule import lower
 

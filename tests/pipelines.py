@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from made_up import hostile, layer, measurement, profile, value, work
+from pipefit.actions import Action, Kind, Subject
 from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Grid, Plan, Stage
 from pipefit.profiles import GradientOrigin, LayerCost, ModelProfile, Origin, Span, Value
-from pipefit.program import Action, Kind, Program, Subject
+from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from account import Device, StageAccount
+from pipefit.actions import Action, Kind
 from pipefit.profiles import Measurement
-from pipefit.program import Action, Kind
 from pipefit.trace import Category
 
 

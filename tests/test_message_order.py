@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_oracle import by_direction, by_pair, by_tag, outcome
+from pipefit.actions import Action, Placement, parse_action
 from pipefit.errors import UsageError
 from pipefit.message_order import Channel, channel, channels, check_order
-from pipefit.program import Action, Placement, Program, parse_action, parse_program
+from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower, lower_evaluation
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipelines import equal_profile, make_plan

@@ -6,19 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipefit.actions import Action, Bundle, Kind, Subject, message_end, message_partner, parse_action
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind, Place, Share, parse_place
-from pipefit.program import (
-    Action,
-    Bundle,
-    Kind,
-    Program,
-    Subject,
-    message_end,
-    message_partner,
-    parse_action,
-    parse_program,
-)
+from pipefit.program import Program, parse_program
 from pipefit.schedule import lower
 from pipelines import equal_profile, make_plan, offload_all
 

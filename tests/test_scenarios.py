@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from pipefit.actions import parse_action
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Grid, Plan, Run, SavedTensors, Stage, What
 from pipefit.profiles import Origin, SavedTensor
-from pipefit.program import Program, parse_action, parse_program
+from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate

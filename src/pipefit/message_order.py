@@ -26,8 +26,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Kind, Placement, message_end, message_partner
 from pipefit.errors import UsageError
-from pipefit.program import COLLECTIVE, MESSAGES, SENDS, Action, Kind, Placement, message_end, message_partner
 
 if TYPE_CHECKING:
     from pipefit.program import Program

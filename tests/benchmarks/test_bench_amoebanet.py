@@ -27,10 +27,10 @@ from bench_amoebanet import (
     summary_table,
 )
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
+from pipefit.actions import Kind
 from pipefit.capture import Task
 from pipefit.files import load_cluster
 from pipefit.fit.growth import with_memory
-from pipefit.program import Kind
 from pipefit.runtime import certify
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute

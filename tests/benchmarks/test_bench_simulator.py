@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 import bench_simulator as bench
+from pipefit.actions import Action, Bundle, Kind
 from pipefit.plans import Plan
-from pipefit.program import Action, Bundle, Kind, Program
+from pipefit.program import Program
 
 MICROBATCHES = 3
 

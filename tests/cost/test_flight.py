@@ -8,13 +8,13 @@ from random import Random
 import pytest
 
 from made_up import hostile, layer, measurement, value
+from pipefit.actions import parse_action
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.profiles import Measurement, Origin, SharedParameter, Span
-from pipefit.program import parse_action
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"

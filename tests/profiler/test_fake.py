@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipefit.actions import parse_action
 from pipefit.capture import Task
 from pipefit.cost.flight import Flights
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.profiles import LayerCost, ModelProfile, Origin, Target, Work
-from pipefit.program import parse_action
 from pipefit.zoo import build
 from tiny import task_of
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipefit.actions import parse_action
 from pipefit.errors import UsageError
 from pipefit.profiles import Value
-from pipefit.program import parse_action
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import InProcess
 

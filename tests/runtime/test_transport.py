@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from network_workers import talk, what_is_sent
+from pipefit.actions import parse_action
 from pipefit.errors import PeerLost, UsageError
 from pipefit.message_order import Channel
 from pipefit.plans import Grid, Stage
-from pipefit.program import parse_action
 from pipefit.runtime.transport import InProcess, Network, connect
 from pipefit.schedule import lower
 from pipefit.training import Training

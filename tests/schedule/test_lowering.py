@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from made_up import plain, plan_of, training
+from pipefit.actions import COMPUTE, Kind
 from pipefit.plans import Decision, Plan, Run, What
 from pipefit.profiles import SharedParameter
-from pipefit.program import COMPUTE, Kind
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from made_up import layer, measurement, profile, value
+from pipefit.actions import parse_action
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Microbatches, Plan, Run, SavedTensors, State, What
 from pipefit.profiles import ModelProfile, SharedParameter
-from pipefit.program import parse_action
 from pipefit.schedule import lower, schedule_named
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import bundles_of, copied

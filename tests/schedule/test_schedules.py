@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from pipefit.actions import Kind
 from pipefit.errors import UsageError
 from pipefit.plans import Grid
-from pipefit.program import Kind, parse_program
+from pipefit.program import parse_program
 from pipefit.schedule import SCHEDULES, Compute, lower, schedule_named
 from pipefit.schedule.order import computes
 from pipefit.simulator import Simulation

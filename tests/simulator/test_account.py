@@ -11,11 +11,12 @@ import pytest
 
 from account import Account, Sample, peaks
 from made_up import any_plan, any_round, any_runs, any_training, hostile, small_first
+from pipefit.actions import Action, Kind, Subject
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiles import Origin
-from pipefit.program import Action, Kind, Program, Subject, parse_program
+from pipefit.program import Program, parse_program
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation
 from pipefit.trace import Category, MemorySample

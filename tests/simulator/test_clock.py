@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipefit.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
 from pipefit.cluster import Cluster, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
-from pipefit.program import COPIES, MESSAGES, SENDS, Action, Kind, Program, message_partner, parse_program
+from pipefit.program import Program, parse_program
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Stream

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipefit.actions import Action, Kind
 from pipefit.cost.effects import effect
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, SavedTensors, What
-from pipefit.program import Action, Kind, Program, parse_program
+from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
 from pipefit.simulator import Costs, Simulation, simulate

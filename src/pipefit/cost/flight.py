@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
 from pipefit.cost.passes import Forward, Working, buffer_copies, copy_inputs, run_backward, run_forward
 from pipefit.cost.residency import AGAIN, Away, Piece, Residency, begin
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.program import Action, Kind, Subject
 
 Answer = tuple[Residency, Effect | None]
 _Handler = Callable[["_Step"], Answer]

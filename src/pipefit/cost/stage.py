@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+from pipefit.actions import Action, Kind
 from pipefit.cluster import DeviceKind
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
@@ -12,7 +13,6 @@ from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.program import Action, Kind
 from pipefit.training import Training
 
 

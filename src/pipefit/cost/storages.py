@@ -17,10 +17,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipefit.actions import Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
-from pipefit.program import Subject
 
 
 class LayerStorages(NamedTuple):

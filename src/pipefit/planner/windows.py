@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.actions import Kind
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.question import Question
-from pipefit.program import Kind
 
 Floats = NDArray[np.float64]
 

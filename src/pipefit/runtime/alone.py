@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipefit.actions import Action, Kind
 from pipefit.capture import Chain, capture
 from pipefit.capture.caller import apart, recording
 from pipefit.capture.sample import in_mode, pair, sample
@@ -19,7 +20,6 @@ from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
-from pipefit.program import Action, Kind
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.plan_check import check_model

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipefit.program import Action, Kind, Program
+from pipefit.actions import Action, Kind
+from pipefit.program import Program
 from pipefit.trace import MemorySample
 
 Path = tuple[object, ...]  # the actions of one microbatch on one stage, without its number

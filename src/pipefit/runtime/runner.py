@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Subject
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.profiles import Value
-from pipefit.program import COMPUTE, RECEIVES, SENDS, Action, Kind, Program, Subject
+from pipefit.program import Program
 from pipefit.runtime.flight import Flight
 from pipefit.runtime.record import Record
 from pipefit.runtime.specializations import Specialization, boundaries

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from pipefit.actions import Action
 from pipefit.errors import UsageError
 from pipefit.profiles import Value
-from pipefit.program import Action
 from pipefit.runtime.transport import Transport
 
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipefit.actions import SENDS, Action, Kind, Placement, message_partner
 from pipefit.errors import PeerLost, UsageError
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
-from pipefit.program import SENDS, Action, Kind, Placement, Program, message_partner
+from pipefit.program import Program
 
 
 class Transport(Protocol):

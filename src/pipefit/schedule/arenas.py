@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pipefit.actions import COPIES, Action, Kind
 from pipefit.places import MemberKind
-from pipefit.program import COPIES, Action, Kind
 
 
 class Arena(NamedTuple):

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.plans import Plan
-from pipefit.program import FORWARDS, Action, Kind
 from pipefit.schedule.order import Order
 
 

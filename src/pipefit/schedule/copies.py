@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
+from pipefit.actions import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.plans import Decision, Plan, SavedTensors, What
-from pipefit.program import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
 
 Bundles = tuple[tuple[Subject, ...], ...]
 

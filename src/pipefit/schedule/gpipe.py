@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.program import Kind
+from pipefit.actions import Kind
 from pipefit.schedule.order import Compute
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipefit.actions import Action, Kind, Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Action, Kind, Program, Subject
+from pipefit.program import Program
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import Bundles, bundles_of, copied
 from pipefit.schedule.gpipe import gpipe, torchgpipe

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.actions import Kind
 from pipefit.errors import UsageError
-from pipefit.program import Kind
 from pipefit.schedule.order import Compute
 
 

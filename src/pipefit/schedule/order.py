@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from pipefit.actions import Action, Kind
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Action, Kind
 
 
 class Compute(NamedTuple):

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from pipefit.actions import COLLECTIVE, COPIES, Action, Kind, Subject
 from pipefit.cost.effects import Effect
 from pipefit.cost.residency import Residency
 from pipefit.cost.stage import StageCost
 from pipefit.errors import UsageError
-from pipefit.program import COLLECTIVE, COPIES, Action, Kind, Program, Subject
+from pipefit.program import Program
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 
+from pipefit.actions import Action
 from pipefit.cost.stage import Costs
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Action, Program
+from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.schedule.arenas import Arena, arenas
 from pipefit.simulator.clock import Clock

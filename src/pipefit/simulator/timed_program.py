@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Bundle, Kind, Subject
 from pipefit.cluster import Cluster
 from pipefit.cost.stage import StageCost
 from pipefit.cost.storages import gradient_bytes
 from pipefit.errors import UsageError
 from pipefit.places import Member, Place
-from pipefit.program import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Bundle, Kind, Program, Subject
+from pipefit.program import Program
 
 NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
 

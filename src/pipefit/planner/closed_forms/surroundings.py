@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from pipefit.program import Action, Kind
+from pipefit.actions import Action, Kind
 from pipefit.schedule import schedule_named
 from pipefit.schedule.communication import answers
 from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
