@@ -79,7 +79,7 @@ MOVED = (
 
 def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), schedule: str = "1f1b") -> Plan:
     """A plan with everything a plan can have."""
-    plan = make_plan(random_profile(layers, seed), split, schedule=schedule, decisions=DECISIONS)
+    plan = make_plan(random_profile(layers, seed, shared=0), split, schedule=schedule, decisions=DECISIONS)
     made_by = Provenance(
         planner="hand",
         options={"a": 1, "b": 0.1, "c": True, "d": "x"},
