@@ -306,7 +306,7 @@ def test_profiles_by_training_runs_leave_the_module_as_it_was() -> None:
     plan = plan_of(task, [2, 3])
     before = whole_state(module)
     train_once(task, plan)
-    LoneStages(task, 2).train(plan, 1, device=torch.device("cpu"), meter=Meter(0, threads=1))
+    LoneStages(task, 2).train(plan, 1, device=torch.device("cpu"), meter=Meter(0))
     assert whole_state(module) == before
 
 
