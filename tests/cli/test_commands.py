@@ -18,6 +18,7 @@ from pipefit.planner import PLANNERS
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule import SCHEDULES, lower
+from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
 from pipelines import make_plan, random_profile
@@ -67,11 +68,14 @@ def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.Capt
 
 
 def test_planning_takes_how_the_model_is_trained(here: Path) -> None:
-    """`plan --recompute` and `--clip-norm` reach the training of the plan."""
+    """`plan --recompute` becomes decisions of the plan, and `--clip-norm` reaches its training."""
     line = "plan profile.json --cluster emulated:2x1GiB --batch-size 4 --recompute except_last --clip-norm 0.5"
     assert main([*line.split(), "-o", "mine.json"]) == 0
-    training = load("mine.json", Plan).training
-    assert (training.recompute, training.clip_norm, training.batch_size) == ("except_last", 0.5, 4)
+    made = load("mine.json", Plan)
+    assert (made.training.clip_norm, made.training.batch_size) == (0.5, 4)
+    count = made.training.microbatches
+    expected = whole_stages(made.stages, "except_last", made.training.schedule, count)
+    assert made.decisions == expected != ()
 
 
 def test_simulating_saves_the_trace_of_the_simulator(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
