@@ -143,8 +143,8 @@ def test_gradients_equal_plain_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_exact(name: str) -> None:
-    """The dry run's peaks are the allocator's own, to the byte. Predictions are too, but where layers of a stage share a
-    parameter or hand on gradients of another layout: there they are bounds, at most a sixteenth too high.
+    """The dry run's peaks are the allocator's own, to the byte. Predictions are too, but where layers of a stage share
+    a parameter or hand on gradients of another layout: there they are bounds, at most a sixteenth too high.
     """
     found = list(accounts(plan_for(task_of(name), Random(name), name=name)))
     assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found], found[0].case
