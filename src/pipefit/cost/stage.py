@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from pipefit.actions import Action, Kind
+from pipefit.actions import Action, Kind, Subject
 from pipefit.cluster import DeviceKind
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
@@ -40,8 +40,8 @@ class StageCost:
         """Bytes that every member of a collective contributes: of a REDUCE, a shared parameter's gradient."""
         shared = self.storages.measurement.shared
         subject = action.subject
-        if action.kind is Kind.REDUCE and subject is not None and not isinstance(subject, int):
-            return shared[subject[0]].gradient_bytes
+        if action.kind is Kind.REDUCE and isinstance(subject, Subject):
+            return shared[subject.layer].gradient_bytes
         return 0
 
 
