@@ -11,8 +11,9 @@ The truth is the dry run: no run of this size is possible here. A device's memor
 and of its own actions, so a stage's peak is looked up by its place: first layer, stop, and what its program does (under
 GPipe: the first stage's, the last one's, or one of those between). Splits are dry-run until every place that occurs in
 any split was in one, chosen greedily; the peaks of the others are composed. A random sample is dry-run wholly, too, and
-compared. The additive predictor's incremental runs are read from the dry runs. They follow the CPU's kernels, scratch
-memory included, which real runs can check; `--target cuda` follows those of CUDA.
+compared. The additive predictor's incremental runs are read from the dry runs. They follow the kernels of CUDA, as the
+paper's GPUs would; `--target cpu` follows this machine's, but what the largest of them take inside is not measured.
+`--truth simulator` has the simulator in place of all dry runs but those of the sample, in minutes.
 
 For real, at a reduced size: random splits are trained, and the CPU allocator's own events compared with the dry run,
 with our simulator and with the additive predictor, whose incremental runs are real there.
@@ -21,9 +22,10 @@ Then each partitioner's split, with its true peak and simulated throughput; torc
 so it varies from run to run. The last two are those that the paper prints.
 
     PYTHONPATH=src python benchmarks/bench_vgg.py [--recompute never except_last always except_one]
-        [--real 60] [--whole 30] [--samples 92] [--target cpu] [--processes 2] [--seed 0] [--json FILE]
+        [--truth "dry run"] [--real 60] [--whole 30] [--samples 92] [--target cuda] [--processes 2] [--seed 0]
+        [--json FILE]
 
-Ten to fifteen minutes on two cores.
+Half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -122,11 +124,14 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One way of recomputing. Of the splits `run_wholly`, `composed_equal` have the peaks composed for them."""
+    """One way of recomputing. The true peaks of all splits are composed from those of some, by the `truth`; of the
+    splits dry-run wholly, so many have the peaks composed for them.
+    """
 
     recompute: Recompute
+    truth: str
     splits: int
-    dry_runs: int
+    composed_from: int
     run_wholly: int
     composed_equal: int
     errors: dict[str, Errors]  # by predictor
@@ -190,9 +195,19 @@ def dry_run(setting: Setting, edges: Edges) -> Peaks:
     return certify(setting.task, plan_at(setting, edges)).peak_bytes
 
 
-def dry_runs(setting: Setting, splits: Sequence[Edges], each: Each = map) -> dict[Edges, Peaks]:
+def simulated(setting: Setting, edges: Edges) -> Peaks:
+    """The same by the simulator, in a hundredth of the time."""
+    return outcome(setting, edges).peak_bytes
+
+
+TRUTHS: dict[str, Callable[[Setting, Edges], Peaks]] = {"dry run": dry_run, "simulator": simulated}
+
+
+def runs_of(
+    setting: Setting, splits: Sequence[Edges], each: Each = map, *, truth: str = "dry run"
+) -> dict[Edges, Peaks]:
     """The peaks of all these splits."""
-    return dict(zip(splits, each(partial(dry_run, setting), splits), strict=True))
+    return dict(zip(splits, each(partial(TRUTHS[truth], setting), splits), strict=True))
 
 
 def composed(setting: Setting, runs: Mapping[Edges, Peaks]) -> dict[Edges, Peaks]:
@@ -248,15 +263,22 @@ def standing(edges: Edges, true: Mapping[Edges, Peaks]) -> Standing:
 
 
 def compare(
-    setting: Setting, timed: TorchgpipeSplits, *, others: Mapping[str, Edges], whole: int, seed: int, each: Each = map
+    setting: Setting,
+    timed: TorchgpipeSplits,
+    *,
+    others: Mapping[str, Edges],
+    whole: int,
+    seed: int,
+    truth: str = "dry run",
+    each: Each = map,
 ) -> Comparison:
-    """Both predictors against the truth, `whole` splits of which are dry-run again, and all partitioners: those that
+    """Both predictors against the `truth`, `whole` splits of which are dry-run wholly, and all partitioners: those that
     plan here, torchgpipe as `timed`, and the splits of `others`.
     """
     began = time.perf_counter()
-    runs = dry_runs(setting, covering(setting), each)
+    runs = runs_of(setting, covering(setting), each, truth=truth)
     true = composed(setting, runs)
-    again = dry_runs(setting, Random(seed).sample([*true], whole), each)
+    again = runs_of(setting, Random(seed).sample([*true], whole), each)
     predictors: dict[str, Predictor] = {
         "additive": additive_costs(setting, lambda plan: true[0, *(stage.stop for stage in plan.stages)]),
         "ours": true_peaks(setting.profile, setting.training, stages=setting.devices, recompute=setting.recompute),
@@ -265,8 +287,9 @@ def compare(
     splits = {name: split(setting) for name, split in splitters(lambda _: timed).items()} | dict(others)
     return Comparison(
         recompute=setting.recompute,
+        truth=truth,
         splits=len(true),
-        dry_runs=len(runs),
+        composed_from=len(runs),
         run_wholly=len(again),
         composed_equal=sum(true[edges] == peaks for edges, peaks in again.items()),
         errors={name: errors(predicted(says, true), [*true.values()]) for name, says in predictors.items()},
@@ -290,7 +313,7 @@ def real_runs(setting: Setting, count: int, *, seed: int, each: Each = map) -> R
     said = {
         "additive": predicted(additive_costs(setting), sample),
         "ours": [outcome(setting, edges).peak_bytes for edges in sample],
-        "dry run": [*dry_runs(setting, sample, each).values()],
+        "dry run": [*runs_of(setting, sample, each).values()],
     }
     true = list(each(partial(allocated, setting), sample))
     return RealRuns(
@@ -314,7 +337,7 @@ def show_comparison(found: Comparison) -> None:
     """Print both tables."""
     show(
         f"Recompute {found.recompute}, schedule {SCHEDULES[found.recompute]}: {found.splits} splits composed from "
-        f"{found.dry_runs} dry runs, equal in {found.composed_equal} of {found.run_wholly} dry-run wholly "
+        f"{found.composed_from} by {found.truth}, equal in {found.composed_equal} of {found.run_wholly} dry-run wholly "
         f"({found.seconds:.0f} s)",
         ("predictor", *ERRORS, *STANDING),
         ((name, *one.cells, *found.chosen[name].cells) for name, one in found.errors.items()),
@@ -343,8 +366,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--recompute", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
     parser.add_argument("--real", type=int, default=60, help="splits to train for real, for each way of recomputing")
     parser.add_argument("--whole", type=int, default=30, help="splits to dry-run wholly, to check the composed ones")
+    parser.add_argument("--truth", choices=TRUTHS, default="dry run", help="whose peaks are the true ones")
     parser.add_argument("--samples", type=int, default=MICROBATCH, help="that torchgpipe times the layers with")
-    parser.add_argument("--target", choices=get_args(Target), default="cpu", help="whose kernels the dry run follows")
+    parser.add_argument("--target", choices=get_args(Target), default="cuda", help="whose kernels the dry run follows")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything here, with the machine")
@@ -362,18 +386,20 @@ def main() -> None:
         given = {"seed": options.seed, "each": partial(pool.map, chunksize=4)}
         for recompute in options.recompute:
             paper = setting_of(vgg11(), titan, recompute, (MICROBATCHES, MICROBATCH), options.target)
-            compared.append(compare(paper, timed, others=PUBLISHED, whole=options.whole, **given))
+            compared.append(compare(paper, timed, others=PUBLISHED, whole=options.whole, truth=options.truth, **given))
             show_comparison(compared[-1])
+            write(options, compared, real)
         for recompute in options.recompute if options.real else ():
             small = setting_of(vgg11(**REDUCED), room, recompute, (MICROBATCHES, REDUCED_MICROBATCH))
             real.append(real_runs(small, options.real, **given))
             show_real(real[-1])
-    if options.json is not None:
-        write(options, compared, real)
+            write(options, compared, real)
 
 
 def write(options: argparse.Namespace, compared: Iterable[Comparison], real: Iterable[RealRuns]) -> None:
-    """Everything that was found, as JSON."""
+    """Everything that was found by now, as JSON where one was asked for."""
+    if options.json is None:
+        return
     document = {
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         "machine": machine(),

@@ -56,7 +56,7 @@ def setting(recompute: Recompute) -> Setting:
 @cache
 def truth(recompute: Recompute) -> dict[bench.Edges, bench.Peaks]:
     """The composed peaks of all splits."""
-    return bench.composed(setting(recompute), bench.dry_runs(setting(recompute), bench.covering(setting(recompute))))
+    return bench.composed(setting(recompute), bench.runs_of(setting(recompute), bench.covering(setting(recompute))))
 
 
 @cache
@@ -85,6 +85,13 @@ def test_composed_peaks_are_those_of_real_training(recompute: Recompute) -> None
     """On every device, by the allocator's own events, in splits drawn at random."""
     for edges in Random(0).sample([*truth(recompute)], 2):
         assert truth(recompute)[edges] == bench.allocated(setting(recompute), edges)
+
+
+@pytest.mark.parametrize("recompute", WAYS)
+def test_simulated_peaks_compose_to_those_of_dry_runs(recompute: Recompute) -> None:
+    """Of every split, on every device, to the byte: the quick truth is the slow one."""
+    own = setting(recompute)
+    assert bench.composed(own, bench.runs_of(own, bench.covering(own), truth="simulator")) == truth(recompute)
 
 
 def test_every_place_of_any_split_is_in_a_split_that_is_run() -> None:
