@@ -187,6 +187,7 @@ def _subject(layer: str | None, what: str | None, bundle: str | None) -> Subject
 
 
 Placement = tuple[tuple[int, ...], ...]  # the devices of every stage
+Actions = tuple[tuple[Action, ...], ...]  # the actions of every device, in their order
 End = tuple[bool, int, int | None, tuple[int, int] | None, int, int]  # forward?, into stage, microbatch, rows, from, to
 
 

@@ -24,13 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Kind, Placement, message_end, message_partner
+from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Actions, Kind, Placement, message_end, message_partner
 from pipefit.errors import UsageError
-
-if TYPE_CHECKING:
-    from pipefit.program import Program
 
 _ORDERED = MESSAGES | COLLECTIVE
 
@@ -54,29 +51,33 @@ def channel(device: int, action: Action, placement: Placement) -> Channel | None
     return None if source == target else Channel(sender, receiver, source, target)
 
 
-def channels(program: Program) -> tuple[Channel, ...]:
-    """All channels that a program uses, in the order in which every worker makes their communicators."""
+def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
+    """All channels that these actions use, in the order in which every worker makes their communicators."""
     found = {
-        channel(device, action, program.placement)
-        for device, actions in enumerate(program.actions)
-        for action in actions
+        channel(device, action, placement)
+        for device, own in enumerate(actions)
+        for action in own
         if action.kind in MESSAGES and not action.wait
     }
     return tuple(sorted(name for name in found if name is not None))
 
 
-def check_order(program: Program, *, channel_of: ChannelOf = channel) -> None:
-    """Follow `program` by these rules to its end.
+def check_order(
+    actions: Actions, placement: Placement, *, carried_in: Actions = (), channel_of: ChannelOf = channel
+) -> None:
+    """Follow the actions of all devices by these rules to their end.
 
     Args:
-        program: one in which every start has its join, and every message both ends.
+        actions: of every device; every start has its join, and every message both ends.
+        placement: the devices of every stage.
+        carried_in: for every device, if any: the starts of the body before that it joins.
         channel_of: the communicator of a message; another function checks another arrangement.
 
     Raises:
         UsageError: the program would hang, or a receive would get the data of another message; says which devices
             wait at which actions, and what to change.
     """
-    _Run(program, channel_of).to_the_end()
+    _Run(actions, placement, carried_in, channel_of).to_the_end()
 
 
 # -------------------------------------------------------------------- queues
@@ -168,13 +169,15 @@ def _mixed(first: Action, second: Action) -> str:
 class _Run:
     """Follows all devices of a program."""
 
-    def __init__(self, program: Program, channel_of: ChannelOf) -> None:
-        self._program, self._channel_of = program, channel_of
-        self._members = _members(program)
+    def __init__(
+        self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf
+    ) -> None:
+        self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
+        self._members = _members(actions, placement)
         self._queues: dict[Hashable, _Queue] = {}
         self._ends: dict[tuple[object, ...], _End] = {}
         self._held: dict[int, tuple[Action, _Queue]] = {}  # device -> the join at which it waits
-        self._free = list(range(len(program.actions)))
+        self._free = list(range(len(actions)))
 
     def to_the_end(self) -> None:
         """Let every device advance as far as it can.
@@ -182,7 +185,7 @@ class _Run:
         Raises:
             UsageError: some device does not reach its end.
         """
-        open_starts = self._carried_in() if self._program.carried_in else [{} for _ in self._free]
+        open_starts = self._carried_in() if self._carried else [{} for _ in self._free]
         devices = [self._device(device, starts) for device, starts in enumerate(open_starts)]
         while self._free:
             next(devices[self._free.pop()], None)
@@ -191,10 +194,10 @@ class _Run:
 
     def _carried_in(self) -> list[_Starts]:
         """What the body before has started: complete if all ends have started it, else at its place in its queue."""
-        starts = ((n, a) for n, actions in enumerate(self._program.actions) for a in actions)
+        starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
         here = {self._whole(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
         found: list[_Starts] = []
-        for device, actions in enumerate(self._program.carried_in):
+        for device, actions in enumerate(self._carried):
             found.append({})
             for action in actions:
                 if action.kind in _ORDERED:
@@ -212,7 +215,7 @@ class _Run:
     def _device(self, device: int, open_starts: _Starts) -> Iterator[None]:
         """One device's way; yields when a join holds it."""
         ends = self._ends
-        for action in self._program.actions[device]:
+        for action in self._actions[device]:
             if action.kind not in _ORDERED:
                 continue
             if action.wait:
@@ -240,9 +243,9 @@ class _Run:
             members = self._members[operation]
             end = _End(self._queue(("sum", members), len(members)), member, operation, None)
         else:
-            forward, stage, *content, source, target = message_end(device, action, self._program.placement)
+            forward, stage, *content, source, target = message_end(device, action, self._placement)
             operation, sends = (forward, stage, source, target), action.kind in SENDS
-            name = self._channel_of(device, action, self._program.placement)
+            name = self._channel_of(device, action, self._placement)
             if name is None:
                 return _End(self._queue((operation, *content), 2), member, operation, sends)
             end = _End(self._queue(name, 2), (device, -1), operation, sends)
@@ -277,7 +280,7 @@ class _Run:
             members = self._members[end.operation]
             other, stage = next(member for member in members if queue.places.get(member, 0) <= queue.done)
             return other, first._replace(stage=stage)
-        *_, source, target = message_end(end.member[0], first, self._program.placement)
+        *_, source, target = message_end(end.member[0], first, self._placement)
         return target if end.sends else source, message_partner(first)
 
     def _remedy(self, needed: list[tuple[int, Action]]) -> str:
@@ -296,17 +299,17 @@ def _collective(action: Action) -> Hashable:
     return action.kind, action.subject, action.stage if action.kind is Kind.GATHER_FORWARD else None
 
 
-def _members(program: Program) -> dict[Hashable, tuple[Member, ...]]:
+def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[Member, ...]]:
     """The members of every collective: those that start it; an agreement has one on every device."""
     found: dict[Hashable, dict[Member, None]] = {}
-    for device, actions in enumerate(program.actions):
-        for action in actions:
+    for device, own in enumerate(actions):
+        for action in own:
             if action.kind in COLLECTIVE:
                 found.setdefault(_collective(action), {})[device, action.stage] = None
     agreed = found.get((Kind.AGREE, None, None))
     if agreed is not None:
         known = {device for device, _ in agreed}
-        for stage, devices in enumerate(program.placement):
+        for stage, devices in enumerate(placement):
             missing = [device for device in devices if device not in known]
             agreed.update(dict.fromkeys((device, stage) for device in missing))
             known.update(missing)

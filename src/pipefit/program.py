@@ -20,6 +20,7 @@ from pipefit.actions import (
     SENDS,
     SPLIT_BACKWARD,
     Action,
+    Actions,
     End,
     Kind,
     Placement,
@@ -31,8 +32,6 @@ from pipefit.actions import (
 from pipefit.errors import UsageError
 from pipefit.message_order import check_order
 from pipefit.places import Member, Place, Share
-
-Actions = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +54,7 @@ class Program:
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
         _check_messages(self)
-
-        check_order(self)
+        check_order(self.actions, self.placement, carried_in=self.carried_in)
 
     @property
     def stages(self) -> int:

@@ -220,7 +220,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
             device=plan.stages[plan.ranks[dist.get_rank()][0]].device,
             placement=program.placement,
             workers=workers,
-            channels={name: group((name.source, name.target)) for name in channels(program)},
+            channels={name: group((name.source, name.target)) for name in channels(program.actions, program.placement)},
             groups={stages: group(plan.stages[stage].device for stage in stages) for stages in _members(plan)},
         )
         network.warm_up(device)
