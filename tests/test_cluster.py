@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link, parse_emulated
+from pipefit.cluster import Cluster, parse_emulated
+from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.units import MIB

@@ -6,11 +6,11 @@ from importlib import resources
 
 import pytest
 
-from pipefit.cluster import Cluster, Link
+from pipefit.cluster import Cluster
+from pipefit.devices import Link
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member
-from pipefit.presets import load_preset, preset_names
-from pipefit.presets.toml import parse_cluster
+from pipefit.presets import preset_names
 
 # devices, MiB that the driver offers, GB/s between devices 0 and 1, GB/s to the host, TFLOP/s in half precision
 EXPECTED = {
@@ -55,7 +55,7 @@ def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) ->
 
 def test_the_nvlinks_of_a_dgx1_are_a_hybrid_cube_mesh() -> None:
     """The lanes of every pair are those of the machine, six for each GPU; other pairs talk by way of the host."""
-    cluster = load_preset("dgx1-v100")
+    cluster = Cluster.preset("dgx1-v100")
     for a in range(8):
         assert sum(map(int, LANES[a])) == 6
         for b in range(8):
@@ -69,7 +69,7 @@ def test_the_nvlinks_of_a_dgx1_are_a_hybrid_cube_mesh() -> None:
 
 def test_gpus_of_a_pair_contend_for_their_uplink() -> None:
     """Behind one PCIe switch both transfers to the host take the same wire, each direction its own."""
-    cluster = load_preset("dgx1-v100")
+    cluster = Cluster.preset("dgx1-v100")
     up = [cluster.route(Member.device(number), Member.host(0)).wires for number in range(8)]
     assert up[0] == up[1] != up[2] == up[3] != up[4]
     assert cluster.route(Member.host(0), Member.device(0)).wires != up[0]
@@ -87,7 +87,7 @@ SOLD_AS = {"titan-rtx": 24, "v100": 32, "a100-40gb": 40, "a100-80gb": 80, "h100"
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_devices_memory_is_not_the_figure_it_is_sold_by(name: str) -> None:
     """Drivers report some percent less than the figure in GiB, never the round number of GB, and say so in the file."""
-    for device in load_preset(name).devices:
+    for device in Cluster.preset(name).devices:
         sold = SOLD_AS[device.kind.name]
         assert device.memory_bytes != sold * 10**9
         assert 0.9 * sold * 2**30 < device.memory_bytes < sold * 2**30
@@ -116,7 +116,7 @@ memory = "8GiB"
 
 def links_of(text: str) -> tuple[Link, ...]:
     """The links of a cluster of three devices and one host."""
-    return parse_cluster(f"{HEAD}\n[[links]]\nbytes_per_second = 1e9\n{text}", "mine.toml").links
+    return Cluster.parse(f"{HEAD}\n[[links]]\nbytes_per_second = 1e9\n{text}", "mine.toml").links
 
 
 def test_links_are_written_in_three_ways() -> None:
@@ -168,6 +168,6 @@ MISTAKES = {
 def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
     """The refusal names the file and what is wrong in it, on one line."""
     with pytest.raises(FileError, match=words) as refused:
-        parse_cluster(text, "mine.toml")
+        Cluster.parse(text, "mine.toml")
     assert str(refused.value).startswith("mine.toml ")
     assert "\n" not in str(refused.value)

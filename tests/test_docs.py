@@ -10,8 +10,8 @@ import pytest
 
 import pipefit
 from pipefit.cli import certify, compare, demo, doctor, fit, main, plan, profile, show, simulate, train
+from pipefit.cluster import Cluster
 from pipefit.presets import preset_names
-from pipefit.presets.toml import parse_cluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -61,7 +61,7 @@ def test_the_blocks_of_a_page_run(
             case "python":
                 exec(compile(block, named(page), "exec"), namespace)
             case "toml":
-                assert parse_cluster(block, named(page)).devices
+                assert Cluster.parse(block, named(page)).devices
             case "console":
                 run_console(block, capsys)
             case "sh":

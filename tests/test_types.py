@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from pipefit.cluster import Cluster, Device, DeviceKind, Host, Link
+from pipefit.cluster import Cluster
+from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.planner import Options, plan

@@ -1,11 +1,7 @@
-"""The devices a model must fit on, the hosts behind them, and the links between them.
+"""The devices a model must fit on, the hosts behind them, and the links between them (`pipefit.devices`).
 
 A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1-v100`), or in one word as
 `emulated:4x256MiB`, CPU workers whose memory is capped.
-
-A link joins two members or many (`pipefit.places.Member`); any two of them talk at `lanes * bytes_per_second`, each
-way. Two members share one full-duplex wire; more than two meet in a switch, where every member has a port of its own.
-Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
 """
 
 from __future__ import annotations
@@ -14,122 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from pipefit.devices import Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
-from pipefit.places import Member, MemberKind, parse_member
+from pipefit.places import Member, MemberKind
+from pipefit.presets import preset_text
+from pipefit.presets.toml import parse_cluster
 from pipefit.units import format_bytes, parse_bytes
 from pipefit.validation import check_types, whole
 
-Backend = Literal["emulated", "cpu", "cuda"]
 _MOST_DEVICES = 4096  # of an emulated cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKind:
-    """The peak figures of a kind of device.
-
-    `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    name: str
-    flops: dict[str, float]
-    memory_bandwidth: float
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if not self.memory_bandwidth > 0 or not self.flops or not all(rate > 0 for rate in self.flops.values()):
-            raise UsageError(
-                f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
-            )
-
-    def peak_flops(self, dtype: str) -> float:
-        """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
-        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One device: its kind, its memory budget in bytes, and the host it sits in."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    kind: DeviceKind
-    memory_bytes: int
-    host: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.memory_bytes < 1:
-            raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    memory_bytes: int
-    disk_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.memory_bytes < 1 or self.disk_bytes < 0:
-            raise UsageError("a host needs positive memory_bytes, and disk_bytes of zero or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A connection between members of a cluster.
-
-    `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    members: tuple[Member, ...]
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-    lanes: int = 1
-    wire: str | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
-            raise UsageError(
-                "a link joins two or more different members, each with its number, such as device0 and host0, not "
-                f"{', '.join(map(str, self.members)) or 'nobody'}"
-            )
-        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0 or self.lanes < 1:
-            raise UsageError(
-                f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, latency not "
-                "negative"
-            )
-
-    @classmethod
-    def between(
-        cls,
-        *members: str,
-        bytes_per_second: float,
-        latency_seconds: float = 0.0,
-        lanes: int = 1,
-        wire: str | None = None,
-    ) -> Link:
-        """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
-
-        Raises:
-            UsageError: a text names no member, or as the constructor says.
-        """
-        return cls(
-            members=tuple(map(parse_member, members)),
-            bytes_per_second=bytes_per_second,
-            latency_seconds=latency_seconds,
-            lanes=lanes,
-            wire=wire,
-        )
 
 
 class Route(NamedTuple):
@@ -170,15 +61,23 @@ class Cluster:
                 self.check(member, "a link")
 
     @staticmethod
+    @cache
     def preset(name: str) -> Cluster:
         """The cluster that ships with pipefit under `name`; `pipefit.presets.preset_names()` lists them.
 
         Raises:
             UsageError: there is none of that name; says which exist.
         """
-        from pipefit.presets import load_preset  # presets are clusters: each needs the other, so this one imports late
+        return Cluster.parse(preset_text(name), f"preset {name}")
 
-        return load_preset(name)
+    @staticmethod
+    def parse(text: str, source: str = "the text") -> Cluster:
+        """The cluster that a TOML text describes (`pipefit.presets.toml`); `source` names the text in errors.
+
+        Raises:
+            FileError: not TOML, or not a cluster: what, and where.
+        """
+        return parse_cluster(text, source, Cluster)
 
     @staticmethod
     def emulated(*groups: tuple[int, int]) -> Cluster:

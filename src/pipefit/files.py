@@ -28,8 +28,7 @@ from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal, adapter, printable
 from pipefit.plans import Plan
-from pipefit.presets import load_preset, preset_names
-from pipefit.presets.toml import parse_cluster
+from pipefit.presets import preset_names
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.trace import Trace
@@ -203,10 +202,10 @@ def load_cluster(name_or_path: str) -> Cluster:
     suffix = Path(name_or_path).suffix.lower()
     if suffix == ".toml":
         source = _named(name_or_path)
-        return parse_cluster(_text(_read(name_or_path, source, LARGEST_TOML_BYTES), source), source)
+        return Cluster.parse(_text(_read(name_or_path, source, LARGEST_TOML_BYTES), source), source)
     if suffix == ".json" or os.sep in name_or_path:
         return load(name_or_path, Cluster)
-    return load_preset(name_or_path)
+    return Cluster.preset(name_or_path)
 
 
 def _read(path: str | os.PathLike[str], source: str, most: int = LARGEST_BYTES) -> bytes:

@@ -169,9 +169,7 @@ def _mixed(first: Action, second: Action) -> str:
 class _Run:
     """Follows all devices of a program."""
 
-    def __init__(
-        self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf
-    ) -> None:
+    def __init__(self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf) -> None:
         self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
         self._members = _members(actions, placement)
         self._queues: dict[Hashable, _Queue] = {}

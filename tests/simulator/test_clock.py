@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_partner
-from pipefit.cluster import Cluster, Link
+from pipefit.cluster import Cluster
+from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan

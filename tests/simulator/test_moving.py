@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.cluster import Cluster, Host, Link
+from pipefit.cluster import Cluster
+from pipefit.devices import Host, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member, parse_place
 from pipefit.profiles import ModelProfile, Origin, SavedTensor

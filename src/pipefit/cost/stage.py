@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache, partial
 
 from pipefit.actions import Action, Kind, Subject
-from pipefit.cluster import DeviceKind
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
+from pipefit.devices import DeviceKind
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.training import Training

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipefit.cluster import DeviceKind
+from pipefit.devices import DeviceKind
 from pipefit.profiles import LayerCost, Measurement, Work
 
 FLOPS_REACHED = 0.6  # share of the peak FLOP/s that large matrix products reach

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipefit.capture import Task
-from pipefit.cluster import Cluster, Link
+from pipefit.cluster import Cluster
+from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.planner import plan

@@ -8,31 +8,23 @@ nvidia-smi shows since driver 510: each file says who reported it. A process's C
 from __future__ import annotations
 
 from difflib import get_close_matches
-from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from pipefit.errors import UsageError
 
-if TYPE_CHECKING:
-    from pipefit.cluster import Cluster
-
 
 def preset_names() -> tuple[str, ...]:
-    """The names that `load_preset` knows, in alphabetical order."""
+    """The names that `preset_text` knows, in alphabetical order."""
     found = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".toml"))
     return tuple(sorted(name.removesuffix(".toml") for name in found))
 
 
-@cache
-def load_preset(name: str) -> Cluster:
-    """The cluster of that name.
+def preset_text(name: str) -> str:
+    """The TOML of the cluster of that name.
 
     Raises:
         UsageError: there is none; says which exist and which is closest.
     """
-    from pipefit.presets.toml import parse_cluster  # a cluster offers presets, and presets are clusters
-
     if name not in preset_names():
         closest = get_close_matches(name.lower(), preset_names(), n=1)
         guess = f"did you mean {closest[0]}? " if closest else ""
@@ -40,4 +32,4 @@ def load_preset(name: str) -> Cluster:
             f"there is no cluster {name!r}: {guess}Presets are {', '.join(preset_names())}; "
             f"or name a .toml file, or emulated devices such as emulated:4x256MiB"
         )
-    return parse_cluster((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
+    return (files(__name__) / f"{name}.toml").read_text(encoding="utf-8")

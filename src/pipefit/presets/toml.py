@@ -38,8 +38,9 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Protocol, TypeVar
 
-from pipefit.cluster import Backend, Cluster, Device, DeviceKind, Host, Link
+from pipefit.devices import Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
 from pipefit.units import parse_bytes
@@ -116,8 +117,25 @@ class ClusterText:
     links: tuple[LinksText, ...] = field(default=())
 
 
-def parse_cluster(text: str, source: str) -> Cluster:
-    """The cluster that a TOML text describes; `source` names the text in errors.
+Made_co = TypeVar("Made_co", covariant=True)
+
+
+class Maker(Protocol[Made_co]):
+    """Makes a cluster of its parts, and checks that they fit together."""
+
+    def __call__(
+        self,
+        *,
+        name: str,
+        backend: Backend,
+        devices: tuple[Device, ...],
+        hosts: tuple[Host, ...],
+        links: tuple[Link, ...],
+    ) -> Made_co: ...
+
+
+def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
+    """What `make` makes of the parts that a TOML text describes; `source` names the text in errors.
 
     Raises:
         FileError: not TOML, or not a cluster: what, and where.
@@ -131,12 +149,12 @@ def parse_cluster(text: str, source: str) -> Cluster:
         raise FileError(f"{source} is not TOML: {error or 'nested too deeply'}") from None
     written = validated(ClusterText, data, source)
     try:
-        return _cluster(written)
+        return _cluster(written, make)
     except UsageError as error:
         raise FileError(f"{source} is not valid: {error}") from None
 
 
-def _cluster(written: ClusterText) -> Cluster:
+def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
     kinds = {
         name: DeviceKind(
             name=name,
@@ -159,7 +177,7 @@ def _cluster(written: ClusterText) -> Cluster:
         links.append(link)
         ends += len(link.members)
         _check_total("ends of links", ends, _MOST_ENDS)
-    return Cluster(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=tuple(links))
+    return make(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=tuple(links))
 
 
 def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
