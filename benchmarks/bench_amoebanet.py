@@ -66,9 +66,9 @@ from pipefit.fit.growth import Growth, setting
 from pipefit.plans import Plan, Prediction
 from pipefit.profiles import ModelProfile
 from pipefit.report.fit import Attempt, Fit
-from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.tables import Table, plain
 from torchgpipe_balance import torchgpipe_times
 
 FILTERS, SMALLER = 544, 256  # where splits are compared; where torchgpipe measures, too

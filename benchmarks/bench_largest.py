@@ -51,9 +51,9 @@ from pipefit.errors import OutOfMemory
 from pipefit.fingerprints import Fingerprint
 from pipefit.fit.search import edge
 from pipefit.plans import Plan
-from pipefit.report.tables import Table, plain
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.tables import Table, plain
 from pipefit.units import MIB
 
 STEPS = 2

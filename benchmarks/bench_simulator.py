@@ -25,8 +25,9 @@ from time import process_time
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from measured_on import machine
+from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.places import parse_place
-from pipefit.plans import Decision, Plan, Run, SavedTensors, Stage, What
+from pipefit.plans import Plan, Stage
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.simulator import Costs, Simulation, simulate

@@ -71,10 +71,10 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import AdditiveCosts, Target
-from pipefit.report.tables import Table, plain
 from pipefit.runtime import certify
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.tables import Table, plain
 from pipefit.training import Training
 from pipefit.zoo import vgg11
 

@@ -24,8 +24,9 @@ from itertools import pairwise
 from random import Random
 
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.fingerprints import Fingerprint
-from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import (
     Assumptions,
     GradientOrigin,

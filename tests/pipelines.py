@@ -9,9 +9,10 @@ from random import Random
 from made_up import hostile, layer, measurement, profile, value, work
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision
 from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.places import parse_place
-from pipefit.plans import Decision, Grid, Plan, Stage
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import GradientOrigin, LayerCost, ModelProfile, Origin, Span, Value
 from pipefit.program import Program
 from pipefit.schedule import lower

@@ -16,7 +16,8 @@ import torch
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
+from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify

@@ -17,25 +17,14 @@ from hypothesis import strategies as st
 
 from pipefit import files, pieces
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
 from pipefit.places import parse_place
-from pipefit.plans import (
-    Decision,
-    Grid,
-    Microbatches,
-    Objective,
-    Plan,
-    Prediction,
-    Provenance,
-    Run,
-    SavedTensors,
-    Stage,
-    State,
-    What,
-)
+from pipefit.plans import Grid, Plan, Prediction, Stage
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
+from pipefit.provenance import Objective, Provenance
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 from pipelines import make_cluster, make_plan, random_profile

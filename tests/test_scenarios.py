@@ -10,9 +10,10 @@ from torch import nn
 
 from pipefit.actions import parse_action
 from pipefit.capture import Task
+from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
-from pipefit.plans import Decision, Grid, Plan, Run, SavedTensors, Stage, What
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Origin, SavedTensor
 from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify

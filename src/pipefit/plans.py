@@ -7,20 +7,23 @@ stages=...)`, with `decisions` if runs of layers are to be recomputed or tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal, NamedTuple
+from math import comb
+from typing import Literal
 
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
-from pipefit.places import Place
 from pipefit.profiles import Measurement, ModelProfile
+from pipefit.provenance import Provenance
+from pipefit.tables import Table, plain
 from pipefit.training import Training
+from pipefit.units import format_bytes, format_seconds
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
+_BAR = 20  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,168 +95,18 @@ class Stage:
         return self.devices[0]
 
 
-class What(StrEnum):
-    """What a decision does to its subject."""
-
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Layers `start` to `stop - 1`, a part of a stage or all of it."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def __str__(self) -> str:
-        return f"layer {self.start}" if self.stop == self.start + 1 else f"layers {self.start} to {self.stop - 1}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensors:
-    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    tensors: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def __str__(self) -> str:
-        return "saved " + ", ".join(f"{layer}.{index}" for layer, index in self.tensors)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions."""
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    start: int
-    stop: int
-    kind: StateKind
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    def __str__(self) -> str:
-        return f"{self.kind} of layers {self.start} to {self.stop - 1}"
-
-
-class Microbatches(NamedTuple):
-    """The microbatches that a decision is for: `taken` of every `every`, from number `first` on.
-
-    Microbatch m is one of them if (m - first) modulo `every` is less than `taken`. So a decision has the same meaning
-    for any number of microbatches, and for schedules without end.
-    """
-
-    taken: int = 1
-    every: int = 1
-    first: int = 0
-
-    def __contains__(self, microbatch: object) -> bool:
-        assert isinstance(microbatch, int)
-        return (microbatch - self.first) % self.every < self.taken
-
-
-ALL_MICROBATCHES = Microbatches()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What is done with a part of a stage's memory instead of keeping it.
-
-    A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward. Saved
-    tensors or a state can be offloaded to `place`. `ahead` is how many forwards and backwards of the device lie between
-    the start of the recomputation or reload and the backward that needs it; with 0 it comes directly before. `behind`
-    is how many lie between the start of an offload and its join, which frees the device's copy.
-
-    Raises:
-        UsageError: the subject cannot be recomputed or offloaded, or there is a place where none belongs.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    stage: int
-    subject: Run | SavedTensors | State
-    what: What
-    microbatches: Microbatches = ALL_MICROBATCHES
-    place: Place | None = None
-    ahead: int = 0
-    behind: int = 1
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
-            raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
-        if (self.place is None) != (self.what is What.RECOMPUTE):
-            raise UsageError(f"{self}: what is offloaded needs a place to go to, what is recomputed has none")
-        if self.ahead < 0 or self.behind < 0 or not 0 < self.microbatches.taken <= self.microbatches.every:
-            raise UsageError(
-                f"{self}: ahead and behind count actions from zero on, and a share of microbatches is one of so many"
-            )
-
-    def __str__(self) -> str:
-        where = "" if self.place is None else f" to {self.place}"
-        return f"stage {self.stage}: {self.what.value} {self.subject}{where}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step."""
+    """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step.
+
+    `utilisation` is the share of a step in which each device computes; empty where it is not known.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     peak_bytes: tuple[int, ...]
     step_seconds: float
-
-
-class Objective(StrEnum):
-    """What a planner minimises, as a phrase; `unit` is the unit of its value."""
-
-    PEAK = "peak of the fullest device, in bytes"
-    PEAK_SHARE = "peak of the fullest device, as a part of its budget"
-    ESTIMATED_PEAK = "estimated peak of the fullest device, in bytes"
-    PARAMETERS = "parameter bytes of the heaviest stage"
-    LAYERS = "layers of the longest stage"
-    SECONDS = "seconds of the slowest stage, for one microbatch"
-
-    @property
-    def unit(self) -> Literal["bytes", "share", "layers", "seconds"]:
-        """The unit of the value."""
-        if self is Objective.PEAK_SHARE:
-            return "share"
-        if self is Objective.LAYERS:
-            return "layers"
-        return "seconds" if self is Objective.SECONDS else "bytes"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Which planner made a plan, and how good it is proven to be.
-
-    `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
-    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages or
-    splits it compared.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    planner: str
-    options: dict[str, str | int | float | bool]
-    objective: Objective
-    value: float
-    bound: float | None
-    evaluated: int
-    seconds: float
+    utilisation: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,11 +201,16 @@ class Plan:
         """The decisions of one kind about one stage."""
         return tuple(d for d in self.decisions if d.stage == stage and d.what is what)
 
-    def __str__(self) -> str:
-        """An explanation of the plan: stages, peaks, what limits it, and how it was found."""
-        from pipefit.report.plan import explain  # the one import upward, so that a plan can be printed
+    @property
+    def stage_table(self) -> Table:
+        """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
+        rows = tuple(_row(self, number, stage) for number, stage in enumerate(self.stages))
+        return Table(("stage", "device", "layers", "count", "parameters", "peak", "of budget", "full", ""), rows)
 
-        return explain(self)
+    def __str__(self) -> str:
+        """An explanation of the plan: its stages and peaks, what limits it, how it was found, and how fast it is."""
+        sentences = [_limit(self), *_planner(self), *_time(self)]
+        return plain([_head(self), self.stage_table, "\n".join(sentences)])
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
@@ -364,15 +222,108 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
     if not 0 <= decision.stage < len(stages):
         raise UsageError(f"{decision}: the plan has {len(stages)} stages")
     stage = stages[decision.stage]
-    if any(not stage.start <= layer < stage.stop for layer in _layers(decision)):
+    if any(not stage.start <= layer < stage.stop for layer in decision.layers):
         raise UsageError(f"{decision}: the stage holds layers {stage.start} to {stage.stop - 1}")
     for member in () if decision.place is None else decision.place.members:
         cluster.check(member, str(decision))
 
 
-def _layers(decision: Decision) -> Iterable[int]:
-    """The layers that the subject names: of a run or a state, the first and the last."""
-    subject = decision.subject
-    if isinstance(subject, SavedTensors):
-        return [layer for layer, _ in subject.tensors]
-    return subject.start, subject.stop - 1
+# -------------------------------------------------------------------- text
+
+
+def _head(plan: Plan) -> str:
+    training = plan.training
+    return (
+        f"{plan.profile.model}: {len(plan.profile.layers)} layers in {len(plan.stages)} stages on {plan.cluster}\n"
+        f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
+        f"{training.microbatch_size}, {training.precision}"
+    )
+
+
+def _row(plan: Plan, number: int, stage: Stage) -> tuple[str, ...]:
+    names = plan.profile.layers[stage.start : stage.stop]
+    span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
+    budget = plan.cluster.budgets[stage.device]
+    full = _fullness(plan, stage)
+    peak = format_bytes(plan.prediction.peak_bytes[stage.device]) if plan.prediction else "-"
+    percent = "-" if full is None else f"{100 * full:.1f} %"
+    cells = (
+        str(number),
+        str(stage.device),
+        span,
+        str(len(names)),
+        format_bytes(parameters),
+        peak,
+        format_bytes(budget),
+    )
+    return (*cells, percent, "" if full is None else _bar(full))
+
+
+def _fullness(plan: Plan, stage: Stage) -> float | None:
+    """Predicted peak as a part of the budget."""
+    if plan.prediction is None:
+        return None
+    return plan.prediction.peak_bytes[stage.device] / plan.cluster.budgets[stage.device]
+
+
+def _bar(full: float) -> str:
+    filled = min(_BAR, round(full * _BAR))
+    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else "")
+
+
+def _limit(plan: Plan) -> str:
+    """The fullest device, and how much room it has or lacks."""
+    if plan.prediction is None:
+        return "This plan holds no predicted peaks: pipefit simulate shows them."
+    number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
+    budget, peak = plan.cluster.budgets[stage.device], plan.prediction.peak_bytes[stage.device]
+    room = (
+        f"which leaves it {format_bytes(budget - peak)} free"
+        if peak <= budget
+        else f"{format_bytes(peak - budget)} more than it has"
+    )
+    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, {room}."
+
+
+def _planner(plan: Plan) -> Iterator[str]:
+    """Who planned it and how good it is known to be."""
+    made = plan.provenance
+    if made is None:
+        yield "This plan does not say which planner made it."
+        return
+    yield str(made)
+    if made.covers_all_splits:
+        splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
+        yield f"This holds for all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    """Step time, throughput, and how long devices wait: what a simulated step leaves of their time."""
+    if plan.prediction is None or plan.prediction.step_seconds <= 0:
+        return
+    step, busy = plan.prediction.step_seconds, plan.prediction.utilisation
+    speed = f"A step takes {format_seconds(step)}: {plan.training.batch_size / step:.3g} samples per second."
+    if not busy:
+        yield speed
+        return
+    used = {device for stage in plan.stages for device in stage.devices}
+    waiting = 1 - sum(busy[device] for device in used) / len(used)
+    yield f"{speed} Devices wait {100 * max(waiting, 0.0):.0f} % of it{_bubble(plan)}."
+
+
+def _bubble(plan: Plan) -> str:
+    """The ideal bubble of GPipe and 1F1B, (P - 1) / (M + P - 1): what stages of equal time without messages would wait.
+
+    It is defined for one stage on each device. Under recomputation it is not, as devices run forwards again while they
+    would wait.
+    """
+    stages, microbatches = len(plan.stages), plan.training.microbatches
+    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    if stages == 1 or len(plan.ranks) < stages or recomputes:
+        return ""
+    share = (stages - 1) / (microbatches + stages - 1)
+    return (
+        f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "
+        f"is {100 * share:.0f} %"
+    )

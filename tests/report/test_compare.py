@@ -8,9 +8,9 @@ import pytest
 
 from pipefit.errors import UsageError
 from pipefit.report.compare import compare, describe_comparison
-from pipefit.report.tables import plain
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
+from pipefit.tables import plain
 from pipefit.trace import DeviceTrace, MemorySample, Trace
 from pipefit.units import format_bytes
 from pipelines import make_plan, random_profile

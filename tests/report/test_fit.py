@@ -10,7 +10,7 @@ from pipefit.cluster import Cluster
 from pipefit.planner import plan
 from pipefit.report.fit import Attempt, Fit, describe_fit
 from pipefit.report.fit_plot import plot_fit
-from pipefit.report.tables import plain
+from pipefit.tables import plain
 from pipelines import random_profile
 
 BUDGET = 1 << 20

@@ -11,7 +11,8 @@ from torch import nn
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
+from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify

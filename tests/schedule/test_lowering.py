@@ -9,7 +9,8 @@ import pytest
 
 from made_up import plain, plan_of, training
 from pipefit.actions import COMPUTE, Kind
-from pipefit.plans import Decision, Plan, Run, What
+from pipefit.decisions import Decision, Run, What
+from pipefit.plans import Plan
 from pipefit.profiles import SharedParameter
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute

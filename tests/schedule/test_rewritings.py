@@ -8,9 +8,10 @@ import pytest
 
 from made_up import layer, measurement, profile, value
 from pipefit.actions import parse_action
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
-from pipefit.plans import Decision, Microbatches, Plan, Run, SavedTensors, State, What
+from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, SharedParameter
 from pipefit.schedule import lower, schedule_named
 from pipefit.schedule.communication import communicated

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pipefit.actions import Action, Kind
 from pipefit.cost.effects import effect
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
-from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, SavedTensors, What
+from pipefit.plans import Grid, Plan
 from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute

@@ -22,7 +22,7 @@ def command(
     """
     from pipefit.files import load
     from pipefit.report.compare import compare, describe_comparison
-    from pipefit.report.tables import write
+    from pipefit.tables import write
     from pipefit.trace import Trace
 
     found = compare(load(predicted, Trace), load(measured, Trace))

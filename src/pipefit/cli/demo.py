@@ -14,7 +14,7 @@ from pipefit.cli.options import Json
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.plans import Plan
-    from pipefit.report.tables import Block
+    from pipefit.tables import Block
     from pipefit.trace import Trace
 
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
@@ -102,7 +102,7 @@ def _losses(losses: list[float]) -> str:
 
 
 def _peaks(predicted: Trace, certified: Trace, measured: Trace) -> Block:
-    from pipefit.report.tables import Table
+    from pipefit.tables import Table
     from pipefit.units import format_bytes
 
     rows = tuple(
@@ -126,10 +126,9 @@ def _result(
 
 def _print(blocks: list[Block | Plan]) -> None:
     from pipefit.plans import Plan
-    from pipefit.report.plan import explain
-    from pipefit.report.tables import write
+    from pipefit.tables import write
 
-    write([explain(block) if isinstance(block, Plan) else block for block in blocks])
+    write([str(block) if isinstance(block, Plan) else block for block in blocks])
     print(flush=True)
 
 

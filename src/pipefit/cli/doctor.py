@@ -25,7 +25,7 @@ def command(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    from pipefit.report.tables import Table, write
+    from pipefit.tables import Table, write
 
     rows = tuple(
         (name.removesuffix("_bytes").replace("_", " "), _shown(value))

@@ -149,7 +149,7 @@ def _size(grow: str, option: str, text: str | None, default: int) -> int:
 
 def _print(found: Fit, *, as_json: bool) -> None:
     from pipefit.report.fit import describe_fit
-    from pipefit.report.tables import write
+    from pipefit.tables import write
 
     if as_json:
         print(json.dumps(found.as_json()))

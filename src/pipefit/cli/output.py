@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipefit.files import Document
-    from pipefit.report.tables import Block
+    from pipefit.tables import Block
 
 
 def check_output(path: Path | None) -> None:
@@ -36,7 +36,7 @@ def deliver(
         sys.stdout.write(dumps(document))
         return
     from pipefit.report.show import describe as show
-    from pipefit.report.tables import write
+    from pipefit.tables import write
 
     write(show(document) if describe is None else describe())
     if output is not None:

@@ -100,8 +100,8 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
 def _print(losses: list[float], trace: Trace, *, as_json: bool) -> None:
     """The losses and the trace."""
     from pipefit.files import dumps
-    from pipefit.report.tables import write
     from pipefit.report.trace import describe_trace
+    from pipefit.tables import write
 
     if as_json:
         print(json.dumps({"losses": losses, "trace": json.loads(dumps(trace))}))

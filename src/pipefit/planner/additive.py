@@ -15,8 +15,8 @@ from math import comb
 from pipefit.errors import UsageError
 from pipefit.planner.prediction import best_split
 from pipefit.planner.question import Found, Question
-from pipefit.plans import Objective
 from pipefit.profiles import AdditiveCosts
+from pipefit.provenance import Objective
 
 
 def additive(question: Question) -> Found:

@@ -13,7 +13,8 @@ from pipefit.errors import InfeasibleError
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import fits, stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
-from pipefit.plans import Grid, Plan, Prediction, Provenance, Stage
+from pipefit.plans import Grid, Plan, Prediction, Stage
+from pipefit.provenance import Provenance
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
@@ -35,13 +36,15 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
     peaks = stage_peaks(question, found.split)
     if not question.options.allow_infeasible and not fits(question, found.split, peaks):
         raise InfeasibleError(explanation(question, found.split, peaks, planner=name))
+    simulation = Simulation(plan_of(question, found.split))
     options = {option: value for option, value in asdict(question.options).items() if value is not None}
     return plan_of(
         question,
         found.split,
         prediction=Prediction(
             peak_bytes=_by_device(question, found.split, peaks),
-            step_seconds=Simulation(plan_of(question, found.split)).step_seconds[-1],
+            step_seconds=simulation.step_seconds[-1],
+            utilisation=simulation.utilisation,
         ),
         provenance=Provenance(
             planner=name,

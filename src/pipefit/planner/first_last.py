@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from pipefit.planner.question import Found, Question
-from pipefit.plans import Objective
+from pipefit.provenance import Objective
 
 
 def first_last(question: Question) -> Found:

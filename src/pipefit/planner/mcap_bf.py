@@ -14,7 +14,7 @@ from math import comb
 from pipefit.errors import UsageError
 from pipefit.planner.additive import measured_costs
 from pipefit.planner.question import Found, Question
-from pipefit.plans import Objective
+from pipefit.provenance import Objective
 
 LIMIT = 2_000_000  # splits; about half a minute
 

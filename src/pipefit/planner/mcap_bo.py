@@ -12,8 +12,8 @@ from itertools import pairwise
 from pipefit.planner.additive import measured_costs
 from pipefit.planner.bayesian import SEED, minimiser, search
 from pipefit.planner.question import Found, Question
-from pipefit.plans import Objective
 from pipefit.profiles import AdditiveCosts
+from pipefit.provenance import Objective
 
 Edges = tuple[int, ...]
 

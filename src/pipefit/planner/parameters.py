@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pipefit.planner.question import Found, Question
 from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Objective
+from pipefit.provenance import Objective
 
 
 def parameters(question: Question) -> Found:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
-from pipefit.plans import Objective
 from pipefit.profiles import Measurement, ModelProfile
+from pipefit.provenance import Objective
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.validation import check_types

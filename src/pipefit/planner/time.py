@@ -11,7 +11,7 @@ from __future__ import annotations
 from pipefit.cost.time import seconds
 from pipefit.planner.question import Found, Question
 from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Objective
+from pipefit.provenance import Objective
 
 _TICK = 1e-12  # seconds are rounded to this, so that sums of them are exact
 

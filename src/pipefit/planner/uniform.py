@@ -7,7 +7,7 @@ more microbatches. Instant.
 from __future__ import annotations
 
 from pipefit.planner.question import Found, Question
-from pipefit.plans import Objective
+from pipefit.provenance import Objective
 
 
 def uniform(question: Question) -> Found:

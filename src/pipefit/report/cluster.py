@@ -7,7 +7,7 @@ from itertools import groupby
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.places import Member
-from pipefit.report.tables import Block, Table
+from pipefit.tables import Block, Table
 from pipefit.units import format_bytes
 
 _WIDEST = 17  # members of a matrix that still fits a terminal

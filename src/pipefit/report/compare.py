@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.report.tables import Block, Table
 from pipefit.report.trace import has_clock
+from pipefit.tables import Block, Table
 from pipefit.trace import Trace
 from pipefit.units import format_bytes, format_seconds
 

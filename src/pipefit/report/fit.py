@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, Literal
 
 from pipefit.plans import Plan
-from pipefit.report.tables import Block, Table
+from pipefit.tables import Block, Table
 from pipefit.units import format_bytes
 
 Sense = Literal["largest", "smallest"]

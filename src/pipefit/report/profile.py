@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from pipefit.kernels import KernelMemory
 from pipefit.profiles import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
-from pipefit.report.tables import Block, Table
+from pipefit.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
 
 

@@ -7,10 +7,9 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.report.cluster import describe_cluster
-from pipefit.report.plan import explain
 from pipefit.report.profile import describe_profile
-from pipefit.report.tables import Block
 from pipefit.report.trace import describe_trace
+from pipefit.tables import Block
 from pipefit.trace import Trace
 
 
@@ -22,7 +21,7 @@ def describe(document: Cluster | ModelProfile | Plan | Program | Trace) -> list[
         case ModelProfile():
             return describe_profile(document)
         case Plan():
-            return [explain(document)]
+            return [str(document)]
         case Program():
             return describe_program(document)
         case Trace():

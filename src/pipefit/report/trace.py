@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.report.tables import Block, Table
+from pipefit.tables import Block, Table
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_seconds
 

@@ -18,8 +18,9 @@ from operator import itemgetter
 
 from pipefit.actions import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
 from pipefit.cost.storages import StageStorages
+from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.plans import Decision, Plan, SavedTensors, What
+from pipefit.plans import Plan
 
 Bundles = tuple[tuple[Subject, ...], ...]
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.actions import Action, Kind
+from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import Decision, Plan, Run, Stage, What
+from pipefit.plans import Plan, Stage
 from pipefit.schedule.order import Order
 
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pipefit.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import ALL_MICROBATCHES, Decision, Microbatches, Run, Stage, What
+from pipefit.plans import Stage
 
 Recompute = Literal["never", "except_last", "except_one", "always"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "except_last", "except_one", "always")

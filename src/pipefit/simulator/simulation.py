@@ -68,6 +68,12 @@ class Simulation:
         return tuple(end - start for start, end in pairwise((0.0, *self.clock.finished)))
 
     @cached_property
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the last step in which every device computes."""
+        length = self.step_seconds[-1]
+        return tuple(sum(timed.seconds) / length if length else 0.0 for timed in self._timed_program.devices)
+
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes allocated on every device."""
         return tuple(self._peak(device) for device in range(len(self.program.actions)))

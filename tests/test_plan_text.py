@@ -1,4 +1,4 @@
-"""What `explain` says of a plan, checked against the plan."""
+"""What a printed plan says, checked against the plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from made_up import alike, devices, profile, training, vgg_like
 from pipefit.planner import plan
 from pipefit.plans import Plan, Prediction
-from pipefit.report.plan import explain, stage_table
 from pipefit.simulator import simulate
 from pipefit.trace import Stream, Trace
 from pipefit.units import format_bytes
@@ -26,7 +25,7 @@ def made(**options: object) -> Plan:
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
     """Layers by name, their count, the peak in bytes and as a part of the budget, with a bar of that length."""
     shown = made()
-    for stage, row in zip(shown.stages, stage_table(shown).rows, strict=True):
+    for stage, row in zip(shown.stages, shown.stage_table.rows, strict=True):
         peak = shown.prediction.peak_bytes[stage.device]
         assert row[2].startswith(f"layer{stage.start}") and row[2].endswith(f"layer{stage.stop - 1}")
         assert row[3] == str(stage.stop - stage.start)
@@ -38,21 +37,21 @@ def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
 def test_a_device_that_is_too_small_is_marked() -> None:
     """In its row, and in the sentence on what limits."""
     shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), allow_infeasible=True)
-    assert any(row[8].endswith("does not fit") for row in stage_table(shown).rows)
+    assert any(row[8].endswith("does not fit") for row in shown.stage_table.rows)
     short = max(shown.prediction.peak_bytes) - 9000
-    assert f"{format_bytes(short)} more than it has." in explain(shown)
+    assert f"{format_bytes(short)} more than it has." in str(shown)
 
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
     """With the number of splits."""
-    text = explain(made())
+    text = str(made())
     assert "Proven optimal: no split brings the peak of the fullest device below" in text
     assert f"all {comb(29, 3):,} splits" in text
 
 
 def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     """Its sentence names its own measure, and claims nothing of memory."""
-    text = explain(made(planner="uniform"))
+    text = str(made(planner="uniform"))
     assert "It minimises only the layers of the longest stage: 8 is the lowest possible." in text
     assert "splits of" not in text
 
@@ -62,30 +61,35 @@ def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: 
     """The gap to the bound, or that there is none."""
     shown = made()
     provenance = replace(shown.provenance, value=2000.0, bound=bound)
-    assert says in explain(replace(shown, provenance=provenance))
+    assert says in str(replace(shown, provenance=provenance))
 
 
 def test_equal_stages_wait_for_the_ideal_bubble() -> None:
     """Of four equal stages on fast links, with four microbatches under GPipe, (4 - 1) / (4 + 4 - 1) of a step."""
     made_by_hand = make_plan(equal_profile(4), [1] * 4, microbatches=4, schedule="gpipe")
-    shown = replace(made_by_hand, prediction=Prediction(peak_bytes=(1, 1, 1, 1), step_seconds=1.0))
+    shown = replace(
+        made_by_hand,
+        prediction=Prediction(
+            peak_bytes=(1, 1, 1, 1), step_seconds=1.0, utilisation=simulate(made_by_hand).utilisation()
+        ),
+    )
     says = "Devices wait 43 % of it; the ideal bubble of gpipe with 4 stages and 4 microbatches is 43 %."
-    assert says in explain(shown)
+    assert says in str(shown)
 
 
 def test_a_device_that_runs_forwards_again_is_not_waiting() -> None:
     """One device computes all the time, however much of it is recomputation, and no ideal bubble is named for that."""
     for recompute in ("never", "always"):
         alone = plan(profile(alike(8)), devices(AMPLE), training("gpipe", 4), recompute=recompute)
-        assert "Devices wait 0 % of it." in explain(alone)
+        assert "Devices wait 0 % of it." in str(alone)
     shown = plan(profile(alike(8)), devices(*[AMPLE] * 4), training("gpipe", 4), recompute="always")
-    assert "ideal bubble" not in explain(shown)
+    assert "ideal bubble" not in str(shown)
     assert waits(shown) == f"{waits_of(simulate(shown)):.0f}"
 
 
 def waits(shown: Plan) -> str:
     """What the explanation says."""
-    return explain(shown).partition("Devices wait ")[2].partition(" %")[0]
+    return str(shown).partition("Devices wait ")[2].partition(" %")[0]
 
 
 def waits_of(trace: Trace) -> float:
@@ -98,7 +102,7 @@ def waits_of(trace: Trace) -> float:
 
 def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
     """Without prediction and planner, the stages are shown all the same."""
-    text = explain(replace(made(), prediction=None, provenance=None))
+    text = str(replace(made(), prediction=None, provenance=None))
     assert "layer0" in text
     assert "no predicted peaks" in text
     assert "does not say which planner made it" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from pipefit.report.tables import Table, plain, write
+from pipefit.tables import Table, plain, write
 
 TABLE = Table(("name", "bytes"), (("a", "1"), ("long", "1000")), title="sizes")
 

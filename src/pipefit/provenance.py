@@ -1,0 +1,86 @@
+"""Where a plan comes from: its planner, what was minimised, and how close to the lowest possible value it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from pipefit.units import format_bytes, format_seconds
+
+
+class Objective(StrEnum):
+    """What a planner minimises, as a phrase; `unit` is the unit of its value."""
+
+    PEAK = "peak of the fullest device, in bytes"
+    PEAK_SHARE = "peak of the fullest device, as a part of its budget"
+    ESTIMATED_PEAK = "estimated peak of the fullest device, in bytes"
+    PARAMETERS = "parameter bytes of the heaviest stage"
+    LAYERS = "layers of the longest stage"
+    SECONDS = "seconds of the slowest stage, for one microbatch"
+
+    @property
+    def unit(self) -> Literal["bytes", "share", "layers", "seconds"]:
+        """The unit of the value."""
+        if self is Objective.PEAK_SHARE:
+            return "share"
+        if self is Objective.LAYERS:
+            return "layers"
+        return "seconds" if self is Objective.SECONDS else "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Which planner made a plan, and how good it is proven to be.
+
+    `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
+    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages or
+    splits it compared.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    planner: str
+    options: dict[str, str | int | float | bool]
+    objective: Objective
+    value: float
+    bound: float | None
+    evaluated: int
+    seconds: float
+
+    def __str__(self) -> str:
+        took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
+        return f"Planned by the {self.planner} planner{took}. {self._optimality}"
+
+    @property
+    def covers_all_splits(self) -> bool:
+        """Whether no other split has a lower peak."""
+        return self.bound == self.value and self.objective in _PEAKS
+
+    @property
+    def _optimality(self) -> str:
+        what = self.objective.partition(",")[0]
+        if self.bound is None:
+            return f"The {what} is {self._value}; this planner does not tell how far that is from the lowest possible."
+        if self.covers_all_splits:
+            return f"Proven optimal: no split brings the {what} below {self._value}."
+        if self.bound == self.value:
+            return f"It minimises only the {what}: {self._value} is the lowest possible."
+        gap = 100 * (self.value / self.bound - 1)
+        return f"The {what} is {self._value}, at most {gap:.1f} % above the lowest possible."
+
+    @property
+    def _value(self) -> str:
+        """The value in the unit of its objective."""
+        match self.objective.unit:
+            case "share":
+                return f"{100 * self.value:.1f} % of its budget"
+            case "bytes":
+                return format_bytes(round(self.value))
+            case "seconds":
+                return format_seconds(self.value)
+            case "layers":
+                return f"{self.value:g}"
+
+
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # what a planner is proven to have minimised over all splits
