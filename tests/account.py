@@ -25,6 +25,7 @@ Where a profile leaves open what a layer does in company, this account says what
 - A gradient of a parameter that several layers of a stage use waits for that of its first user. Each earlier user adds
   its own to the one that waits, into a third.
 - A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less.
+- Of several moments at which a device is equally full, the first tells what a kernel has as its workspace.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ Levels = dict[Category, int]
 
 
 class Sample(NamedTuple):
-    """One action of a device: its highest bytes, and what lay there before and after it."""
+    """One action of a device: its highest bytes, of which a kernel's workspace is a part, and what lay there before and
+    after it.
+    """
 
     step: int
     action: Action
     peak_bytes: int
+    workspace_bytes: int
     before: Levels
     after: Levels
 
@@ -90,7 +94,7 @@ class Device:
 
     def __init__(self) -> None:
         self._storages: set[Storage] = set()
-        self.peak = 0
+        self.peak = self.workspace = 0
 
     @property
     def level(self) -> int:
@@ -125,9 +129,10 @@ class Device:
             storage.holders.discard(holder)
         self._storages = {storage for storage in self._storages if storage.holders}
 
-    def reach(self, above: int) -> None:
-        """For a moment there are so many bytes more."""
-        self.peak = max(self.peak, self.level + above)
+    def reach(self, above: int, workspace: int = 0) -> None:
+        """For a moment there are so many bytes more, of which a kernel has `workspace` for itself."""
+        if self.level + above > self.peak:
+            self.peak, self.workspace = self.level + above, workspace
 
     def held_by(self, holder: object) -> set[Storage]:
         """What `holder` holds."""
@@ -305,7 +310,10 @@ class StageAccount:
         for layer in layers:
             cost = self.costs[layer]
             given = values + (targets if layer == self.loss else [])
-            self.device.reach(cost.forward_peak_bytes if saving else cost.checkpoint_peak_bytes)
+            if saving:
+                self.device.reach(cost.forward_peak_bytes, cost.forward_workspace_bytes)
+            else:
+                self.device.reach(cost.checkpoint_peak_bytes, cost.checkpoint_workspace_bytes)
             needed = range(len(cost.storages)) if saving else [o.index for o in cost.output_origins if o.kind == "own"]
             making = ("making", id(flight))
             own = {k: self.device.new(cost.storages[k], making) for k in sorted(set(needed))}
@@ -375,7 +383,7 @@ class StageAccount:
             device.new(parameter.gradient_bytes, "adding")
         assert not any(s is not None and s.away for s in flight.saved[layer]), "what a backward needs is away"
         for span in cost.backward_later if layer in self.born else cost.backward_first:
-            device.reach(span.peak_bytes - self._released(flight, layer, span))
+            device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")
         device.release(("graph", id(flight), layer))
         del flight.saved[layer], flight.entered[layer]
@@ -445,9 +453,9 @@ class StageAccount:
             cost = self.costs[layer]
             known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
             if self.stepped:
-                self.device.reach(cost.update_peak_bytes)
+                self.device.reach(cost.update_peak_bytes, cost.update_workspace_bytes)
             else:
-                self.device.reach(cost.update_first_peak_bytes - known)
+                self.device.reach(cost.update_first_peak_bytes - known, cost.update_first_workspace_bytes)
                 self.device.new(cost.state_bytes - cost.early_state_bytes - known, self._of("optimizer"))
             updated |= {s.name for s in self._shared_by(layer)}
         self.stepped = True
@@ -494,10 +502,10 @@ class Account:
 
     def _sample(self, step: int, action: Action) -> Sample:
         before = self.device.levels
-        self.device.peak = self.device.level
+        self.device.peak, self.device.workspace = self.device.level, 0
         self.stages[action.stage].act(action)
         self.device.reach(0)
-        return Sample(step, action, self.device.peak, before, self.device.levels)
+        return Sample(step, action, self.device.peak, self.device.workspace, before, self.device.levels)
 
 
 def peaks(plan: Plan, *, program: Program | None = None, steps: int = 2) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ One constructor, `layer`, and one generator, `chain`, make all layers of tests a
 
     hostile    all that `LayerCost` can say: aliases of every origin, values that pass by, buffers, work in place,
                unused inputs, gradients that are slices, copies or handed on, inputs released early, shared and frozen
-               parameters
+               parameters, kernels with a workspace of their own
     plain      one value a layer and small integers, so that ties abound
     even       widths and weights drawn evenly
     skewed     the same by orders of magnitude: a layer may fit late in 1F1B alone, and a cut fall on a small tensor
@@ -321,7 +321,7 @@ def _odd_layer(
     gradients = tuple(_odd_gradient(rng, like, v, outputs, made) for v in inputs)
     releasable = sorted({o.index for o in saved if o.kind == "input"})
     returned = {o.index for o in origins if o.kind == "own"}
-    return layer(
+    cost = layer(
         inputs,
         outputs,
         origins=origins,
@@ -340,6 +340,27 @@ def _odd_layer(
         early_state_bytes=int(own_state * early) + sum(s.early_state_bytes for s in shared),
         update=_update(rng, size) if learned else (0, 0),
         seconds=seconds,
+    )
+    return _with_workspaces(rng, cost) if _odd(rng, like) else cost
+
+
+def _with_workspaces(rng: Random, cost: LayerCost) -> LayerCost:
+    """The layer, with a part of each peak that one kernel takes for itself: nothing, some of it, or all."""
+
+    def part(peak: int) -> int:
+        return rng.choice((0, rng.randrange(peak + 1), peak))
+
+    def parts(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        return tuple(replace(span, workspace_bytes=part(span.peak_bytes)) for span in spans)
+
+    return replace(
+        cost,
+        forward_workspace_bytes=part(cost.forward_peak_bytes),
+        checkpoint_workspace_bytes=part(cost.checkpoint_peak_bytes),
+        backward_first=parts(cost.backward_first),
+        backward_later=parts(cost.backward_later),
+        update_first_workspace_bytes=part(cost.update_first_peak_bytes),
+        update_workspace_bytes=part(cost.update_peak_bytes),
     )
 
 

@@ -204,13 +204,17 @@ def _numbered(samples):
 def assert_sample_agrees(sample: MemorySample, expected: Sample) -> None:
     """The total; and categories that grow count with what the action leaves, those that shrink with what they held.
 
-    Where the peak is below that sum, shrinking categories have given way, and it is not said which.
+    Where the peak is below that sum, shrinking categories have given way, and it is not said which. What is above it
+    belongs to the kernel, as far as that takes a workspace of its own, and the rest is temporary.
     """
     assert sample.total_bytes == expected.peak_bytes, sample.action
     found = sample.by_category
     most = {c: max(expected.before.get(c, 0), expected.after.get(c, 0)) for c in KEPT_BY_CATEGORY}
     resting = sum(most.values()) + expected.before.get(Category.PARAMETERS, 0)
     assert found.get(Category.PARAMETERS, 0) == expected.before.get(Category.PARAMETERS, 0)
+    above = max(0, expected.peak_bytes - resting)
+    inside = min(expected.workspace_bytes, above)
+    assert (found.get(Category.WORKSPACE, 0), found.get(Category.TEMPORARY, 0)) == (inside, above - inside)
     if expected.peak_bytes >= resting:
         assert {c: found.get(c, 0) for c in KEPT_BY_CATEGORY} == most
     for category in KEPT_BY_CATEGORY:

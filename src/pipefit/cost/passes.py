@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
 from pipefit.cost.residency import AGAIN, Away, Holders, Piece, Residency
-from pipefit.cost.storages import StageStorages
+from pipefit.cost.storages import LayerStorages, StageStorages
 
 
 class Working:
@@ -128,7 +128,7 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
         else:
             working.reach(layer.cost.checkpoint_peak_bytes, layer.cost.checkpoint_workspace_bytes)
         is_loss = storages.start + position == storages.stop
-        outputs = () if is_loss else tuple(known.get(s, s + shift) for s in layer.outputs)
+        outputs = () if is_loss else _outputs(layer, values, shift)
         for number in layer.saves if way.saves else ():
             working.hold(known.get(number, number + shift), holders.saved(position))
         for instance in outputs:
@@ -140,6 +140,12 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
             working.drop_all(holders.target)
         values = outputs
     return values
+
+
+def _outputs(layer: LayerStorages, values: tuple[int, ...], shift: int) -> tuple[int, ...]:
+    """The instances of a layer's outputs, one by one: values in one storage have copies apart, if they were copied."""
+    made = zip(layer.cost.output_origins, layer.outputs, strict=True)
+    return tuple(values[origin.index] if origin.kind == "input" else number + shift for origin, number in made)
 
 
 def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[int, ...]:

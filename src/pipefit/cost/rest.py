@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 
 from pipefit.cost.effects import Effect, effect
@@ -60,11 +61,17 @@ class StageRest:
             level = grown + cost.update_first_peak_bytes - repeated[position]
             peaks.append((level, cost.update_first_workspace_bytes))
             grown += cost.state_bytes - cost.early_state_bytes - repeated[position]
-        peak, workspace = max(peaks)
+        peak, workspace = _first_highest(peaks)
         return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes, optimizer=grown)
 
     @cached_property
     def later_update(self) -> Effect:
         """Every later STEP."""
-        peak, workspace = max((cost.update_peak_bytes, cost.update_workspace_bytes) for cost in self.storages.costs)
+        costs = self.storages.costs
+        peak, workspace = _first_highest([(cost.update_peak_bytes, cost.update_workspace_bytes) for cost in costs])
         return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes)
+
+
+def _first_highest(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The first of the highest moments, as a meter keeps it: its level, and the part that is a kernel's workspace."""
+    return max(moments, key=lambda moment: moment[0])
