@@ -1,10 +1,10 @@
-"""What kernels of the CPU take inside a call: measured, never computed, because every processor and every release of
-torch has its own.
+"""What kernels of the CPU take inside a call, as it was measured.
 
-Between its first and its last allocation a kernel may hold more than the results it returns: packed operands, scratch,
-copies in another layout. It may also return results that are laid out otherwise than torch's rules for shapes say. Both
-are measured once for each operation where the model will run (`pipefit.meter.kernels`) and kept here, by the text of
-the operation: its name, and the dtypes, shapes and strides of its arguments.
+While it runs, a kernel may hold more than the results it returns: packed operands, scratch, copies in another layout.
+Its results may also lie in memory otherwise than torch's rules for shapes say. Both depend on the processor and on the
+release of torch, so they are not computed but measured, once for each operation, where the model will run
+(`pipefit.meter.kernels`). They are kept here by the text of the operation: its name, and the dtypes, shapes and strides
+of its arguments.
 """
 
 from __future__ import annotations
@@ -67,3 +67,12 @@ class KernelMemory:
     def unknown(self) -> tuple[Kernel, ...]:
         """Those that could not be measured: what they take beside their results is missing from every peak."""
         return tuple(kernel for kernel in self.kernels if kernel.peak_bytes is None)
+
+    @property
+    def gap(self) -> str:
+        """What every peak lacks, in words that end without a full stop; empty if all operations were measured."""
+        if not self.unknown:
+            return ""
+        first, others = self.unknown[0], len(self.unknown) - 1
+        more = f" and {others} other{'s' * (others > 1)}" if others else ""
+        return f"peaks are without what kernels take inside {first.operation}{more}: {first.reason}"

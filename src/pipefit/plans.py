@@ -202,14 +202,28 @@ class Plan:
         return tuple(d for d in self.decisions if d.stage == stage and d.what is what)
 
     @property
+    def holds_for(self) -> str:
+        """The machine whose kernels were measured for the peaks, in a sentence; empty where no CPU's kernels were."""
+        made = self.profile.assumptions
+        if not made.cpu:
+            return ""
+        threads = f"{made.threads} thread{'s' * (made.threads > 1)}"
+        return (
+            f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere kernels "
+            "may take more or less."
+        )
+
+    @property
     def stage_table(self) -> Table:
         """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
         rows = tuple(_row(self, number, stage) for number, stage in enumerate(self.stages))
         return Table(("stage", "device", "layers", "count", "parameters", "peak", "of budget", "full", ""), rows)
 
     def __str__(self) -> str:
-        """An explanation of the plan: its stages and peaks, what limits it, how it was found, and how fast it is."""
-        sentences = [_limit(self), *_planner(self), *_time(self)]
+        """An explanation of the plan: its stages and peaks, what limits it, how it was found, how fast it is, and where
+        that holds.
+        """
+        sentences = [_limit(self), *_planner(self), *_time(self), *_caveats(self)]
         return plain([_head(self), self.stage_table, "\n".join(sentences)])
 
 
@@ -327,3 +341,12 @@ def _bubble(plan: Plan) -> str:
         f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "
         f"is {100 * share:.0f} %"
     )
+
+
+def _caveats(plan: Plan) -> Iterator[str]:
+    """On what machine the peaks hold, and which kernels they leave out."""
+    if plan.prediction is not None:
+        if plan.holds_for:
+            yield plan.holds_for
+        if gap := plan.profile.kernels.gap:
+            yield f"{gap[0].upper()}{gap[1:]}."

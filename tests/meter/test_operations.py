@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +117,42 @@ def test_every_operation_takes_what_the_allocator_saw(name: str, threads: int) -
     assert metered(run) == seen
     with FakeTarget("cpu"):
         assert metered(run) == seen
+
+
+LESSER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+OF_A_LIBRARY = ("product", "convolution", "normalisation: batch norm", "attention", "recurrent")
+COMPARED = """
+import json, sys
+sys.path[:0] = {folders}
+import torch
+torch.set_num_threads({threads})
+from test_operations import OF_A_LIBRARY, compared
+print(json.dumps([torch.backends.cpu.get_cpu_capability(), compared(OF_A_LIBRARY)]))
+"""
+
+
+def compared(families: tuple[str, ...]) -> dict[str, bool]:
+    """For every operation of these families whether meters, over real and over fake tensors, equal the allocator."""
+    found = {}
+    for name in filter(lambda name: name.startswith(families), OPERATIONS):
+        run = OPERATIONS[name]
+        run()
+        seen = allocated(run)
+        real = metered(run)
+        with FakeTarget("cpu"):
+            found[name] = seen == real == metered(run)
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_kernels_of_a_common_laptop_take_what_the_allocator_saw(number: int) -> None:
+    """Where libraries may use no more than AVX2: products, convolutions, batch norm, attention and recurrent layers."""
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARED.format(folders=folders, threads=number)],
+        env={**os.environ, **LESSER}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    capability, found = json.loads(done.stdout)
+    assert "AVX512" not in capability
+    assert {name.partition(":")[0] for name in found} == {family.partition(":")[0] for family in OF_A_LIBRARY}
+    assert [name for name, equal in found.items() if not equal] == []

@@ -17,9 +17,12 @@ def command(
     from pipefit.cli.progress import progress
     from pipefit.files import load
     from pipefit.plans import Plan
+    from pipefit.report.trace import describe_trace
     from pipefit.simulator import simulate
 
     check_output(output)
+    document = load(plan, Plan)
     with progress("simulating"):
-        trace = simulate(load(plan, Plan), steps=steps)
-    deliver(trace, output=output, as_json=as_json)
+        trace = simulate(document, steps=steps)
+    told = [document.holds_for] if document.holds_for else []
+    deliver(trace, output=output, as_json=as_json, describe=lambda: [*describe_trace(trace), *told])

@@ -1,8 +1,8 @@
-"""What each operation's kernel takes on the CPU: looked up by what it is called with, measured where nobody knows.
+"""What each operation's kernel takes on the CPU: looked up by the operation and its arguments, or measured.
 
-A look-up costs a microsecond or two. Known are the operations of a profile that is followed, those of the user's cache,
-and those met before. An operation that cannot be measured counts with its results alone, and is named: by the profile,
-or else in a warning.
+A look-up costs a microsecond or two. Measured are only operations that are neither in the profile that is followed, nor
+in the user's cache, nor met before. An operation that cannot be measured counts with its results alone, and is named:
+in the profile, in plans made from it, and in a warning wherever it runs under a meter.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Kernels:
 
     Args:
         threads: of the kernels, whatever this process uses otherwise.
-        given: what a profile knows; it is believed, also where this machine would do otherwise.
+        given: what a profile knows. It comes first, also where the kernels of this machine take something else.
     """
 
     def __init__(self, threads: int, given: KernelMemory | None = None) -> None:
@@ -79,7 +79,7 @@ class Kernels:
         self._known: dict[Any, dict[signature.Key | None, Known] | None] = {}
         self._met: dict[str, Kernel] = {}
         self._new: dict[str, Kernel] = {}
-        self._told = {kernel.operation for kernel in given.unknown} if given is not None else set()
+        self._told: set[str] = set()
 
     @property
     def memory(self) -> KernelMemory:
@@ -113,17 +113,11 @@ class Kernels:
             self._new.clear()
 
     def tell_unknown(self) -> None:
-        """Warn, once, of operations that were met, that could not be measured, and that the profile does not name."""
-        unknown = [kernel for kernel in self.memory.unknown if kernel.operation not in self._told]
+        """Warn, once, of operations that were met and that could not be measured."""
+        unknown = tuple(kernel for kernel in self.memory.unknown if kernel.operation not in self._told)
         self._told |= {kernel.operation for kernel in unknown}
         if unknown:
-            first, others = unknown[0], len(unknown) - 1
-            more = f" and {others} others" if others else ""
-            warnings.warn(
-                f"peaks are without what kernels take inside {first.operation}{more}: {first.reason}",
-                PipefitWarning,
-                stacklevel=3,
-            )
+            warnings.warn(KernelMemory(kernels=unknown).gap, PipefitWarning, stacklevel=3)
 
     def _meet(
         self, key: signature.Key | None, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any

@@ -117,3 +117,4 @@ def _train(lone: LoneStages, plan: Plan, stage: int) -> int:
             return lone.train(plan, stage, device=device, meter=meter)
         finally:
             kernels.keep()
+            kernels.tell_unknown()

@@ -1,7 +1,8 @@
 """A profile that is used elsewhere than it was made: on another processor, torch release or number of threads.
 
 What kernels take for themselves differs then, and with another torch also what autograd saves. The figures of a plan
-stay those of the machine that was profiled; whoever certifies or trains elsewhere is told so, in one sentence.
+stay those of the machine that was profiled, as the printed plan says. Whoever certifies or trains elsewhere is warned,
+in one sentence.
 """
 
 from __future__ import annotations

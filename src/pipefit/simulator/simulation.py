@@ -6,13 +6,14 @@ is. Costs: one microsecond per action for the peaks, two to three with the secon
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
 
 from pipefit.actions import Action
 from pipefit.cost.stage import Costs
-from pipefit.errors import UsageError
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.schedule import lower
@@ -30,11 +31,14 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int = PREDICT
 
     The first step differs from all others, because the optimizer's state is created in it; the second and all later
     steps are alike, so that two steps are enough. The time of a memory sample is the start of its action. Memory that a
-    device lends to others is allocated before the first step.
+    device lends to others is allocated before the first step. Warns (`PipefitWarning`) of operations in the profile
+    whose kernels could not be measured: the peaks are without what these take.
 
     Raises:
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
     """
+    if gap := plan.profile.kernels.gap:
+        warnings.warn(gap, PipefitWarning, stacklevel=2)
     return Simulation(plan, program=program, steps=steps).trace()
 
 
