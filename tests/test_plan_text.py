@@ -8,6 +8,7 @@ from math import comb
 import pytest
 
 from made_up import alike, devices, profile, training, vgg_like
+from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
 from pipefit.plans import Plan, Prediction
 from pipefit.simulator import simulate
@@ -106,3 +107,30 @@ def test_a_plan_written_by_hand_is_explained_as_far_as_it_goes() -> None:
     assert "layer0" in text
     assert "no predicted peaks" in text
     assert "does not say which planner made it" in text
+
+
+def test_where_the_peaks_hold_is_one_sentence() -> None:
+    """Processor, instructions, torch and threads of the profile; nothing for kernels that were not measured."""
+    shown = made()
+    assumed = replace(shown.profile.assumptions, cpu="Some CPU (1/2/3)", capability="AVX9", torch="7.1", threads=3)
+    text = str(replace(shown, profile=replace(shown.profile, assumptions=assumed)))
+    (line,) = [line for line in text.splitlines() if "Some CPU" in line]
+    assert line.startswith("Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere ")
+    assert "elsewhere" not in str(shown)
+
+
+def test_kernels_that_could_not_be_measured_are_named() -> None:
+    """The first of them with the reason, and the number of others; nothing where all are known."""
+    shown = made()
+    known = Kernel(operation="aten.mm(float32[1x1])", peak_bytes=4)
+    unknown = [Kernel(operation=f"aten.{name}", peak_bytes=None, reason="too large") for name in ("mm", "sort", "cat")]
+    for count, words in ((1, "aten.mm: too large."), (2, "aten.mm and 1 other: too large."), (3, " and 2 others: ")):
+        memory = KernelMemory(kernels=(known, *unknown[:count]))
+        (line,) = [
+            line
+            for line in str(replace(shown, profile=replace(shown.profile, kernels=memory))).splitlines()
+            if line.startswith("Peaks are without what kernels take inside ")
+        ]
+        assert words in line
+    memory = KernelMemory(kernels=(known,))
+    assert "without" not in str(replace(shown, profile=replace(shown.profile, kernels=memory)))

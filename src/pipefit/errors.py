@@ -4,8 +4,8 @@
     ├── UsageError          2   the question itself is wrong: an option, a size, a name
     ├── InfeasibleError     3   no plan fits; says which device, by how much, and what would help
     ├── OutOfMemory         4   a run passed a device's cap; says where, at which action, what held the bytes
-    ├── WorkerFailed        5   a worker died, hung or raised; names the culprit
-    │   └── PeerLost            what the others see of it: a message that does not come
+    ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
+    │   └── PeerLost            what the others report then: a message that does not come
     └── FileError           6   a document is missing, truncated, of another version, or for another model
 
 A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
@@ -41,13 +41,13 @@ class OutOfMemory(PipefitError):
 
 
 class WorkerFailed(PipefitError):
-    """A worker died, hung or raised: the culprit's name and what it was doing."""
+    """A worker died, hung or raised: the one that failed first, and what it was doing."""
 
     exit_code = 5
 
 
 class PeerLost(WorkerFailed):
-    """Another worker does not answer any more. The one that says so is a victim, not the culprit."""
+    """A message of another worker does not come: this worker fails because that one did."""
 
 
 class FileError(PipefitError):

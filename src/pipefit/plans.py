@@ -209,8 +209,8 @@ class Plan:
             return ""
         threads = f"{made.threads} thread{'s' * (made.threads > 1)}"
         return (
-            f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere kernels "
-            "may take more or less."
+            f"Peaks are those of {made.cpu} with {made.capability}, torch {made.torch} and {threads}: elsewhere "
+            "kernels may take more or less."
         )
 
     @property

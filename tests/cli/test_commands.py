@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pipefit
 from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.files import dumps, load, save
+from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import PLANNERS
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
@@ -48,6 +50,27 @@ def test_planning_saves_a_plan_and_explains_it(here: Path, capsys: pytest.Captur
     assert made.training.batch_size == 4
     assert "stage" in out
     assert "mine.json" in err
+
+
+def test_what_plan_and_simulate_predict_says_where_it_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence on the processor, torch and threads of the profile, and one on kernels that could not be measured:
+    in the printed plan, and beside the simulated trace. JSON on stdout stays JSON.
+    """
+    assumed = replace(PLAN.profile.assumptions, cpu="Some CPU", capability="AVX9", torch="7.1")
+    unknown = Kernel(operation="aten.sort", peak_bytes=None, reason="it is too large")
+    profile = replace(PLAN.profile, assumptions=assumed, kernels=KernelMemory(kernels=(unknown,)))
+    save(profile, "elsewhere.json")
+    assert main(["plan", "elsewhere.json", "-c", "emulated:2x1GiB", "--batch-size", "4", "-o", "theirs.json"]) == 0
+    planned = "".join(capsys.readouterr())
+    assert main(["simulate", "theirs.json"]) == 0
+    simulated = "".join(capsys.readouterr())
+    for told in (planned, simulated):
+        assert told.count("eaks are those of Some CPU with AVX9, torch 7.1 and 1 thread: elsewhere kernels") == 1
+        assert told.count("eaks are without what kernels take inside aten.sort: it is too large") == 1
+    assert main(["simulate", "theirs.json", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert "aten.sort" in err
 
 
 def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:

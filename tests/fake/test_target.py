@@ -190,12 +190,12 @@ def test_nothing_real_is_allocated(target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_fake_keeps_shape_strides_and_dtype(target: Target) -> None:
-    """The twin of a real tensor has its layout, on the target's device, and needs no gradient."""
+    """A fake tensor made like a real one has its layout, on the target's device, and needs no gradient."""
     real = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True).t()
     with FakeTarget(target) as fake:
-        twin = fake.fake(real)
-    assert (twin.shape, twin.stride(), twin.dtype, twin.device) == (real.shape, real.stride(), real.dtype, fake.device)
-    assert not twin.requires_grad
+        made = fake.fake(real)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (real.shape, real.stride(), real.dtype, fake.device)
+    assert not made.requires_grad
 
 
 def test_contexts_nest_and_leave_no_trace() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -142,6 +142,22 @@ def test_what_is_too_large_or_too_slow_is_named_and_not_run() -> None:
         ("aten.relu.default(float32[16384x16384])", None),
         ("aten.mm.default(float32[8192x8192], float32[8192x8192])", None),
     ]
+
+
+def test_recurrent_layers_that_are_too_slow_are_named_and_not_run() -> None:
+    """An LSTM of few bytes and many steps takes minutes: its forward and backward are unknown, and not run."""
+    kernels = Kernels(1)
+    meter = Meter(0, kernels=kernels)
+    meter.begin("recurrent")
+    with FakeTarget("cpu"), meter:
+        net = nn.LSTM(2048, 2048)
+        net(torch.empty(600, 8, 2048))[0].sum().backward()
+    slow = [kernel for kernel in kernels.memory.unknown if "rnn" in kernel.operation]
+    assert {kernel.operation.partition("(")[0] for kernel in slow} == {
+        "aten.mkldnn_rnn_layer.default",
+        "aten.mkldnn_rnn_layer_backward.default",
+    }
+    assert all(re.search(r"about \d+ s", kernel.reason) for kernel in slow)
 
 
 def test_measuring_keeps_no_arguments_alive() -> None:
@@ -302,18 +318,21 @@ def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:
     assert not counted
 
 
-def test_unknown_operations_are_told_once_unless_the_profile_named_them() -> None:
-    """A warning names the first, says how many others there are, and why."""
+def test_unknown_operations_are_told_once() -> None:
+    """A warning names the first, says how many others there are, and why; also if a profile has named them before."""
     x = torch.rand(3)
-    kernels = Kernels(1)
-    named = met(kernels, aten.nonzero.default, x)
-    with pytest.warns(PipefitWarning, match="aten.nonzero.default.*depends on the values"):
-        kernels.tell_unknown()
+    first = Kernels(1)
+    named = met(first, aten.nonzero.default, x)
+    met(first, aten.masked_select.default, x, x > 1)
     following = Kernels(1, KernelMemory(kernels=(named,)))
     met(following, aten.nonzero.default, x)
+    with pytest.warns(PipefitWarning, match="aten.nonzero.default.* and 1 other: it depends on the values"):
+        first.tell_unknown()
+    with pytest.warns(PipefitWarning, match=r"aten.nonzero.default\(float32\[3\]\): it depends on the values"):
+        following.tell_unknown()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kernels.tell_unknown()
+        first.tell_unknown()
         following.tell_unknown()
 
 

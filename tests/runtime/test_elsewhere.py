@@ -19,12 +19,14 @@ from pipefit.cli import main
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitWarning
 from pipefit.files import save
-from pipefit.kernels import KernelMemory
+from pipefit.kernels import Kernel, KernelMemory
+from pipefit.meter import kernels
 from pipefit.meter.threads import threads_of
 from pipefit.planner import plan as make_plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
 from pipefit.zoo import build
 from random_cases import accounts, random_case
 
@@ -47,7 +49,7 @@ def assuming(plan: Plan, **assumed: Any) -> Plan:
 @pytest.mark.parametrize(
     ("assumed", "words"),
     [
-        ({"cpu": "Other CPU"}, r"made on Other CPU with \S+, not .+: "),
+        ({"cpu": "Other CPU"}, r"made on Other CPU with .+, not .+: "),
         ({"capability": "NONE"}, r"made on .+ with NONE, not .+: "),
         ({"torch": "1.0"}, r"made with torch 1\.0, not \d.+: "),
         ({"cpu": "Other CPU", "torch": "1.0"}, r"made with torch 1\.0, not .+, on Other CPU .+: "),
@@ -90,6 +92,33 @@ def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
     assert not cuda.profile.assumptions.cpu
 
 
+def test_kernels_of_cuda_measure_nothing_here(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiling, planning and certifying for CUDA run no kernel of the CPU to measure it."""
+
+    def refuse(operation: str, *_: object, **__: object) -> None:
+        raise AssertionError(f"{operation} was measured")
+
+    monkeypatch.setattr(kernels, "measured", refuse)
+    task = build("mlp", **SETTINGS)
+    found = profile(task, microbatch_size=2, target="cuda")
+    made = make_plan(found, plan.cluster, batch_size=8, microbatches=4)
+    peaks = certify(task, made).peak_bytes
+    assert min(peaks) > 0
+    assert certify(task, plan, target="cuda").peak_bytes == peaks
+
+
+def test_a_dry_run_names_what_could_not_be_measured(plan: Plan) -> None:
+    """Also if the profile has named it: whoever reads certified peaks must know what they lack."""
+    (taken, *others) = plan.profile.kernels.kernels
+    unknown = Kernel(operation=taken.operation, peak_bytes=None, reason="it is too large")
+    other = replace(plan, profile=replace(plan.profile, kernels=KernelMemory(kernels=(unknown, *others))))
+    with pytest.warns(PipefitWarning, match="without what kernels take inside .+: it is too large") as told:
+        certify(build("mlp", **SETTINGS), other)
+    assert len(told) == 1
+    with pytest.warns(PipefitWarning, match="without what kernels take inside .+: it is too large"):
+        simulate(other)
+
+
 def test_a_dry_run_elsewhere_certifies_what_the_profile_says(plan: Plan) -> None:
     """Kernels that took a mebibyte on the profile's machine take it in the dry run, wherever that is made."""
     grown = tuple(
@@ -103,26 +132,16 @@ def test_a_dry_run_elsewhere_certifies_what_the_profile_says(plan: Plan) -> None
     assert min(found) > max(usual)
 
 
-def make_task() -> Any:
-    """The model, in a worker."""
-    return build("mlp", **SETTINGS)
-
-
-def test_workers_leave_it_to_their_parent(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:
-    """`train` warns once, not once for each worker."""
-    with pytest.warns(PipefitWarning) as told:
-        train(make_task, assuming(plan, cpu="Other CPU"), steps=1)
-    assert len([w for w in told if issubclass(w.category, PipefitWarning)]) == 1
-    assert "Other CPU" not in capfd.readouterr().err
-
-
-def test_the_command_line_prints_it_to_stderr(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, in the form of every message."""
-    save(assuming(plan, cpu="Other CPU"), tmp_path / "plan.json")
-    assert main(["certify", str(tmp_path / "plan.json"), *MODEL]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "Other CPU" in line]
+@pytest.mark.parametrize("command", [["certify"], ["train", "--steps", "1"]])
+def test_commands_print_it_to_stderr(
+    plan: Plan, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """One line in the form of every message, and none of it from the workers of `train`."""
+    save(assuming(plan, cpu="Other CPU", torch="1.0"), tmp_path / "plan.json")
+    assert main([command[0], str(tmp_path / "plan.json"), *MODEL, *command[1:]]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "Other CPU" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("pipefit: the profile was made on Other CPU")
+    assert lines[0].startswith(f"pipefit: the profile was made with torch 1.0, not {torch.__version__}, on Other CPU")
 
 
 LESSER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "2"}

@@ -1,4 +1,4 @@
-"""Whatever befalls a worker, `train` names the culprit in time and leaves nothing behind."""
+"""Whatever happens to a worker, `train` names the one that failed first, in time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def alive(number: str) -> bool:
         return False
 
 
-CULPRIT = "worker 1 (device 1, layers 2 to 2)"
+FAILED_FIRST = "worker 1 (device 1, layers 2 to 2)"
 ACCIDENTS = [
-    ("killed", f"{CULPRIT} failed at 1F0: killed by signal 9"),
-    ("exits", f"{CULPRIT} failed at 1F0: its process exited with code 3"),
-    ("raises", f"{CULPRIT} failed at 1F0: Untold"),
-    ("hangs", f"{CULPRIT} hangs at 1F0: no sign of life for 3 s"),
+    ("killed", f"{FAILED_FIRST} failed at 1F0: killed by signal 9"),
+    ("exits", f"{FAILED_FIRST} failed at 1F0: its process exited with code 3"),
+    ("raises", f"{FAILED_FIRST} failed at 1F0: Untold"),
+    ("hangs", f"{FAILED_FIRST} hangs at 1F0: no sign of life for 3 s"),
 ]
 
 
 @pytest.mark.parametrize(("accident", "sentence"), ACCIDENTS, ids=[name for name, _ in ACCIDENTS])
-def test_the_culprit_is_named_and_never_its_victim(
+def test_the_worker_that_failed_first_is_named_and_never_its_neighbour(
     accident: str, sentence: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A worker that is killed, exits, raises what no pipe can carry, or hangs is named with where it was, in time.

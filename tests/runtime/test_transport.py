@@ -40,7 +40,7 @@ def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> Non
 
 
 def test_a_delivered_letter_is_a_copy() -> None:
-    """Sender and receiver share no memory, and the mailroom holds neither's tensors after delivery."""
+    """Sender and receiver share no memory, and the transport holds neither's tensors after delivery."""
     transport, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
     handle = transport.start(SEND, [sent], 1)
     transport.start(RECEIVE, [buffer], 0)
@@ -104,7 +104,7 @@ def test_messages_inside_a_device_do_not_leave_it() -> None:
 
 
 def test_a_transfer_that_fails_is_a_lost_peer() -> None:
-    """The error names the action and the first line of the reason; the one who says so is a victim."""
+    """The error names the action and the first line of the reason, and says that another worker is gone."""
     with pytest.raises(PeerLost, match=r"0SEND_F3 failed: .* gone or hangs \(Connection closed by peer after 2 s\)"):
         network().join(SEND, [Broken()])  # type: ignore[list-item]
 

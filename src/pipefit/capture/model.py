@@ -79,7 +79,7 @@ def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
 
 
 def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """`part`, or, if the chain has it already, a twin with the same parameters and buffers: each layer is itself."""
+    """`part`, or a copy of it with the same parameters and buffers if the chain has it already: layers are distinct."""
     if id(part) not in met:
         met.add(id(part))
         return part

@@ -27,7 +27,7 @@ _REASONS = (
 
 def refuse_export(error: BaseException, name: str, paths: Mapping[nn.Module, str]) -> NoReturn:
     """Say why `torch.export` failed on model `name`; `paths` names the modules it ran."""
-    where, line = _culprit(error.__traceback__, paths)
+    where, line = _innermost(error.__traceback__, paths)
     text = " ".join(str(error).split("\n\n")[0].split())
     reason = next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
     if not reason:
@@ -57,7 +57,7 @@ def _line(node: fx.Node) -> str:
     return own[-1] if own else ""
 
 
-def _culprit(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
+def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> tuple[str, str]:
     """The innermost module that was running, and the innermost line of the user's own code."""
     where = line = ""
     for frame, number in traceback.walk_tb(trace):

@@ -22,20 +22,22 @@ class Task:
 
     Args:
         module: any `nn.Module` that `torch.export` can follow, or a function that builds one. An `nn.Sequential` is
-            taken as it stands, each part a layer; its parts pass a tensor, or a tuple or list of tensors. A function is
-            called under the reader's own mode, so that a model too large for this machine is never allocated.
+            taken as it stands, each part a layer; its parts pass a tensor, or a tuple or list of tensors. Profiles and
+            dry runs call a function under fake tensors, so that a model too large for this machine is never allocated.
         batch: batch size -> (inputs, targets): tensors with the samples along dimension 0, or tuples or dictionaries of
             such, none of which requires a gradient. A tuple of inputs is the module's positional arguments, a
             dictionary its keyword arguments; an `nn.Sequential` takes a tuple or list as its one argument. Draws from
             torch's default generator, so that a seed before the call fixes the batch.
-        loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs as the module returns them. None
-            where the module computes it: it returns a scalar, or outputs whose `loss` is one; targets may be None.
+        loss: (outputs, targets) -> mean loss over the samples, a scalar; the outputs are as the module returns them.
+            None if the module computes the loss: it returns a scalar, or outputs with a scalar `loss`. The targets may
+            be None then.
         optimizer: parameter groups -> `torch.optim` optimizer. Every stage makes one of its own, with a group a layer.
         groups: (name, parameter) -> options of its parameter group, such as `{"weight_decay": 0.0}` for biases.
         scheduler: optimizer -> learning-rate scheduler, stepped after every update.
-        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data; so do the
-            master ones, whose optimizer works on float32 copies of the parameters. The mixed ones run the module under
-            `torch.autocast`. `mixed-float16` and `master-float16` scale the loss.
+        precision: None leaves the module as it is. `bfloat16` or `float16` casts its parameters and its data. So does
+            `master-bfloat16` or `master-float16`, and the optimizer then works on float32 copies of the parameters.
+            `mixed-bfloat16` or `mixed-float16` runs the module under `torch.autocast`. With `mixed-float16` and
+            `master-float16` the loss is scaled.
         granularity: what becomes a layer of a module that is no `nn.Sequential`: `blocks` (a module's own blocks, such
             as transformer.h.3), `halves` (attention and MLP apart), or `operations` (wherever a cut is possible).
         name: for people, and for files.

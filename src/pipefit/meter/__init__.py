@@ -1,5 +1,5 @@
-"""What counts the memory of a device while it runs: `cpu.Meter` for tensors of the CPU, real or fake, `cuda.CudaMeter`
-for a GPU, whose allocator counts by itself.
+"""Meters count the memory of a device while it runs: `cpu.Meter` for tensors on the CPU, real or fake, and
+`cuda.CudaMeter` for a GPU, which reads the figures of its allocator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipefit.trace import Category, MemorySample
 
 
 class MemoryMeter(AbstractContextManager[Any], Protocol):
-    """What counts a device's memory: `Meter` for tensors on the CPU, real or fake; `CudaMeter` reads the allocator."""
+    """What a runtime calls while it executes the actions of a program on a metered device."""
 
     def begin(self, action: str) -> None: ...
     def end(self, step: int, seconds: float, category: Category = ...) -> MemorySample: ...

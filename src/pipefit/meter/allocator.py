@@ -1,13 +1,13 @@
-"""The CPU allocator's own events: what a call takes and gives back, in order, and its highest moment.
+"""The peak of one call by the CPU allocator's own events, which say how many bytes it gives and takes back.
 
-They are those that `torch.profiler` shows with `profile_memory`, read through the older and smaller of torch's two
-profilers. It starts in a tenth of a millisecond where the newer one takes a second the first time, prints nothing,
-touches no GPU, and does not mind that somebody else is profiling. It sees what the calling thread allocates: a row of
-scratch that each thread of a parallel region takes for itself is in nobody's account.
+`torch.profiler` shows the same events with `profile_memory`. They are read through torch's older profiler, because it
+starts in a tenth of a millisecond where the newer one takes a second the first time, prints nothing, touches no GPU and
+works while another profiler is running. Only the events of the calling thread are seen: what the other threads of a
+parallel region allocate for themselves is not counted, here or by `torch.profiler`.
 
-The call runs on a thread of its own, where no dispatch mode, no fake tensors, no autocast and no profiler are active,
-below autograd as in a dispatch mode, with torch's random state put back afterwards. Torch's private interfaces for all
-this are touched here and nowhere else.
+The call runs on a thread of its own (`apart`), because dispatch modes, fake tensors, autocast and profilers are active
+for one thread. It runs below autograd, as calls inside a dispatch mode do, and torch's random state is restored
+afterwards. Torch's private interfaces for this are used only here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def apart(call: Callable[[], T]) -> T:
 
 
 def peak_of(call: Callable[[], T]) -> tuple[int, T]:
-    """The most bytes that `call` held above what was there before, and what it returned. For use inside `apart`."""
+    """The most bytes that `call` held at once, and what it returned. To be called inside `apart`."""
     state = torch.get_rng_state()
     _enable_profiler_legacy(_memory_only())
     try:

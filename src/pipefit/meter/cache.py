@@ -1,8 +1,9 @@
-"""The user's cache of what kernels take: one file for every kind of machine, so that nothing is measured twice.
+"""The user's cache of what kernels take, so that no operation is measured twice.
 
-It lies in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`. A file is replaced as a whole. Workers that
-write at once may lose each other's new entries, which are then measured again; a file that cannot be read, or that is
-another machine's, counts as empty and is replaced; one that cannot be written is done without.
+There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`. A file is
+always replaced as a whole: when workers write at the same time, the entries of one may be lost, and are measured again
+when they are needed. A file that cannot be read, or that belongs to another machine, counts as empty and is replaced.
+Where no file can be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Cache:
         return _read(self.path, json.dumps(self._header), status.st_mtime_ns, status.st_size)
 
     def add(self, kernels: Iterable[Kernel]) -> None:
-        """These belong in the file too."""
+        """Add these to the file."""
         together = {**self.read(), **{kernel.operation: kernel for kernel in kernels}}
         memory = KernelMemory(kernels=tuple(together.values()))
         body = adapter(KernelMemory).dump_json(memory, exclude_defaults=True).decode()
@@ -56,7 +57,7 @@ class Cache:
 
 
 def _folder() -> Path:
-    """XDG asks for an absolute path, and for the default where there is none."""
+    """The folder of the files. The XDG specification ignores a path that is not absolute."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path("~/.cache").expanduser()
     return base / "pipefit" / "kernels"

@@ -1,12 +1,12 @@
-"""The meter: every byte a device holds, by category, counted as tensors are born and die; and the cap it enforces.
+"""The meter: counts the bytes of one device by category, as storages are allocated and freed, and enforces its cap.
 
-A `Meter` is a dispatch mode. It sees every tensor operation of the device's worker, real or fake, and follows the life
-of each storage that one of them makes by a weak reference. Views and in-place operations make none: a tensor that
-belongs to somebody else is not counted because it was looked at. What a CPU kernel allocates and frees within one
-operation is invisible from outside; it is added from `pipefit.meter.kernels`, as workspace. When the sum passes the
-cap, the meter raises `torch.OutOfMemoryError`, as CUDA does: that is what makes an emulated device.
+A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, and watches each storage that one of
+them allocates through a weak reference. Views and operations in place allocate none, so that a tensor of somebody else
+is not counted because it was used. What a CPU kernel allocates and frees within one operation cannot be seen from
+outside; it is looked up in `pipefit.meter.kernels` and counted as workspace. When the sum passes the cap, the meter
+raises `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such a meter.
 
-Costs about ten microseconds an operation. Real GPUs are not metered this way; they have their allocator's own figures.
+Costs about ten microseconds an operation. Real GPUs have the figures of their own allocator (`pipefit.meter.cuda`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: its number, for messages.
         cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
-        kernels: the CPU's, whose memory is to be added and whose results fake ones follow; None for other targets.
+        kernels: what the CPU's kernels take, which is added, and how their results lie in memory, which fake results
+            follow; None for other targets.
     """
 
     def __init__(self, device: int, *, cap_bytes: int | None = None, kernels: Kernels | None = None) -> None:
@@ -73,10 +74,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
         self._peak_bytes = list(self.bytes)
 
-    # ---------------------------------------------------------------- what a reader tells the meter
+    # ---------------------------------------------------------------- called by whoever runs a program
 
     def begin(self, action: str) -> None:
-        """`action` begins; its peak starts at the present level."""
+        """`action` begins: the peak restarts at the present level."""
         self.action = action
         if self.kernels is not None:
             self.kernels.refresh()
@@ -85,7 +86,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak, self._peak_bytes = self.total, list(self.bytes)
 
     def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
-        """The action is over: what it made and left, and nobody tagged, is `category`. Answers with its peak."""
+        """The action has ended. What it allocated and did not free counts as `category` unless it is tagged already.
+
+        Returns the action's peak.
+        """
         for tracked in self._born:
             if tracked.category == _TEMPORARY and tracked() is not None:
                 self._move(tracked, _POSITION[category])
@@ -93,13 +97,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=tuple(self._peak_bytes))  # type: ignore[arg-type]
 
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """These tensors' storages are `category` from now on; ones never seen are counted from now on."""
+        """Count the storages of these tensors as `category` from now on, also storages that were not counted before."""
         for tensor in tensors:
             if tensor is not None:
                 tracked = self._track(tensor)
                 self._move(tracked, _POSITION[category])
 
-    # ---------------------------------------------------------------- what the meter sees
+    # ---------------------------------------------------------------- counting
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,9 +121,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
-        """`tensor * value` has run: in a forward autograd will keep the value, in a backward it has just used one. Then
-        the answer is its bytes: the kernel did not have to make a tensor of it again. A forward without a graph, as of
-        a microbatch that is recomputed, keeps and uses none.
+        """Count the tensor that autograd makes of the number in `tensor * value` and keeps for the backward.
+
+        The operation has just run. If it was recorded for a backward, the tensor exists from now on. If it was part of
+        a backward, it has used such a tensor, which is freed when the backward goes on to its next operation; its bytes
+        are returned, because the kernel used this tensor instead of making one. In any other forward there is none.
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -127,7 +133,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hold_scalars(1)
         elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
             self._scalars[key] -= 1
-            self._spent += 1  # its node is released when it is done, before the next operation
+            self._spent += 1  # freed with its node of the graph, before the next operation
             return _SCALAR_BYTES
         return 0
 
@@ -148,14 +154,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scalars.clear()
 
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Count what an operation made. The answer: bytes of a number among its arguments that existed as a tensor."""
+        """Count what an operation allocated. Returns the bytes of a number in its arguments that autograd had kept."""
         kept = 0
         if func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
             kept = self._scalar(args[0], args[1])
         if not isinstance(out, Tensor):
             if not func.is_view:
                 self._track_all(out)
-        elif args and out is args[0] and func is not _LIFT:  # in place: at most a storage of ours was resized
+        elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
             self._check_size(out)
         elif not func.is_view or func is _LIFT:
             self._track(out)
@@ -209,7 +215,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracked.category = category
 
     def _reach(self, level: int) -> None:
-        """A new highest level within the action, of which `level - total` is inside a kernel."""
+        """Note a new highest level of the action, of which a kernel takes `level - total` for itself."""
         self._peak, self._peak_bytes = level, list(self.bytes)
         self._peak_bytes[_WORKSPACE] += level - self.total
         if self.cap_bytes is not None and level > self.cap_bytes:

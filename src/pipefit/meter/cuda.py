@@ -1,7 +1,7 @@
-"""What a CUDA device needs in place of the CPU's pieces: a meter that reads the caching allocator.
+"""The meter of a CUDA device, which reads the figures of torch's caching allocator.
 
-`allocated` bytes are what pipefit predicts. What the allocator has `reserved`, and what the process takes in all
-(context, libraries, communicators), are other numbers; `memory_figures` gives all three.
+`allocated` bytes are what pipefit predicts. What the allocator has `reserved`, and what the process takes in total with
+context, libraries and communicators, are other numbers; `memory_figures` gives all three.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CudaMeter:
                     self._tagged[category][storage.data_ptr()] = storage.nbytes()
 
     def forget_graphs(self) -> None:
-        """Nothing to forget: the allocator knows."""
+        """Nothing to do: the allocator has counted what was freed."""
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:

@@ -24,7 +24,7 @@ from pipefit.meter.measuring import measured
 
 aten = torch.ops.aten
 
-# Like views, these take nothing but their results, or nothing at all, on every machine.
+# These allocate nothing but their results on any machine, and neither do views.
 _KNOWN_EVERYWHERE = frozenset(
     {
         aten.empty.memory_format,
@@ -40,7 +40,7 @@ _KNOWN_EVERYWHERE = frozenset(
         aten._unsafe_view.default,
     }
 )
-_NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # messages between workers, questions, marks
+_NO_KERNELS = ("c10d", "_c10d", "prim", "profiler")  # messages, a tensor's device or layout, marks of a profiler
 
 
 class Known:
@@ -87,11 +87,11 @@ class Kernels:
         return KernelMemory(kernels=tuple(self._met.values()))
 
     def refresh(self) -> None:
-        """Look again at what this process has set that kernels depend on."""
+        """Read again the settings of this process that kernels depend on."""
         self._flags = flags()
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Known | None:
-        """What the kernel takes that `func(*args, **kwargs)` ran, or would run; None where that is `out` alone."""
+        """What the kernel of `func(*args, **kwargs)` takes; None if that is its result `out` alone on any machine."""
         try:
             calls = self._known[func]
         except KeyError:

@@ -1,8 +1,8 @@
-"""How the results of a kernel lie in memory, and fake results that lie alike.
+"""How the results of a kernel lie in memory, and fake results that lie in the same way.
 
-torch's rules for fake tensors give shapes, and strides as its authors found them; a kernel of one processor may return
-another order of strides, a storage larger than its result, or a workspace of which the rules know nothing. What follows
-in a layer then copies, or keeps, other bytes.
+For fake tensors torch has rules for the shapes and strides of results. The kernel that really runs may return other
+strides, a storage that is larger than the result, or another size of workspace, depending on the processor. The
+operations that follow then copy or keep other bytes, so fake results are made to lie as the kernel's do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def results_of(out: Any) -> list[Any]:
 
 
 def layouts_of(out: Any, given: Iterable[Tensor]) -> tuple[Layout | None, ...]:
-    """How the results lie; None for one that is no tensor, or lies in a `given` one."""
+    """How the results lie; None for one that is no tensor, or that shares its storage with a `given` one."""
     theirs = {tensor.untyped_storage()._cdata for tensor in given}
     numbers: dict[int, int] = {}
     return tuple(_layout_of(result, theirs, numbers) for result in results_of(out))
@@ -44,7 +44,7 @@ def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout
 
 
 def agree(out: Any, layouts: tuple[Layout | None, ...]) -> bool:
-    """Whether fake results lie as `layouts` say. Real ones are the kernel's own and always do."""
+    """Whether fake results lie as `layouts` say. Real results always do, because the kernel has made them."""
     results = results_of(out)
     if len(results) != len(layouts) or not any(isinstance(result, FakeTensor) for result in results):
         return True

@@ -1,7 +1,8 @@
-"""The processor of this machine, and whatever else the memory of its kernels may depend on.
+"""The processor of this machine, and what else the memory of its kernels may depend on.
 
-torch and oneDNN choose kernels by the instructions that a processor has and that the environment lets them use, and
-blocks by the sizes of its caches. None of it is interpreted here: two machines are alike when all of it is equal.
+torch and oneDNN choose kernels by the instructions that the processor has and that environment variables allow, and the
+sizes of blocks by its caches. Nothing of this is interpreted here: what was measured on one machine is used on another
+only if all of it is equal.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the memory of kernels depends on, beside the operation itself."""
+    """What the memory of kernels depends on besides the operation itself."""
 
-    cpu: str  # as people know it, with the sizes of its caches
-    capability: str  # the widest instructions that torch uses here, and what the environment says of them
-    details: str  # a digest of everything else that the system tells of the processor
+    cpu: str  # its name, with the sizes of its caches
+    capability: str  # the widest instructions that torch uses, and the environment variables that limit them
+    details: str  # a digest of all that the system says about the processor
     torch: str
     threads: int
 
@@ -39,7 +40,7 @@ def this_machine(threads: int) -> Machine:
 
 
 def flags() -> str:
-    """What this process has set that kernels look at, as the beginning of an operation's text; empty as torch comes."""
+    """The settings of this process that kernels depend on, as a prefix of an operation's text; empty by default."""
     found = []
     if torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic:
         found.append("deterministic")
@@ -52,14 +53,14 @@ def flags() -> str:
 
 @cache
 def _capability() -> str:
-    """Read once, as the libraries do."""
+    """Read once, because the libraries read the environment once."""
     said = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_CHOOSING))
     return " ".join((torch.backends.cpu.get_cpu_capability(), *(word for word in said if "VERBOSE" not in word)))
 
 
 @cache
 def _processor() -> tuple[str, str]:
-    """Its name with its caches, and a digest of all facts."""
+    """The processor's name with its caches, and a digest of all facts."""
     facts = _facts()
     caches = [_read(index / "size") for index in sorted(_SYSTEM.glob("index*"))]
     name = facts.get("model name") or platform.processor() or platform.machine()
@@ -70,7 +71,7 @@ def _processor() -> tuple[str, str]:
 
 
 def _facts() -> dict[str, str]:
-    """What Linux tells of the first processor; nothing elsewhere."""
+    """What Linux says about the first processor; nothing on other systems."""
     first = _read(Path("/proc/cpuinfo")).partition("\n\n")[0]
     pairs = re.findall(r"^([^\t:]+)\t*: ?(.*)$", first, re.MULTILINE)
     return {name: value for name, value in pairs if name in _FACTS}

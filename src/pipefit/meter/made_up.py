@@ -1,8 +1,8 @@
-"""Arguments that are like those of a call, with data of our own: the true shapes, strides and dtypes, valid anywhere.
+"""Made-up arguments for a call: the shapes, strides and dtypes of its own arguments, with other data.
 
-Floating-point numbers are a half, which is a probability, a positive number and no overflow; integers are zero, which
-is an index into anything; masks are all true or all false, as asked. Nothing of the call's own data is read, so it may
-be fake.
+The data are valid for nearly every operation. Floating-point numbers are one half, which is a probability, positive and
+far from overflow. Integers are zero, which is a valid index. Masks are true everywhere or nowhere, as asked. The
+call's own data are not read, so its tensors may be fake.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class _Description:
-    """A tensor but for its data."""
+    """Everything about a tensor except its data."""
 
     def __init__(self, tensor: Tensor, grad: bool) -> None:
         self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype

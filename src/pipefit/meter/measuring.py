@@ -1,7 +1,9 @@
-"""Measuring what a kernel takes: it runs once, for real, on made-up data of the layout that it is called with.
+"""Measures what a kernel takes: it runs once on made-up data, while the allocator's events are read.
 
-It runs apart from every meter, mode and random state, while the allocator's events are read. Not run is what would need
-more than 1 GiB or 2 seconds, what cannot be made up, what depends on the data, and what is not torch's own.
+The data have the shapes, strides and dtypes of the call in question. Meters, modes and the random state of the caller
+are not touched. An operation is not run, and what it takes stays unknown, if it would need more than 1 GiB or 2
+seconds, if its arguments cannot be made up, if what it takes depends on their values, or if it does not come with
+torch.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ aten = torch.ops.aten
 _OWN = frozenset({"aten", "mkldnn", "mkldnn_rnn", "prims", "quantized"})  # operations that come with torch
 _MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
 _BYTES_PER_SECOND = 1e9  # of a slow kernel that moves data
-_SURELY_FAST = 1e8  # floating-point operations that take no machine long
+_SURELY_FAST = 1e8  # floating-point operations: any machine does fewer than these in well under 2 seconds
 _SIDE = 256  # of the product that tells how fast this machine is
+_RECURRENT = {aten.mkldnn_rnn_layer.default: 1, aten.mkldnn_rnn_layer_backward.default: 2}  # products with each weight
 _BY_VALUE = "it depends on the values of its arguments"
 _BAG_MODE, _MAXIMUM = 8, 2  # the backward of a bag's maximum works on the bags that are not empty
 
@@ -38,7 +41,7 @@ Taken = tuple[int, tuple[Layout | None, ...]]
 def measured(
     operation: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, *, threads: int
 ) -> Kernel:
-    """What the kernel takes that `func(*args, **kwargs)` calls, which returns `out` or what looks like it."""
+    """What the kernel of `func(*args, **kwargs)` takes. `out` is what the call returned, real or fake."""
     if why := _refused(func, args):
         return Kernel(operation=operation, peak_bytes=None, reason=why)
     recipe = made_up.Recipe(args, kwargs, torch.is_grad_enabled())
@@ -52,10 +55,10 @@ def measured(
 
 
 def _refused(func: Any, args: tuple[Any, ...]) -> str:
-    """Why it must not be run on data that is not the model's; empty if it may."""
+    """Why the operation must not be run on made-up data; empty if it may be."""
     if func.namespace not in _OWN:
         return "it does not come with torch, so it is not run on made-up data"
-    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # a mask is seen through
+    by_value = torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor  # it is run with all masks
     if by_value or (func is aten._embedding_bag_backward.default and args[_BAG_MODE] == _MAXIMUM):
         return _BY_VALUE
     if any(tensor.layout is not torch.strided for tensor in made_up.tensors(args)):
@@ -71,7 +74,7 @@ class _Effort(NamedTuple):
     dtype: torch.dtype
 
     def too_much(self, threads: int) -> str:
-        """In words, if it is more than is spent on measuring."""
+        """In words, why this is more than measuring may take; empty if it is not."""
         seconds = self.nbytes / _BYTES_PER_SECOND
         if self.nbytes > _MOST_BYTES:
             return f"to run it takes {format_bytes(self.nbytes)}, more than is spent on measuring"
@@ -81,10 +84,10 @@ class _Effort(NamedTuple):
 
 
 def _run(func: Any, recipe: made_up.Recipe, effort: _Effort, threads: int) -> Taken | str:
-    """What it takes, or why nobody knows; on a thread of its own.
+    """What the kernel takes, or why that cannot be measured. Called on a thread of its own.
 
-    No exception leaves: with its frames it would keep the arguments of the call alive until the garbage collector
-    comes, and a meter counts them as long as they live.
+    It raises nothing. The frames of an exception would keep the arguments of the call alive until the next garbage
+    collection, and a meter would count them until then.
     """
     with threads_of(threads) if torch.get_num_threads() != threads else nullcontext():
         if why := effort.too_much(threads):
@@ -116,12 +119,16 @@ def _rate(dtype: torch.dtype, threads: int) -> float:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """By torch's own counter, and of recurrent layers, which it does not know, by the products with their weights."""
+    if func in _RECURRENT:
+        steps, samples = args[0].shape[:2]
+        return int(2 * _RECURRENT[func] * steps * samples * (args[1].numel() + args[2].numel()))
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def _size(*trees: Any) -> int:
-    """Bytes of the storages that made-up tensors would have."""
+    """Bytes of the storages of made-up tensors that are like those in `trees`."""
     return sum(
         t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
         for t in made_up.tensors(trees)

@@ -1,11 +1,11 @@
-"""What tells operations apart whose kernels may take different memory, and the text that says so.
+"""The key of a call, equal for calls whose kernels take the same memory, and the text of the operation made from it.
 
-Two calls are alike when the same operation is called with tensors of the same shapes, strides and dtypes, of which the
-same ones need a gradient, and with the same other arguments. Numbers that are not sizes, such as a learning rate, count
-by their kind alone: they change from step to step, and no kernel takes more for 0.3 than for 0.4. A few that kernels
-treat apart, such as 0 and 1, keep their value.
+Two calls have equal keys if they call the same operation on tensors of the same shapes, strides and dtypes, of which
+the same ones need a gradient, with the same other arguments. Of numbers that are not sizes, such as a learning rate,
+only the type counts, because they change from step to step and no kernel takes more for 0.3 than for 0.4. Values for
+which some kernels have another path, such as 0 and 1, do count.
 
-A key is made for every operation of a metered run, in a microsecond or two; its text only when a new one is met.
+A key is made for every operation of a metered run, in a microsecond or two, and its text only for a new key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_TREATED_APART = frozenset({-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, float("inf"), float("-inf")})
+_ANOTHER_PATH = frozenset({-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, float("inf"), float("-inf")})
 _SIZES = frozenset({"start", "end", "step", "scales", "scale_factors", "scales_h", "scales_w", "scales_d"})
 _AS_THEY_ARE = (str, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -32,7 +32,7 @@ class Named(NamedTuple):
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: str) -> Key | None:
-    """What tells this call from others of `func`; None where an argument is of a kind that can be no part of a key."""
+    """The key of this call among those of `func`; None if an argument has a type that cannot be part of a key."""
     grad = torch.is_grad_enabled()
     try:
         parts: list[Any] = [
@@ -53,7 +53,7 @@ def _part(func: Any, arg: Any, grad: bool) -> Any:
     if kind is int or arg is None:
         return arg
     if kind is float:
-        return str(arg) if arg in _TREATED_APART or takes_sizes(func) else "float"
+        return str(arg) if arg in _ANOTHER_PATH or takes_sizes(func) else "float"
     if kind is bool:
         return str(arg)  # True == 1, and they are not alike
     if isinstance(arg, Tensor):
@@ -74,13 +74,13 @@ def takes_sizes(func: Any) -> bool:
 
 
 def text_of(func: Any, key: Key) -> str:
-    """The operation as people read it, and as files keep it."""
+    """The operation with its arguments as readable text, as files keep it."""
     flags, *parts = key
     return f"{flags}{func}({', '.join(map(_text, parts))})"
 
 
 def name_of(func: Any, args: tuple[Any, ...]) -> str:
-    """The operation as far as it can be told where a call has no key."""
+    """The operation with the types of its arguments, for a call that has no key."""
     return f"{func}({', '.join(type(arg).__name__ for arg in args)})"
 
 

@@ -1,4 +1,4 @@
-"""CPU threads: what is run to be measured uses as many as a worker will."""
+"""The number of CPU threads, set for as long as something is measured that a worker will run with that number."""
 
 from __future__ import annotations
 

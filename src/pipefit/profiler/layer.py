@@ -234,10 +234,10 @@ class LayerMeter:
 def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | None) -> tuple[int, int]:
     """Bytes of the optimizer's state for one parameter, and those of them that exist before the first step."""
     meter = PassMeter(kernels)
-    twin = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
-    twin.grad = torch.empty_like(twin, requires_grad=False)
+    alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
+    alike.grad = torch.empty_like(alike, requires_grad=False)
     with meter:
-        stepper = optimizer([[{"params": [twin]}]])
+        stepper = optimizer([[{"params": [alike]}]])
         early = meter.total
         stepper.step()
     return meter.total, early
@@ -267,8 +267,7 @@ def _identity(tensor: Tensor) -> object:
 
 def _like(value: Tensor) -> Tensor:
     """A new tensor with the layout and `requires_grad` of `value`, and without its graph."""
-    twin = torch.empty_like(value, requires_grad=False)
-    return twin.requires_grad_(value.requires_grad)
+    return torch.empty_like(value, requires_grad=False).requires_grad_(value.requires_grad)
 
 
 def _value(tensor: Tensor) -> Value:

@@ -38,10 +38,10 @@ def add_seconds(
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
-    twin = apart(task)
-    twin = replace(twin, module=in_mode(twin.build(), True))
+    copied = apart(task)
+    copied = replace(copied, module=in_mode(copied.build(), True))
     with threads_of(threads):
-        measured = tuple(_Clock(twin, m, device, progress).measure() for m in profile.measurements)
+        measured = tuple(_Clock(copied, m, device, progress).measure() for m in profile.measurements)
     assumptions = replace(profile.assumptions, device=str(device))
     return replace(profile, measurements=measured, assumptions=assumptions)
 
