@@ -56,7 +56,7 @@ def plan_of(
         for number, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
     return Plan(
-        profile=profile(task, microbatch_size=size),
+        profile=profile(task, microbatch_size=size, threads=torch.get_num_threads()),
         cluster=Cluster.emulated((devices, memory_bytes)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,
