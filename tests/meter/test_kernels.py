@@ -341,6 +341,7 @@ def test_the_machine_is_told_by_more_than_its_name() -> None:
     machine._capability.cache_clear()
     before = this_machine(1)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ATEN_CPU_CAPABILITY", raising=False)
         patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         machine._capability.cache_clear()
         limited = this_machine(1)
