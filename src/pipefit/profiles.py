@@ -277,7 +277,7 @@ class Measurement:
 class Assumptions:
     """What a profile holds for: with another device, processor, thread count or torch release, costs may differ.
 
-    For the target `cpu`, `cpu` and `capability` tell the processor whose kernels were measured.
+    For the target `cpu`, `cpu`, `capability` and `processor` tell the processor whose kernels were measured.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -290,6 +290,7 @@ class Assumptions:
     threads: int
     cpu: str = ""
     capability: str = ""  # the instructions that torch used, and what the environment said of them
+    processor: str = ""  # a digest of all that the system says about the processor
 
     def __post_init__(self) -> None:
         if self.threads < 1:

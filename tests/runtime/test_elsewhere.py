@@ -51,6 +51,7 @@ def assuming(plan: Plan, **assumed: Any) -> Plan:
     [
         ({"cpu": "Other CPU"}, r"made on Other CPU with .+, not .+: "),
         ({"capability": "NONE"}, r"made on .+ with NONE, not .+: "),
+        ({"processor": "0123"}, r"made on another .+, which has other features: "),
         ({"torch": "1.0"}, r"made with torch 1\.0, not \d.+: "),
         ({"cpu": "Other CPU", "torch": "1.0"}, r"made with torch 1\.0, not .+, on Other CPU .+: "),
     ],

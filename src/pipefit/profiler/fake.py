@@ -69,7 +69,9 @@ def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
     """The profile with the workspaces of the CPU's kernels, and the processor on which they were measured."""
     kernels.keep()
     machine = this_machine(kernels.threads)
-    assumptions = replace(profile.assumptions, cpu=machine.cpu, capability=machine.capability)
+    assumptions = replace(
+        profile.assumptions, cpu=machine.cpu, capability=machine.capability, processor=machine.details
+    )
     return replace(profile, assumptions=assumptions, kernels=kernels.memory)
 
 

@@ -41,6 +41,8 @@ def _differences(made: Assumptions, threads: int | None) -> Iterator[str]:
         return
     if made.cpu and (made.cpu, made.capability) != (here.cpu, here.capability):
         yield f"on {made.cpu} with {made.capability}, not {here.cpu} with {here.capability}"
+    elif made.processor not in ("", here.details):
+        yield f"on another {made.cpu}, which has other features"
     if made.threads != here.threads:
         yield f"for {_threads(made.threads)}, not {here.threads} (call torch.set_num_threads({made.threads}))"
 
