@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.refusals import refuse_export
 
@@ -38,10 +39,12 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         paths = {part: path for path, part in copied.named_modules()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
-            with _quiet(), eager_masks(kwargs):
-                return torch.export.export(copied, args, kwargs, strict=False)
+            with _quiet(), eager_masks(kwargs), kept_whole() as calls:
+                program = torch.export.export(copied, args, kwargs, strict=False)
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)
+    call_them(program, calls)
+    return program
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

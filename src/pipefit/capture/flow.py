@@ -8,6 +8,7 @@ operations finds what crosses every cut.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,10 +160,10 @@ def _kind(node: fx.Node) -> str | None:
 
 
 def _repeatable(node: fx.Node) -> bool:
-    """Whether the operation gives the same result each time: it draws no random numbers."""
-    return not (
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    """Whether the operation gives the same result each time: it draws no random numbers, as custom functions may."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return node.target is operator.getitem
 
 
 def _can_cross(node: fx.Node) -> bool:

@@ -25,14 +25,22 @@ _REASONS = (
 )  # fmt: skip
 
 
+class Refusal(Exception):
+    """Raised while a model is traced, in the middle of what cannot be traced: the reason."""
+
+
 def refuse_export(error: BaseException, name: str, paths: Mapping[nn.Module, str]) -> NoReturn:
     """Say why `torch.export` failed on model `name`; `paths` names the modules it ran."""
     where, line = _innermost(error.__traceback__, paths)
-    text = " ".join(str(error).split("\n\n")[0].split())
-    reason = next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
+    reason = str(error) if isinstance(error, Refusal) else _known_reason(error)
     if not reason:
+        text = " ".join(str(error).split("\n\n")[0].split())
         reason = f"torch.export cannot follow it ({type(error).__name__}: {text[:200]})"
     raise UsageError(_sentence(name, where, line, reason)) from error
+
+
+def _known_reason(error: BaseException) -> str:
+    return next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:

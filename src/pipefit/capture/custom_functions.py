@@ -1,0 +1,165 @@
+"""Custom `autograd.Function`s in a traced model: each call stays whole, with the backward that its author wrote.
+
+torch.export follows the forward of such a function as if it were plain code, and its backward is lost. So while a model
+is traced, each call is one operation of the program, whose shapes are those of a forward over fake tensors. In a layer
+the operation calls the function itself.
+
+The code of `Function.apply` is replaced during a trace, and not the name, because models often bind it to a name of
+their own: `my_relu = MyReLU.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pipefit.capture.refusals import Refusal
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+class CustomFunction:
+    """A custom function as the target of a node: takes its arguments, returns the tensors of its result."""
+
+    def __init__(self, function: type[Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__qualname__.replace("<locals>", "").replace(".", "_")
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        results: Any = self.function.apply(*args, **kwargs)
+        return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
+
+
+class _Call:
+    """A call during a trace."""
+
+    def __init__(self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        strange = next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
+        if strange is not None:
+            raise Refusal(
+                f"{self.name} takes a {type(strange).__name__}; in a traced model, custom functions take tensors, "
+                "numbers, texts and None"
+            )
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.function.__qualname__}.apply"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with others in the place of the tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def results(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Fake tensors like those of the result, and `packing`, for fake arguments.
+
+        Raises:
+            Refusal: the function changes an argument in place, or returns something other than tensors and None.
+        """
+        versions = [tensor._version for tensor in tensors]
+        args, kwargs = self.arguments(tensors)
+        leaves, self.packing = pytree.tree_flatten(_APPLY(self.function, *args, **kwargs))
+        if versions != [tensor._version for tensor in tensors]:
+            raise Refusal(f"{self.name} changes its arguments in place")
+        if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+            raise Refusal(f"{self.name} returns something other than tensors and None")
+        self.returned = [leaf is not None for leaf in leaves]
+        found = (leaf for leaf in leaves if leaf is not None)
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in found]
+
+    def packed(self, results: Sequence[Tensor]) -> Any:
+        """`results` as the function returns them."""
+        given = iter(results)
+        return pytree.tree_unflatten([next(given) if there else None for there in self.returned], self.packing)
+
+
+# -------------------------------------------------------------------- the trace
+
+
+_calls: ContextVar[list[_Call] | None] = ContextVar("the calls of the trace that is going on", default=None)
+
+
+torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces alone
+
+
+@torch.library.register_fake("pipefit::custom_function")
+def _(tensors: list[Tensor], call: int) -> list[Tensor]:
+    """The results of a call, over fake tensors."""
+    calls = _calls.get()
+    assert calls is not None
+    token = _calls.set(None)  # functions inside the function are a part of it
+    try:
+        return calls[call].results(tensors)
+    finally:
+        _calls.reset(token)
+
+
+def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `function.apply` returns; during a trace it becomes an operation."""
+    calls = _calls.get()
+    call = None if calls is None else _Call(function, args, kwargs)
+    if calls is None or call is None or not call.tensors:
+        return _APPLY(function, *args, **kwargs)
+    calls.append(call)
+    return call.packed(torch.ops.pipefit.custom_function(call.tensors, len(calls) - 1))
+
+
+def _replacement() -> FunctionType:
+    __class__ = Function  # the code of a method that uses super() has this one free variable
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        assert __class__ is not None
+        from pipefit.capture.custom_functions import applied  # the names around the code are those of torch.autograd
+
+        return applied(cls, args, kwargs)
+
+    return apply
+
+
+_FUNCTION: FunctionType = Function.apply.__func__  # type: ignore[attr-defined]
+_ORIGINAL, _REPLACEMENT = _FUNCTION.__code__, _replacement().__code__
+_APPLY = FunctionType(_ORIGINAL, _FUNCTION.__globals__, "apply", _FUNCTION.__defaults__, _FUNCTION.__closure__)
+
+
+@contextmanager
+def kept_whole() -> Iterator[list[_Call]]:
+    """Inside, a call of a custom function that is traced becomes one operation; gives the list of the calls."""
+    calls: list[_Call] = []
+    token = _calls.set(calls)
+    _FUNCTION.__code__ = _REPLACEMENT
+    try:
+        yield calls
+    finally:
+        _FUNCTION.__code__ = _ORIGINAL
+        _calls.reset(token)
+
+
+def call_them(program: ExportedProgram, calls: Sequence[_Call]) -> None:
+    """Let the operations that stand for `calls` call the functions."""
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.target is torch.ops.pipefit.custom_function.default:
+                tensors, number = node.args
+                call = calls[number]
+                node.target = CustomFunction(call.function)
+                node.args, node.kwargs = call.arguments(tensors)
