@@ -311,6 +311,64 @@ def unet() -> Task:
     )
 
 
+class Reversed(torch.autograd.Function):
+    """The identity, with a gradient of the other sign (Ganin et al., 2016)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds, and passes the gradient on (Bengio et al., 2013); also returns how far it rounded, and None."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float = 1.0) -> tuple[Tensor, None, Tensor]:
+        rounded = torch.round(x * scale) / scale
+        return rounded, None, (rounded - x).abs()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None, far: Tensor) -> tuple[Tensor, None]:
+        return gradient + far * ctx.saved_tensors[0], None
+
+
+reverse = Reversed.apply  # a name of its own, as models often give it
+
+
+class Quantised(nn.Module):
+    """Blocks that round, and one whose gradient is reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head, self.adversary = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x, _, far = StraightThrough.apply(block(x), 8.0 + number)
+            x = x + far
+        return self.head(x) + self.adversary(reverse(x, 0.5))
+
+
+def quantised() -> Task:
+    """Custom functions: straight-through estimators and a reversed gradient."""
+    return Task(
+        Quantised,
+        batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))),
+        loss=F.cross_entropy,
+        name="quantised",
+    )
+
+
 def masked() -> Task:
     """Dictionaries in and out, a mask, a number among the inputs."""
     return Task(Masked, batch=_tokens, loss=_token_loss, name="masked")
@@ -364,4 +422,5 @@ CAPTURED = {
     "frozen": frozen,
     "two losses": two_losses,
     "repeated": repeated,
+    "quantised": quantised,
 }

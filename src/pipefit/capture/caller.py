@@ -70,6 +70,20 @@ def refuse_inference(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_compiled(module: nn.Module, name: str) -> None:
+    """Compiled modules cannot be planned: what their code saves and needs is unknown.
+
+    Raises:
+        UsageError: a part of the module is compiled; names it.
+    """
+    for place, part in module.named_modules():
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            raise UsageError(
+                f"{f'{place} of {name}' if place else name} is compiled by torch.compile, so that its memory is "
+                "unknown: give pipefit the module as it was before"
+            )
+
+
 def apart(task: Task) -> Task:
     """`task` over a copy of a module that exists, without its gradients: whatever is done to it, the caller's own stays
     as it is. A function builds a module for us alone anyway.

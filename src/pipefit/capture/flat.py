@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import mutated_arguments
-from pipefit.capture.refusals import refuse_operation
+from pipefit.capture.refusals import refuse_operation, refuse_transform
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -181,6 +182,8 @@ class _Inliner:
         target = (
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )
+        if any(map(_transformed, pytree.tree_leaves(node.meta.get("val")))):
+            refuse_transform(self.name, node)
         copied = self.graph.create_node("call_function", target, args, kwargs)
         copied.meta = {
             "stack": tuple(dict.fromkeys(_calls(node.meta.get("nn_module_stack") or {}))),
@@ -218,6 +221,11 @@ def _autocast(around: Context, settings: tuple[Any, ...]) -> Context:
     if not settings[2] and not any(entry[0] == "autocast" for entry in around):
         return around
     return (*around, ("autocast", *settings))
+
+
+def _transformed(item: Any) -> bool:
+    """Whether it is a tensor inside torch.vmap or another transform of torch.func."""
+    return isinstance(item, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(item)
 
 
 def _through(item: Any, known: Mapping[fx.Node, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from pipefit.capture.caller import refuse_inference
+from pipefit.capture.caller import refuse_compiled, refuse_inference
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
@@ -30,6 +30,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     """
     module = task.build()
     refuse_inference(module, task.name)
+    refuse_compiled(module, task.name)
     if isinstance(inputs, tuple | list | dict) and not inputs:
         raise UsageError(f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut")
     wanted = None if targets is None else Tree.of("the targets", targets)

@@ -6,8 +6,8 @@ import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -26,36 +26,48 @@ _REASONS = (
 
 
 class Refusal(Exception):
-    """Raised while a model is traced, in the middle of what cannot be traced: the reason."""
+    """Raised in the middle of a forward that cannot be followed: the reason, and the way out."""
+
+    def __init__(self, reason: str, remedy: str = REMEDY) -> None:
+        super().__init__(f"{reason}; {remedy}")
 
 
 def refuse_export(error: BaseException, name: str, paths: Mapping[nn.Module, str]) -> NoReturn:
     """Say why `torch.export` failed on model `name`; `paths` names the modules it ran."""
     where, line = _innermost(error.__traceback__, paths)
-    reason = str(error) if isinstance(error, Refusal) else _known_reason(error)
-    if not reason:
-        text = " ".join(str(error).split("\n\n")[0].split())
-        reason = f"torch.export cannot follow it ({type(error).__name__}: {text[:200]})"
+    reason = str(error) if isinstance(error, Refusal) else f"{_reason(error)}; {REMEDY}"
     raise UsageError(_sentence(name, where, line, reason)) from error
 
 
-def _known_reason(error: BaseException) -> str:
-    return next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
+def _reason(error: BaseException) -> str:
+    """Why torch.export failed."""
+    known = next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return known or f"torch.export cannot follow it ({type(error).__name__}: {text[:200]})"
+
+
+def refuse_transform(name: str, node: fx.Node) -> NoReturn:
+    """Say that the operation `node` of model `name` runs under a transform of functions."""
+    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func")
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Say why the operation `node` of model `name` cannot be part of a layer."""
-    path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     reason = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         reason = f"{node.target} holds a function of its own"
-    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), reason))
+    _refuse_node(name, node, reason)
+
+
+def _refuse_node(name: str, node: fx.Node, reason: str) -> NoReturn:
+    path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {REMEDY}"))
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
     """Say that `node` of model `name` does what no layer may."""
     path = node.meta.get("stack") or ("",)
-    raise UsageError(_sentence(name, path[-1], _line(node), reason))
+    raise UsageError(_sentence(name, path[-1], _line(node), f"{reason}; {REMEDY}"))
 
 
 def _line(node: fx.Node) -> str:
@@ -69,7 +81,7 @@ def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> t
     """The innermost module that was running, and the innermost line of the user's own code."""
     where = line = ""
     for frame, number in traceback.walk_tb(trace):
-        file, running = frame.f_code.co_filename, frame.f_locals.get("self")
+        file, running = frame.f_code.co_filename, _first_argument(frame)
         if frame.f_code.co_name == "forward" and isinstance(running, nn.Module) and running in paths:
             where = paths[running]
             if not file.startswith(_TORCH):
@@ -79,6 +91,12 @@ def _innermost(trace: TracebackType | None, paths: Mapping[nn.Module, str]) -> t
     return where, line
 
 
+def _first_argument(frame: FrameType) -> Any:
+    """What a method calls self."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
 def _sentence(name: str, path: str, line: str, reason: str) -> str:
     where = f"{name}, module {path}" if path else name
-    return f"{where} cannot be cut into layers{f' ({line})' if line else ''}: {reason}; {REMEDY}"
+    return f"{where} cannot be cut into layers{f' ({line})' if line else ''}: {reason}"

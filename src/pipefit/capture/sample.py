@@ -1,4 +1,4 @@
-"""What tracing, profiling and training start from: a batch as the task makes it, and its module in training mode."""
+"""What tracing, profiling and training start from: a batch as the task makes it, and its module in the mode it is trained in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Sample = tuple[Any, Any]
 
 
 def in_mode(module: nn.Module, training: bool) -> nn.Module:
-    """`module` in training mode, or in evaluation. Parts that its owner keeps in evaluation while it trains stay so."""
-    return module if training and module.training else module.train(training)
+    """`module` in the mode in which its owner trains it, which is the one it is in, or in evaluation."""
+    return module if training else module.eval()
 
 
 def sample(task: Task, size: int, *, seed: int = 0) -> Sample:

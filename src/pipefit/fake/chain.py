@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
+from pipefit.capture.caller import refuse_compiled
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
 from pipefit.fake.target import FakeTarget
@@ -23,6 +24,8 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
     An existing module is copied, not changed.
     """
     existing = task.module
+    if isinstance(existing, nn.Module):
+        refuse_compiled(existing, task.name)  # a copy does not show it
     module = _fake_copy(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
     _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
+from pipefit.capture.refusals import Refusal
+from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Values
@@ -103,9 +105,12 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
         UsageError: the layer, or its optimizer, raised an exception.
     """
     try:
-        yield
+        with refusing(traced=False):
+            yield
     except PipefitError:
         raise
+    except Refusal as refusal:
+        raise UsageError(f"layer {name} ({type(module).__name__}) cannot be planned: {refusal}") from refusal
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
         reason = (str(error).splitlines() or [""])[0][:300]

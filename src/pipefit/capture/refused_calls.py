@@ -1,0 +1,94 @@
+"""What a forward may not call, refused while it is called: with the module and the line.
+
+Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model, besides,
+would lose what works by something other than operations: hooks on tensors, inference mode.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from pipefit.capture.refusals import REMEDY, Refusal
+
+_CHECKPOINT = (
+    "it calls torch.utils.checkpoint, which plans cannot hold yet",
+    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always', or with "
+    "runs of layers that are recomputed",
+)
+_COMPILED = (
+    "it calls what torch.compile has compiled, whose memory is unknown",
+    "give pipefit the module or function as it was before",
+)
+_INFERENCE = "it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()"
+_TENSOR_HOOK = "it registers a hook on a tensor, which a trace loses", f"use a torch.autograd.Function, or {REMEDY}"
+_SAVED_HOOKS = (
+    "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
+    "leave them out, and let the plan recompute",
+)
+
+
+@contextmanager
+def refusing(*, traced: bool) -> Iterator[None]:
+    """Inside, a forward that calls what it may not raises a `Refusal`; `traced` says that it is traced, not run."""
+    with ExitStack() as patches:
+        for owner, name, replacement in _replacements(traced=traced):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Check that no part of a module that is to be traced has hooks on its backward.
+
+    Raises:
+        Refusal: one has; names it.
+    """
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Refusal(f"{path or 'it'} has hooks on its backward, which a trace loses", f"take them off, or {REMEDY}")
+
+
+def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Whose attribute is replaced by what."""
+    yield checkpoint, "_checkpoint_without_reentrant_generator", _refuser(*_CHECKPOINT)
+    yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
+    yield torch._dynamo.eval_frame, "set_eval_frame", _unless_compiled(torch._dynamo.eval_frame.set_eval_frame)
+    if traced:
+        yield torch.inference_mode, "__enter__", _refuse_inference
+        yield Tensor, "register_hook", _refuser(*_TENSOR_HOOK)
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(*_SAVED_HOOKS)
+
+
+def _refuser(reason: str, remedy: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise Refusal(reason, remedy)
+
+    return refuse
+
+
+def _refuse_inference(context: torch.inference_mode) -> None:
+    """Enter a context of `torch.inference_mode`, if it is turned off."""
+    if context.mode:
+        raise Refusal(*_INFERENCE)
+    _enter_inference(context)
+
+
+_enter_inference = torch.inference_mode.__enter__
+
+
+def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled functions call first; others call it as well."""
+
+    def set_eval_frame(*args: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "compile_wrapper":
+            raise Refusal(*_COMPILED)
+        return original(*args)
+
+    return set_eval_frame
