@@ -82,11 +82,7 @@ def plain_losses(task: Task, module: nn.Module, batch: Any, microbatches: int) -
     return losses
 
 
-def tolerance_of(plan: Plan) -> dict[str, float]:
-    """Bit by bit; but a forward without a graph may take other kernels for matrix products than one with a graph, so
-    that recomputation is not, for the models of others.
-    """
-    return ROUNDED if plan.decisions else {"rtol": 0.0, "atol": 0.0}
+EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 def backwards(losses: list[Tensor], plan: Plan) -> list[Tensor]:
@@ -109,7 +105,7 @@ def test_equals_plain_training(name: str) -> None:
         trainer = Trainer(replace(task, module=ours), plan)
         losses = [trainer.step(batch) for batch in batches]
         expected = plain_training(task, theirs, batches, plan)
-        tolerance = tolerance_of(plan) if name not in TIED or len(plan.stages) == 1 else ROUNDED
+        tolerance = EXACT if name not in TIED or len(plan.stages) == 1 else ROUNDED
         rounded_once = max(tolerance["rtol"], 1e-6)  # a mean is
         torch.testing.assert_close(losses, expected, rtol=rounded_once, atol=0.0)
         trained = trainer.state_dict()
@@ -138,7 +134,7 @@ def test_gradients_equal_plain_training(name: str) -> None:
                 wanted = expected[layer.originals[local]]
                 assert (parameter.grad is None) == (wanted is None), layer.originals[local]
                 if wanted is not None:
-                    torch.testing.assert_close(parameter.grad, wanted, **tolerance_of(plan))
+                    torch.testing.assert_close(parameter.grad, wanted, **EXACT)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.meter.kernels import Kernels
+from pipefit.meter.unsaved import saves_nothing
 from pipefit.trace import CATEGORIES, Category, MemorySample
 from pipefit.units import format_bytes
 
@@ -70,6 +71,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, Tracked] = {}
         self._scalars = Counter[tuple[torch.Size, float]]()
         self._spent = 0
+        self._dropped_next = 0  # numbers of a graph that saves nothing, until it is dropped
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
@@ -129,7 +131,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
-            self._scalars[key] += 1
+            if saves_nothing():
+                self._dropped_next += 1
+            else:
+                self._scalars[key] += 1
             self._hold_scalars(1)
         elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
             self._scalars[key] -= 1
@@ -147,8 +152,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.total > self._peak:
             self._reach(self.total)
 
+    def drop_graph(self) -> None:
+        """The graph of a forward that saved nothing is gone, and so are the numbers that it kept."""
+        self._hold_scalars(-self._dropped_next)
+        self._dropped_next = 0
+
     def forget_graphs(self) -> None:
         """The graphs recorded so far are gone without a backward: so are the numbers they kept."""
+        self.drop_graph()
         self._hold_scalars(-self._spent - self._scalars.total())
         self._spent = 0
         self._scalars.clear()

@@ -56,6 +56,9 @@ class CudaMeter:
                     storage = tensor.untyped_storage()
                     self._tagged[category][storage.data_ptr()] = storage.nbytes()
 
+    def drop_graph(self) -> None:
+        pass
+
     def forget_graphs(self) -> None:
         """Nothing to do: the allocator has counted what was freed."""
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
+from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, Values, backward, enter, leave
@@ -159,11 +160,12 @@ class LayerMeter:
 
     def _checkpoint(self) -> tuple[Peak, bool]:
         """The peak of a forward that saves nothing, and whether it changes its inputs in place."""
-        inputs = tuple(torch.empty_like(value, requires_grad=False) for value in self.like)
+        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         self.meter.start()
-        with torch.no_grad():
-            versions = [value._version for value in inputs]
-            self.call(inputs)
+        versions = [value._version for value in inputs]
+        with saving_nothing():
+            self.call(self._enter(GraphEnds(), list(inputs)))
+        self.meter.drop_graph()
         return self._peak(), versions != [value._version for value in inputs]
 
     def _microbatch(self) -> tuple[Peak, tuple[Span, ...], Work, Work]:

@@ -107,6 +107,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
             agreement=agreement,
             device=device,
             seed=site.seed,
+            graph_dropped=meter.drop_graph if meter is not None else lambda: None,
         )
     return DeviceRunner(
         plan,

@@ -139,6 +139,9 @@ class _LevelMeter:
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         self._meter.tag(tensors, category)
 
+    def drop_graph(self) -> None:
+        self._meter.drop_graph()
+
     def forget_graphs(self) -> None:
         self._meter.forget_graphs()
 

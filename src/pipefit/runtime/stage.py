@@ -17,9 +17,10 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
+from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
-from pipefit.runtime.boundary import backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
@@ -38,6 +39,7 @@ class StageRunner:
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
         seed: on which all random draws depend.
+        graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StageRunner:
         agreement: Agreement | None,
         device: torch.device,
         seed: int,
+        graph_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self.layers, self.storages, self.loss, self.shared = tuple(layers), storages, loss, shared
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
@@ -64,6 +67,7 @@ class StageRunner:
         self.scheduler = make_scheduler(task, self.optimizer)
         self.weights = [1.0 / microbatches] * microbatches
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
+        self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     @property
@@ -82,7 +86,7 @@ class StageRunner:
         return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same forward without a graph; `flight` keeps the inputs, from which it will be recomputed.
+        """The same forward, which saves nothing; `flight` keeps the inputs, from which it will be recomputed.
 
         Raises:
             UsageError: a layer changed the inputs in place, which are still needed.
@@ -92,8 +96,7 @@ class StageRunner:
         versions = [value._version for value in piece.inputs]
         copies = self.storages.costs[first - self.start].mutates_inputs
         box = [value.clone() if copies else value for value in piece.inputs]
-        with torch.no_grad():
-            values = self._run(flight, piece, box, list(piece.targets))
+        values = self._run_unsaved(flight, piece, box)
         if versions != [value._version for value in piece.inputs]:
             names = f"{self.layers[first - self.start].name} to {self.layers[end - 1 - self.start].name}"
             raise UsageError(
@@ -131,24 +134,52 @@ class StageRunner:
 
     def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
         """Run a piece on the values in `box`, between an `enter` and a `leave`. Empties `box` and `targets`."""
-        differentiable = tuple(value.requires_grad for value in flight.boundaries[piece.first])
-        if any(differentiable):
-            box[:] = enter(piece.graph, take(box), differentiable, self._anchor)
+        box[:] = self._enter(piece.graph, flight, piece.first, take(box))
         values = self._run(flight, piece, box, targets)
         leave(piece.graph, values)
         piece.has_graph = True
         return () if self._has_loss(piece.end) else values
 
+    def _enter(self, graph: GraphEnds, flight: Flight, number: int, values: Values) -> Values:
+        """`values` as the start of a graph before layer `number`; as they are if none requires a gradient."""
+        differentiable = tuple(value.requires_grad for value in flight.boundaries[number])
+        return enter(graph, values, differentiable, self._anchor) if any(differentiable) else values
+
     def _run(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
         """Run the layers of a piece in order, and after the model's last one the loss."""
         values = take(box)
         for number in range(piece.first, piece.end):
-            self._seed(flight, number)
-            values = flight.layers[number - self.start](values)
-        if self.losses is not None and piece.end == self.stop:
-            self._seed(flight, self.stop)
-            values = (self.loss(values, take(targets)),)
-            self.losses[flight.microbatch].copy_(values[0].detach())
+            values = self._layer(flight, number, values)
+        return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
+
+    def _run_unsaved(self, flight: Flight, piece: Piece, box: list[Tensor]) -> Values:
+        """The same with the graph of each layer dropped behind it."""
+        values = take(box)
+        with saving_nothing():
+            for number in range(piece.first, piece.end):
+                values = self._layer(flight, number, self._enter(GraphEnds(), flight, number, values))
+                values = self._dropped(values)
+            if self._has_loss(piece.end):
+                values = self._enter(GraphEnds(), flight, self.stop, values)
+                values = self._dropped(self._loss(flight, values, list(piece.targets)))
+        return values
+
+    def _dropped(self, values: Values) -> Values:
+        """`values` without the graph that made them."""
+        values = tuple(value.detach() for value in values)
+        self._graph_dropped()
+        return values
+
+    def _layer(self, flight: Flight, number: int, values: Values) -> Values:
+        self._seed(flight, number)
+        return flight.layers[number - self.start](values)
+
+    def _loss(self, flight: Flight, values: Values, targets: list[Tensor]) -> Values:
+        """The loss alone; it is also kept for the step's mean."""
+        assert self.losses is not None
+        self._seed(flight, self.stop)
+        values = (self.loss(values, take(targets)),)
+        self.losses[flight.microbatch].copy_(values[0].detach())
         return values
 
     def _seed(self, flight: Flight, number: int) -> None:
