@@ -344,6 +344,19 @@ class StraightThrough(torch.autograd.Function):
 reverse = Reversed.apply  # a name of its own, as models often give it
 
 
+class Centred(nn.Linear):
+    """A linear layer that subtracts a running mean of its own, which it replaces in each forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
 class Quantised(nn.Module):
     """Blocks that round, and one whose gradient is reversed."""
 
@@ -366,6 +379,27 @@ def quantised() -> Task:
         batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))),
         loss=F.cross_entropy,
         name="quantised",
+    )
+
+
+class Centring(nn.Module):
+    """Two layers that subtract running means; one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.head = Centred(6), Centred(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.again(self.first(x))))
+
+
+def centring() -> Task:
+    """Buffers of parts that are replaced in each forward, and feed back."""
+    return Task(
+        Centring,
+        batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))),
+        loss=F.cross_entropy,
+        name="centring",
     )
 
 
@@ -423,4 +457,5 @@ CAPTURED = {
     "two losses": two_losses,
     "repeated": repeated,
     "quantised": quantised,
+    "centring": centring,
 }

@@ -149,6 +149,7 @@ class LayerCost:
     forward_peak_bytes: int
     checkpoint_peak_bytes: int  # of a forward that saves nothing
     mutates_inputs: bool  # works in place on what it is given
+    feeds_back: bool = False  # computes with a buffer that it updates: a second forward would compute something else
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
-from pipefit.capture.refusals import refuse_export
+from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import refuse_hooks, refusing
 
 
@@ -38,6 +38,7 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         copied = _fake_copy(module, mode)
         paths = {part: path for path, part in copied.named_modules()}
+        _update_replaced_buffers(copied)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             refuse_hooks(module)
@@ -47,6 +48,31 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
             refuse_export(error, name, paths)
     call_them(program, calls)
     return program
+
+
+def _update_replaced_buffers(module: nn.Module) -> None:
+    """Let a forward of `module` end with updates, in place, of the buffers that it replaced by other tensors.
+
+    torch.export sees the assignment of a buffer in the root module alone.
+    """
+    before: list[tuple[nn.Module, str, Tensor | None]] = []
+
+    def begin(*_: Any) -> None:
+        before[:] = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+
+    def end(*_: Any) -> None:
+        for part, name, buffer in before:
+            made = part._buffers.get(name)
+            if made is buffer:
+                continue
+            if buffer is None or made is None or (made.shape, made.dtype) != (buffer.shape, buffer.dtype):
+                raise Refusal(f"it gives buffer {name} of a {type(part).__name__} another shape or type")
+            with torch.no_grad():
+                buffer.copy_(made)
+            part._buffers[name] = buffer
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

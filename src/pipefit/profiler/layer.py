@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
+from pipefit.profiler.feedback import feeds_back
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, Values, backward, enter, leave
@@ -73,6 +74,7 @@ class LayerMeter:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             first, later, state, early, update = self._update(optimizer)
+        feedback = feeds_back(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
         return LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
@@ -87,6 +89,7 @@ class LayerMeter:
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
+            feeds_back=feedback,
             backward_first=backward_first,
             backward_later=backward_later,
             gradient_bytes=gradient_bytes,

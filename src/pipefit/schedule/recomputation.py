@@ -76,6 +76,7 @@ def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
         at = stop
     pieces += [(at, place.stop, None)] if at < place.stop else []
     _check_shared(plan, stage, pieces)
+    _check_feedback(plan, stage, pieces)
     return pieces
 
 
@@ -99,6 +100,22 @@ def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
                 f"{shared.name!r}: its gradients would be added up in another order. Recompute the whole stage, or a "
                 "run that holds all of these layers or none"
             )
+
+
+def _check_feedback(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
+    """Check that no layer computes with a buffer that it updates and is recomputed.
+
+    Raises:
+        UsageError: one is.
+    """
+    for start, stop, decision in pieces:
+        for layer in range(start, stop) if decision is not None else ():
+            if plan.measurement.costs[layer].feeds_back:
+                raise UsageError(
+                    f"stage {stage} cannot recompute layer {layer} ({plan.profile.layers[layer]}), which computes with "
+                    "a buffer that it updates, as spectral norm does: its second forward would not be the first. "
+                    "Recompute other runs of layers, or none"
+                )
 
 
 def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
