@@ -6,7 +6,6 @@ and autocast around a call, gradients that the caller's own tensors wait for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.copying import copied
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
@@ -90,6 +90,4 @@ def apart(task: Task) -> Task:
     """
     if not isinstance(task.module, nn.Module):
         return task
-    copied = copy.deepcopy(task.module)
-    copied.zero_grad(set_to_none=True)
-    return replace(task, module=copied)
+    return replace(task, module=copied(task.module, lambda tensor: tensor.detach().clone()))

@@ -7,7 +7,6 @@ Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import warnings
@@ -22,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.refusals import Refusal, refuse_export
@@ -83,17 +83,14 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A deep copy of `module` whose parameters, buffers and fake attributes are tensors of `mode`."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for tensor in vars(part).values():
-            if isinstance(tensor, FakeTensor):
-                memo[id(tensor)] = _fake(tensor, mode)
-    for buffer in module.buffers():
-        memo[id(buffer)] = _fake(buffer, mode)
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    """A deep copy of `module` whose tensors are of `mode`, but for constants, which the program takes as they are."""
+    varying = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def convert(tensor: Tensor) -> Tensor:
+        is_constant = id(tensor) not in varying and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        return tensor.clone() if is_constant else _fake(tensor, mode)
+
+    return copied(module, convert)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

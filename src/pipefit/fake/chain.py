@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -13,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
 from pipefit.capture.caller import refuse_compiled
+from pipefit.capture.copying import copied
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
 from pipefit.fake.target import FakeTarget
@@ -26,7 +24,7 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
     existing = task.module
     if isinstance(existing, nn.Module):
         refuse_compiled(existing, task.name)  # a copy does not show it
-    module = _fake_copy(existing, fake) if isinstance(existing, nn.Module) else _built(task, fake)
+    module = copied(existing, fake.fake) if isinstance(existing, nn.Module) else _built(task, fake)
     _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)
 
@@ -37,11 +35,11 @@ def _built(task: Task, fake: FakeTarget) -> nn.Module:
     A factory that reads numbers from a tensor builds it on torch's `meta` device first.
     """
     try:
-        return task.build().to(fake.device)
+        return copied(task.build(), fake.fake)  # to the device
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
             built = task.build()
-        return _fake_copy(built, fake)
+        return copied(built, fake.fake)
 
 
 def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
@@ -50,13 +48,3 @@ def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is None and part.track_running_stats:
             assert part.num_batches_tracked is not None
             fake.set_value(part.num_batches_tracked, 0)
-
-
-def _fake_copy(module: nn.Module, fake: FakeTarget) -> nn.Module:
-    """A deep copy of `module` whose parameters and buffers are fake."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(fake.fake(parameter), requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = fake.fake(buffer)
-    return copy.deepcopy(module, memo)

@@ -147,8 +147,8 @@ def _plain(value: object) -> object:
 
 def _described(value: Any, depth: int = 0) -> object:
     """A setting that is no plain value: functions by name, objects by class and what they hold."""
-    if isinstance(value, Tensor):
-        return _plain(layout(value))
+    if isinstance(value, Tensor):  # whether one that a forward computes and keeps requires a gradient changes in time
+        return _plain((tuple(value.shape), value.stride(), value.dtype))
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), repr(_inner(item, depth))) for key, item in value.items()))
     if isinstance(value, set | frozenset):
