@@ -187,7 +187,9 @@ ANYWHERE = [
 @pytest.mark.parametrize(("between", "says"), TRACED + ANYWHERE)
 def test_what_a_trace_would_lose_is_refused_with_its_line(between: Callable[..., Tensor], says: str) -> None:
     """The sentence names the line, the reason and the way out."""
-    with pytest.raises(UsageError, match=rf"mine.* cannot be cut into layers \(.*{__name__.rpartition('.')[2]}.*{says}"):
+    with pytest.raises(
+        UsageError, match=rf"mine.* cannot be cut into layers \(.*{__name__.rpartition('.')[2]}.*{says}"
+    ):
         profile(task_of(Three(between)), microbatch_size=2)
 
 
@@ -233,7 +235,7 @@ def test_compiled_modules_are_refused(compiler: Callable[[nn.Module], nn.Module]
         module.b = compiler(module.b)
         return chain([module.a, ("b", module.b)]) if by_hand else module
 
-    with pytest.raises(UsageError, match="b of mine is compiled by torch.compile"):
+    with pytest.raises(UsageError, match=r"b of mine is compiled by torch\.compile"):
         profile(task_of(build if built else build()), microbatch_size=2)
 
 

@@ -10,10 +10,10 @@ from torch.nn.utils import parametrizations
 
 from pipefit.capture import Task
 from pipefit.capture.model import chain
+from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.cluster import Cluster
 
 
 class Average(nn.Module):
@@ -59,7 +59,7 @@ class Wrapped(nn.Module):
 
 NO_TRACE = ("batch norm, cumulative",)  # reads a tensor's value into Python
 PARTS = {
-    "average": (lambda: Average(), True),
+    "average": (Average, True),
     "replaced average": (lambda: Average(replaces=True), True),
     "average for later": (lambda: Average(reads=False), False),
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), True),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class CustomFunction:
         self.__module__ = function.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        results: Any = self.function.apply(*args, **kwargs)
+        results = _APPLY(self.function, *args, **kwargs)
         return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
 
 
@@ -102,7 +102,7 @@ _calls: ContextVar[list[_Call] | None] = ContextVar("the calls of the trace that
 torch.library.define("pipefit::custom_function", "(Tensor[] tensors, int call) -> Tensor[]")  # for traces alone
 
 
-@torch.library.register_fake("pipefit::custom_function")
+@torch.library.register_fake("pipefit::custom_function")  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     """The results of a call, over fake tensors."""
     calls = _calls.get()
@@ -124,7 +124,7 @@ def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, A
     return call.packed(torch.ops.pipefit.custom_function(call.tensors, len(calls) - 1))
 
 
-def _replacement() -> FunctionType:
+def _replacement() -> CodeType:
     __class__ = Function  # the code of a method that uses super() has this one free variable
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +133,11 @@ def _replacement() -> FunctionType:
 
         return applied(cls, args, kwargs)
 
-    return apply
+    return apply.__code__
 
 
 _FUNCTION: FunctionType = Function.apply.__func__  # type: ignore[attr-defined]
-_ORIGINAL, _REPLACEMENT = _FUNCTION.__code__, _replacement().__code__
+_ORIGINAL, _REPLACEMENT = _FUNCTION.__code__, _replacement()
 _APPLY = FunctionType(_ORIGINAL, _FUNCTION.__globals__, "apply", _FUNCTION.__defaults__, _FUNCTION.__closure__)
 
 

@@ -20,8 +20,7 @@ from pipefit.capture.refusals import REMEDY, Refusal
 
 _CHECKPOINT = (
     "it calls torch.utils.checkpoint, which plans cannot hold yet",
-    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always', or with "
-    "runs of layers that are recomputed",
+    "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always'",
 )
 _COMPILED = (
     "it calls what torch.compile has compiled, whose memory is unknown",
@@ -52,14 +51,18 @@ def refuse_hooks(module: nn.Module) -> None:
     """
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
-            raise Refusal(f"{path or 'it'} has hooks on its backward, which a trace loses", f"take them off, or {REMEDY}")
+            raise Refusal(
+                f"{path or 'it'} has hooks on its backward, which a trace loses", f"take them off, or {REMEDY}"
+            )
 
 
 def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Whose attribute is replaced by what."""
     yield checkpoint, "_checkpoint_without_reentrant_generator", _refuser(*_CHECKPOINT)
     yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
-    yield torch._dynamo.eval_frame, "set_eval_frame", _unless_compiled(torch._dynamo.eval_frame.set_eval_frame)
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None:  # else nothing is compiled
+        yield compiler, "set_eval_frame", _unless_compiled(compiler.set_eval_frame)
     if traced:
         yield torch.inference_mode, "__enter__", _refuse_inference
         yield Tensor, "register_hook", _refuser(*_TENSOR_HOOK)

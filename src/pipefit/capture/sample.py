@@ -1,4 +1,4 @@
-"""What tracing, profiling and training start from: a batch as the task makes it, and its module in the mode it is trained in."""
+"""What tracing, profiling and training start from: a batch as the task makes it, and its module as it trains."""
 
 from __future__ import annotations
 

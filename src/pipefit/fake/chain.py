@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException

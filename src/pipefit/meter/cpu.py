@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, Tracked] = {}
         self._scalars = Counter[tuple[torch.Size, float]]()
         self._spent = 0
-        self._dropped_next = 0  # numbers of a graph that saves nothing, until it is dropped
+        self._unsaved_numbers = 0  # numbers of a graph that saves nothing, until it is dropped
         self._born: list[Tracked] = []
         self._peak = 0
         self._peak_bytes = list(self.bytes)
@@ -132,7 +132,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = tensor.shape, value
         if tensor.requires_grad and torch.is_grad_enabled():
             if saves_nothing():
-                self._dropped_next += 1
+                self._unsaved_numbers += 1
             else:
                 self._scalars[key] += 1
             self._hold_scalars(1)
@@ -154,8 +154,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def drop_graph(self) -> None:
         """The graph of a forward that saved nothing is gone, and so are the numbers that it kept."""
-        self._hold_scalars(-self._dropped_next)
-        self._dropped_next = 0
+        self._hold_scalars(-self._unsaved_numbers)
+        self._unsaved_numbers = 0
 
     def forget_graphs(self) -> None:
         """The graphs recorded so far are gone without a backward: so are the numbers they kept."""

@@ -1,8 +1,8 @@
 """Whether a forward computes with a buffer that it updates, as spectral norm and moving averages that feed back do.
 
 Run a second time, such a forward sees what the first one left, and computes something else. Batch norm in training is
-not of this kind: it updates its statistics and computes with those of the batch. Found in one forward over fake tensors,
-in which every value is followed back to the buffers that it was computed from.
+not of this kind: it updates its statistics and computes with those of the batch. It is found in one forward over fake
+tensors, in which every value is followed back to the buffers that it was computed from.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _TRAINING = ("training", "train", "use_input_stats")
 
 def feeds_back(call: Callable[[Any], Sequence[Tensor]], module: nn.Module, inputs: Any) -> bool:
     """Whether an output of `call(inputs)` depends on a buffer of `module` that the call changes."""
-    before = {(part, name): buffer for part in module.modules() for name, buffer in part._buffers.items()}
-    versions = {place: buffer._version for place, buffer in before.items() if buffer is not None}
-    if not versions:
+    before = [(p, name, b) for p in module.modules() for name, b in p._buffers.items() if b is not None]
+    versions = [buffer._version for _, _, buffer in before]
+    if not before:
         return False
-    with _Sources([buffer for buffer in before.values() if buffer is not None]) as sources:
+    with _Sources([buffer for _, _, buffer in before]) as sources:
         outputs = call(inputs)
-    changed = {
-        before[part, name]
-        for (part, name), version in versions.items()
-        if part._buffers.get(name) is not before[part, name] or before[part, name]._version != version
-    }
-    for (part, name), buffer in before.items():
+    read = frozenset[int]().union(*map(sources.of, outputs))
+    changed = [
+        buffer
+        for (part, name, buffer), version in zip(before, versions, strict=True)
+        if part._buffers.get(name) is not buffer or buffer._version != version
+    ]
+    for part, name, buffer in before:
         part._buffers[name] = buffer
-    read = frozenset[int]().union(*(sources.of(output) for output in outputs))
     return any(id(buffer) in read for buffer in changed)
 
 
@@ -42,7 +42,9 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._met: list[Any] = [buffer.untyped_storage() for buffer in buffers]  # kept, so that no address is used twice
+        self._met: list[Any] = [
+            buffer.untyped_storage() for buffer in buffers
+        ]  # kept, so that no address is used twice
         self._known = {buffer.untyped_storage()._cdata: frozenset((id(buffer),)) for buffer in buffers}
 
     def of(self, tensor: Tensor) -> frozenset[int]:

@@ -74,7 +74,9 @@ class LayerMeter:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             first, later, state, early, update = self._update(optimizer)
-        feedback = feeds_back(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
+        feedback = feeds_back(
+            self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
+        )
         return LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
