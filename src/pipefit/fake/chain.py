@@ -22,25 +22,23 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
 
     An existing module is copied, not changed.
     """
-    existing = task.module
-    if isinstance(existing, nn.Module):
-        refuse_compiled(existing, task.name)  # a copy does not show it
-    module = copied(existing, fake.fake) if isinstance(existing, nn.Module) else _built(task, fake)
+    module = task.module if isinstance(task.module, nn.Module) else _built(task)
+    refuse_compiled(module, task.name)  # a copy does not show it
+    module = copied(module, fake.fake)
     _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)
 
 
-def _built(task: Task, fake: FakeTarget) -> nn.Module:
-    """The module that the task's factory builds, over fake tensors.
+def _built(task: Task) -> nn.Module:
+    """The module that the task's factory builds under a fake mode.
 
-    A factory that reads numbers from a tensor builds it on torch's `meta` device first.
+    A factory that reads numbers from a tensor builds it on torch's `meta` device instead.
     """
     try:
-        return copied(task.build(), fake.fake)  # to the device
+        return task.build()
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
-            built = task.build()
-        return copied(built, fake.fake)
+            return task.build()
 
 
 def _start_counting(module: nn.Module, fake: FakeTarget) -> None:
