@@ -34,7 +34,7 @@ _WORKSPACE = _POSITION[Category.WORKSPACE]
 _KEEP_SCALAR = frozenset(
     {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
 )
-_SCALAR_BYTES = 8
+SCALAR_BYTES = 8
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
@@ -139,7 +139,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif torch._C._current_graph_task_id() >= 0 and self._scalars[key]:
             self._scalars[key] -= 1
             self._spent += 1  # freed with its node of the graph, before the next operation
-            return _SCALAR_BYTES
+            return SCALAR_BYTES
         return 0
 
     def _release_scalars(self) -> None:
@@ -147,8 +147,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spent = 0
 
     def _hold_scalars(self, number: int) -> None:
-        self.bytes[_ACTIVATIONS] += _SCALAR_BYTES * number
-        self.total += _SCALAR_BYTES * number
+        self.bytes[_ACTIVATIONS] += SCALAR_BYTES * number
+        self.total += SCALAR_BYTES * number
         if self.total > self._peak:
             self._reach(self.total)
 

@@ -55,6 +55,7 @@ class Agreement:
         clip_norm: the largest norm of all gradients together; None for no clipping.
         scale: the loss scale, for float16; None for no scaling.
         master_weights: leave the gradients as they are; the update multiplies them by `gradient_factor`.
+        absent: further parameters of the model, of layers that a dry run leaves out; their norms stay zero.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Agreement:
         clip_norm: float | None,
         scale: LossScale | None,
         master_weights: bool = False,
+        absent: int = 0,
     ) -> None:
         places = {name: place for place, name in enumerate(sorted(names))}
         self._own = [(places[name], parameter) for name, parameter in own.items()]
-        self._size, self._parameters = len(places) + 1, parameters
+        self._size, self._parameters = len(places) + absent + 1, parameters
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
         self.gradient_factor = 1.0

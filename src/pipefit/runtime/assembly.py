@@ -68,12 +68,16 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
         clip_norm=plan.training.clip_norm,
         scale=LossScale() if plan.training.scales_loss else None,
         master_weights=site.task.master_weights,
+        absent=site.absent,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What all devices of a run have in common: what stages are built from, and what connects and observes them."""
+    """What all devices of a run have in common: what stages are built from, and what connects and observes them.
+
+    `absent` are the trained parameters of layers that a dry run leaves out.
+    """
 
     task: Task
     chain: Chain
@@ -84,6 +88,7 @@ class Site:
     clock: Callable[[], float]
     seed: int
     on_action: Callable[[int], None] | None = None
+    absent: int = 0
 
 
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:

@@ -7,30 +7,30 @@ certified before anyone pays for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pipefit.capture.caller import recording
-from pipefit.capture.sample import sample
-from pipefit.capture.shared import shared_parameters
+from pipefit.capture.chain import Chain
+from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
-from pipefit.meter.cpu import Meter
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.profiles import Target
+from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
-from pipefit.runtime.folding import Bytes, Change, Folding, Unfolding, shortened
+from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.repeated import Shortened
+from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import lower
-from pipefit.trace import PREDICTED_STEPS, Category, DeviceTrace, MemorySample, Trace
+from pipefit.trace import PREDICTED_STEPS, DeviceTrace, MemorySample, Trace
 from pipefit.validation import whole
 
 
@@ -54,35 +54,9 @@ def certify(
     target = target or plan.profile.assumptions.target
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
-    training, program = plan.training, lower(plan)
-    folding = Folding.of(program) if fold else Folding.none(program)
-    like = sample(task, training.microbatch_size)
+    dry = _DryRun(task, plan, lower(plan), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        chain = fake_chain(task, fake, like)
-        check_model(plan, task, chain)
-        site = Site(
-            task=task,
-            chain=chain,
-            plan=plan,
-            program=program,
-            shared=shared_parameters([layer.module for layer in chain.layers]),
-            transport=InProcess(),
-            clock=lambda: 0.0,
-            seed=0,
-        )
-        meters = [_LevelMeter(Meter(plan.stages[stages[0]].device, kernels=kernels)) for stages in plan.ranks]
-        runners = [
-            assemble(site, stages, device=fake.device, meter=meter)
-            for stages, meter in zip(plan.ranks, meters, strict=True)
-        ]
-        data = [[fake.fake(t) for t in chain.flatten(like[0])]] * training.microbatches
-        wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * training.microbatches
-        unfoldings = [Unfolding(folding, meter.level) for meter in meters]
-        samples: list[list[MemorySample]] = [[] for _ in plan.cluster.devices]
-        for step in range(steps):
-            run_in_turn(runners, data, wanted, program=shortened(program, folding.later if step else folding.first))
-            for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
-                samples[runner.number] += unfolding.step(step, program.actions[runner.number], meter.changes())
+        samples = dry.run(fake, fold=fold)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
@@ -97,54 +71,68 @@ def certify(
     )
 
 
-class _LevelMeter:
-    """A meter that also remembers the level at which every action began."""
+@dataclass(frozen=True, slots=True)
+class _DryRun:
+    """A dry run of some steps of a plan."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._began: list[Bytes] = []
-        self._peaks: list[Bytes] = []
+    task: Task
+    plan: Plan
+    program: Program
+    steps: int
+    kernels: Kernels | None
 
-    @property
-    def level(self) -> Bytes:
-        """The bytes of every category now."""
-        return tuple(self._meter.bytes)
-
-    def changes(self) -> list[Change]:
-        """What every action since the last call did."""
-        self._meter.begin("the next step")
-        began = [*self._began, self.level]
-        changes = [
-            Change(_minus(peak, before), _minus(after, before))
-            for before, peak, after in zip(began, self._peaks, began[1:], strict=False)
-        ]
-        self._began, self._peaks = [], []
-        return changes
-
-    def __enter__(self) -> None:
-        self._meter.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._meter.__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def begin(self, action: str) -> None:
-        self._meter.begin(action)
-        self._began.append(self.level)
-
-    def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
-        found = self._meter.end(step, seconds, category)
-        self._peaks.append(found.bytes)
+    def run(self, fake: FakeTarget, *, fold: bool) -> list[list[MemorySample]]:
+        """The memory samples of every device."""
+        like = sample(self.task, self.plan.training.microbatch_size)
+        chain = fake_chain(self.task, fake, like)
+        check_model(self.plan, self.task, chain)
+        found = self._samples(fake, chain, like, fold_layers=fold, fold=fold)
+        if found is None:  # layers that seemed to be equal are not, so all of them are run
+            found = self._samples(fake, fake_chain(self.task, fake, like), like, fold_layers=False, fold=fold)
+        assert found is not None
         return found
 
-    def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        self._meter.tag(tensors, category)
+    def _samples(
+        self, fake: FakeTarget, chain: Chain, like: Sample, *, fold_layers: bool, fold: bool
+    ) -> list[list[MemorySample]] | None:
+        """The memory samples of every device; None if layers were folded that are not alike."""
+        microbatches = self.plan.training.microbatches
+        folding = Folding.of(self.program) if fold else Folding.none(self.program)
+        short = Shortened.of(self.task, self.plan, self.program, chain, fold=fold_layers)
+        site = self._site(short)
+        ranks = short.plan.ranks
+        meters = [
+            RepeatedMeter(short.plan.stages[stages[0]].device, kernels=self.kernels, swept=short.swept)
+            for stages in ranks
+        ]
+        runners = [
+            assemble(site, stages, device=fake.device, meter=meter)
+            for stages, meter in zip(ranks, meters, strict=True)
+        ]
+        for runner, meter in zip(runners, meters, strict=True):
+            for stage in runner.stages.values():
+                meter.own_layers(stage, short.copies[stage.start : stage.stop])
+        data = [[fake.fake(t) for t in chain.flatten(like[0])]] * microbatches
+        wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * microbatches
+        unfoldings = [Unfolding(folding, meter.level) for meter in meters]
+        samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
+        for step in range(self.steps):
+            ran = folding.later if step else folding.first
+            run_in_turn(runners, data, wanted, program=shortened(short.program, ran))
+            for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
+                actions = self.program.actions[runner.number]
+                samples[runner.number] += unfolding.step(step, actions, meter.changes())
+        return samples if all(meter.alike for meter in meters) else None
 
-    def drop_graph(self) -> None:
-        self._meter.drop_graph()
-
-    def forget_graphs(self) -> None:
-        self._meter.forget_graphs()
-
-
-def _minus(one: Bytes, other: Bytes) -> Bytes:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+    def _site(self, short: Shortened) -> Site:
+        return Site(
+            task=self.task,
+            chain=short.chain,
+            plan=short.plan,
+            program=short.program,
+            shared=short.chain.shared,
+            transport=InProcess(),
+            clock=lambda: 0.0,
+            seed=0,
+            absent=short.absent,
+        )

@@ -1,0 +1,190 @@
+"""Repeated layers: a dry run executes four of a run of equal layers, and they stand for all of it.
+
+Layers of equal settings do the same to memory, one after the other, as long as their neighbours are equal too. So of a
+run of them the first and the last are kept, whose neighbours are others, and two between them, which have to agree
+(`pipefit.runtime.repeated_memory`). The plan, its program and the chain are shortened to these layers, and the stages
+know nothing of it. What is repeated may be several layers, such as the halves of a block.
+
+A run lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook or a setting
+that cannot be compared makes a layer equal to no other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import nn
+
+from pipefit.actions import COMPUTE, Action, Kind
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.settings import module_settings
+from pipefit.capture.task import Task
+from pipefit.fake.fingerprint import options
+from pipefit.plans import Plan
+from pipefit.program import Program
+from pipefit.runtime.parameter_groups import parameter_groups
+
+_KEPT = 4
+_LONGEST = 8  # layers that are repeated together
+
+
+class Copy(NamedTuple):
+    """One execution of what a run repeats: number 0 to 3 of run `run`. Number 2 stands for several `times`."""
+
+    run: int
+    number: int
+    times: int
+
+
+class Run(NamedTuple):
+    """`count` times the same `period` layers, from layer `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def omitted(self) -> range:
+        """The layers that are not executed."""
+        first = self.start + (_KEPT - 1) * self.period
+        return range(first, first + (self.count - _KEPT) * self.period)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """A plan without the layers that others stand for, with its program and chain.
+
+    `copies` has for every layer of this plan the execution that it belongs to, None outside of runs. `swept` has for
+    the text of an action the runs that it passes through. `absent` are the trained parameters left out.
+    """
+
+    plan: Plan
+    program: Program
+    chain: Chain
+    copies: tuple[Copy | None, ...]
+    swept: Mapping[str, frozenset[int]]
+    absent: int
+
+    @staticmethod
+    def of(task: Task, plan: Plan, program: Program, chain: Chain, *, fold: bool = True) -> Shortened:
+        """`plan` without the layers that others stand for; all of them if `fold` is False."""
+        keys = _keys(task, plan, chain)
+        runs = [run for start, stop in _ranges(plan, program) for run in _runs(keys, start, stop)] if fold else []
+        omitted = {layer for run in runs for layer in run.omitted}
+        kept = [layer for layer in range(len(chain.layers)) if layer not in omitted]
+        short = _shortened(program, kept)
+        where = {layer: copy for number, run in enumerate(runs) for layer, copy in _copies(number, run)}
+        copies = tuple(where.get(layer) for layer in kept)
+        modules = [layer.module for layer in chain.layers]
+        return Shortened(
+            plan=_plan(plan, kept) if omitted else plan,
+            program=short,
+            chain=replace(chain, layers=tuple(chain.layers[layer] for layer in kept)),
+            copies=copies,
+            swept=_swept(_plan(plan, kept), short, copies, [modules[layer] for layer in kept]) if omitted else {},
+            absent=sum(parameter.requires_grad for layer in omitted for parameter in modules[layer].parameters()),
+        )
+
+
+# ---------------------------------------------------------------- finding runs
+
+
+def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
+    """For every layer a key that is equal where layers do the same to memory, given equal neighbours."""
+    sharing = {user for shared in chain.shared for user in shared.users}
+    return [
+        object() if number in sharing else (kind, module_settings(layer.module, id), _groups(task, layer))
+        for number, (kind, layer) in enumerate(zip(plan.measurement.layers, chain.layers, strict=True))
+    ]
+
+
+def _groups(task: Task, layer: ChainLayer) -> object:
+    """A layer's parameter groups, as far as they matter to memory."""
+    groups = [group for groups in parameter_groups([layer], task.groups) for group in groups]
+    return [(len(group["params"]), options({k: v for k, v in group.items() if k != "params"})) for group in groups]
+
+
+def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
+    """The ranges of layers between which no action begins or ends."""
+    edges = {edge for stage in plan.stages for edge in (stage.start, stage.stop)}
+    edges |= {edge for actions in program.actions for action in actions for edge in action.layers or ()}
+    ordered = sorted(edges)
+    yield from zip(ordered, ordered[1:], strict=False)
+
+
+def _runs(keys: Sequence[object], start: int, stop: int) -> Iterator[Run]:
+    """The runs within layers `start` to `stop - 1` of which some are worth leaving out."""
+    while start < stop:
+        found = [Run(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
+        best = max(found, key=lambda run: len(run.omitted))
+        if best.omitted:
+            yield best
+        start += best.period * best.count if best.omitted else 1
+
+
+def _count(keys: Sequence[object], start: int, stop: int, period: int) -> int:
+    """How often the `period` layers from `start` on come one after the other."""
+    end = start + period
+    while end < stop and keys[end] == keys[end - period]:
+        end += 1
+    return (end - start) // period
+
+
+def _copies(number: int, run: Run) -> Iterator[tuple[int, Copy]]:
+    """The layers of a run that are executed, and what they are an execution of."""
+    kept = [layer for layer in range(run.start, run.start + run.period * run.count) if layer not in run.omitted]
+    for place, layer in enumerate(kept):
+        copy = place // run.period
+        yield layer, Copy(number, copy, run.count - _KEPT + 1 if copy == _KEPT - 2 else 1)
+
+
+# ---------------------------------------------------------------- shortening
+
+
+def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
+    """The plan for a model of the layers `kept`, which is for execution alone: its decisions are in the program."""
+    measurement = plan.measurement
+    shared = tuple(
+        replace(shared, users=tuple(bisect_left(kept, user) for user in shared.users)) for shared in measurement.shared
+    )
+    short = replace(measurement, layers=tuple(measurement.layers[layer] for layer in kept), shared=shared)
+    names = tuple(plan.profile.layers[layer] for layer in kept)
+    stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
+    return replace(
+        plan,
+        profile=replace(plan.profile, layers=names, measurements=(short,), additive=None),
+        stages=tuple(stages),
+        decisions=(),
+    )
+
+
+def _shortened(program: Program, kept: Sequence[int]) -> Program:
+    """The program with its layers counted among those `kept`."""
+
+    def counted(action: Action) -> Action:
+        if action.layers is None:
+            return action
+        first, end = action.layers
+        return action._replace(layers=(bisect_left(kept, first), bisect_left(kept, end)))
+
+    return replace(program, actions=tuple(tuple(map(counted, actions)) for actions in program.actions))
+
+
+def _swept(
+    plan: Plan, program: Program, copies: Sequence[Copy | None], modules: Sequence[nn.Module]
+) -> dict[str, frozenset[int]]:
+    """For the text of every computing action the runs that it passes through; an update passes through trained ones."""
+    found: dict[str, frozenset[int]] = {}
+    for action in (action for actions in program.actions for action in actions if action.kind in COMPUTE):
+        stage = plan.stages[action.stage]
+        first, end = action.layers or (stage.start, stage.stop)
+        found[str(action)] = frozenset(
+            copy.run
+            for copy, module in zip(copies[first:end], modules[first:end], strict=True)
+            if copy is not None
+            and (action.kind is not Kind.STEP or any(parameter.requires_grad for parameter in module.parameters()))
+        )
+    return found

@@ -1,0 +1,197 @@
+"""The memory of a device on which some layers stand for others that are equal to them (`pipefit.runtime.repeated`).
+
+A storage belongs to the layers that were at work when it was made. Layers are at work from the first operation on one
+of their parameters or buffers to the first on those of other layers. What passes in between, in a forward, a backward
+or an update, is the same for all layers of a run but its ends: the two that are executed between the ends have to
+agree on every passage and on all they hold, or the layers are not `alike`, and the dry run is made again with all of
+them. A passage that stands for several is repeated so often. Where that leads, and the peak on the way, is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipefit.meter.cpu import SCALAR_BYTES, Meter, Tracked
+from pipefit.meter.kernels import Kernels
+from pipefit.runtime.folding import Bytes, Change
+from pipefit.runtime.master_weights import copies_of
+from pipefit.runtime.repeated import Copy
+from pipefit.runtime.stage import StageRunner
+from pipefit.trace import CATEGORIES, Category, MemorySample
+
+_ACTIVATIONS = CATEGORIES.index(Category.ACTIVATIONS)
+_TWIN, _STAND_IN = 1, 2  # the numbers of the executions between the ends of a run
+_SWEEPS = ([0, 1, 2, 3], [3, 2, 1, 0])
+
+
+class Passage(NamedTuple):
+    """What happened while the layers of `copy` were at work: at its peak, and until the next ones were."""
+
+    copy: Copy | None
+    at_peak: Bytes
+    after: Bytes
+
+
+class RepeatedMeter(Meter):
+    """A meter of the whole device, though not all of its layers are executed.
+
+    `alike` turns False where layers turn out to differ: then nothing that the meter tells is valid.
+
+    Args:
+        swept: for the text of an action, the runs that it must pass through.
+    """
+
+    def __init__(self, device: int, *, kernels: Kernels | None, swept: Mapping[str, frozenset[int]]) -> None:
+        super().__init__(device, kernels=kernels)
+        self.alike = True
+        self._swept = swept
+        self._own: dict[int, Copy] = {}  # by storage: parameters, buffers and their copies
+        self._maker: dict[int, Copy | None] = {}  # by storage: which layers were at work
+        self._numbers = Counter[Copy | None]()  # that autograd keeps, by the layers that were at work
+        self._at_work: Copy | None = None
+        self._passages: list[Passage] = []
+        self._from: Bytes = tuple(self.bytes)
+        self._began: list[Bytes] = []
+        self._peaks: list[Bytes] = []
+
+    def own_layers(self, stage: StageRunner, copies: Sequence[Copy | None]) -> None:
+        """Take note of what the layers of a stage, each of one of `copies`, hold from the start."""
+        masters, state = copies_of(stage.optimizer), stage.optimizer.state if stage.optimizer is not None else {}
+        for layer, copy in zip(stage.layers, copies, strict=True):
+            if copy is not None:
+                parameters = list(layer.module.parameters())
+                trained = [masters.get(parameter, parameter) for parameter in parameters]
+                own = _storages([*parameters, *layer.module.buffers(), *trained])
+                self._own |= dict.fromkeys(own, copy)
+                self._maker |= dict.fromkeys(own | _storages([state[one] for one in trained if one in state]), copy)
+
+    @property
+    def level(self) -> Bytes:
+        """The bytes of every category now, in the whole device."""
+        held: defaultdict[Copy, list[int]] = defaultdict(lambda: [0] * len(CATEGORIES))
+        for key, tracked in self._live.items() if self._own else ():
+            copy = self._maker.get(key)
+            if copy is not None:
+                held[copy][tracked.category] += tracked.nbytes
+        for copy, count in self._numbers.items():
+            if copy is not None:
+                held[copy][_ACTIVATIONS] += SCALAR_BYTES * count
+        found: Bytes = tuple(self.bytes)
+        for copy in [copy for copy in held if copy.number == _STAND_IN]:
+            self.alike &= held[copy] == held[Copy(copy.run, _TWIN, 1)]
+            found = _plus(found, held[copy], copy.times - 1)
+        return found
+
+    def changes(self) -> list[Change]:
+        """What every action since the last call did to the whole device."""
+        self.begin("the next step")
+        began, peaks = self._began, self._peaks
+        self._began, self._peaks = [], []
+        return [
+            Change(_plus(peak, before, -1), _plus(after, before, -1))
+            for peak, (before, after) in zip(peaks, pairwise(began), strict=True)
+        ]
+
+    # ---------------------------------------------------------------- what a meter does
+
+    def begin(self, action: str) -> None:
+        super().begin(action)
+        self._at_work, self._passages = None, []
+        self._from = tuple(self.bytes)
+        self._began.append(self.level)
+
+    def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
+        self._pass_on(None)
+        self.alike &= self._whole_sweeps()
+        peak: Any = self._highest(self._began[-1])
+        self._peaks.append(peak)
+        return replace(super().end(step, seconds, category), bytes=peak)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._own:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        storages = _storages((args, kwargs))
+        owners = {self._own[key] for key in storages if key in self._own}
+        if len(owners) == 1 and (owner := owners.pop()) != self._at_work:
+            if self._spent:
+                self._release_scalars()
+            self._pass_on(owner)
+        known = (len(self._born), self._peak)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if known != (len(self._born), self._peak):
+            makers = Counter(copy.run for copy in {self._maker.get(key) for key in storages} if copy is not None)
+            self.alike &= len(owners) <= 1 and all(count <= 2 for count in makers.values())
+        return out
+
+    def _track(self, tensor: Tensor) -> Tracked:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._live:
+            self._maker[key] = self._at_work
+        return super()._track(tensor)
+
+    def _hold_scalars(self, number: int) -> None:
+        self._numbers[self._at_work] += number
+        super()._hold_scalars(number)
+
+    # ---------------------------------------------------------------- passages
+
+    def _pass_on(self, copy: Copy | None) -> None:
+        """The layers of `copy` are at work from now on."""
+        now = tuple(self.bytes)
+        at_peak, after = _plus(tuple(self._peak_bytes), self._from, -1), _plus(now, self._from, -1)
+        self._passages.append(Passage(self._at_work, at_peak, after))
+        self._at_work, self._from = copy, now
+        self._peak, self._peak_bytes = self.total, list(self.bytes)
+
+    def _whole_sweeps(self) -> bool:
+        """Whether the action passed through every run that it should from one end to the other, evenly."""
+        numbers: defaultdict[int, list[int]] = defaultdict(list)
+        for copy, _, _ in self._passages:
+            if copy is not None:
+                numbers[copy.run].append(copy.number)
+        whole = all(
+            found[place : place + 4] in _SWEEPS for found in numbers.values() for place in range(0, len(found), 4)
+        )
+        return whole and self._swept.get(self.action, frozenset()) <= set(numbers) and self._even()
+
+    def _even(self) -> bool:
+        """Whether every passage that stands for several is equal to the one next to it, on the side of its twin."""
+        for before, here, behind in zip(self._passages, self._passages[1:], self._passages[2:], strict=False):
+            if here.copy is not None and here.copy.number == _STAND_IN:
+                twin = Passage(Copy(here.copy.run, _TWIN, 1), here.at_peak, here.after)
+                if twin not in (before, behind):
+                    return False
+        return True
+
+    def _highest(self, level: Bytes) -> Bytes:
+        """The peak in the whole device of an action that began at `level`. Where a passage is repeated, the last or the
+        first is highest.
+        """
+        highest = level
+        for copy, at_peak, after in self._passages:
+            times = 1 if copy is None else copy.times
+            top = _plus(_plus(level, after, times - 1) if sum(after) > 0 else level, at_peak)
+            highest = max(highest, top, key=sum)
+            level = _plus(level, after, times)
+        return highest
+
+
+def _storages(item: Any) -> set[int]:
+    """The storages of all tensors in the arguments of an operation, lists and dictionaries of them."""
+    if isinstance(item, Tensor):
+        return {item.untyped_storage()._cdata}
+    if isinstance(item, dict):
+        return _storages(list(item.values()))
+    return set().union(*map(_storages, item)) if isinstance(item, (tuple, list)) else set()
+
+
+def _plus(one: Bytes, other: Iterable[int], times: int = 1) -> Bytes:
+    return tuple(a + times * b for a, b in zip(one, other, strict=True))
