@@ -12,6 +12,7 @@ that cannot be compared makes a layer equal to no other.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.parameter_groups import parameter_groups
 
-_KEPT = 4
+KEPT = 4  # executions of what a run repeats: its ends and two between them
 _LONGEST = 8  # layers that are repeated together
 
 
@@ -49,8 +50,8 @@ class Run(NamedTuple):
     @property
     def omitted(self) -> range:
         """The layers that are not executed."""
-        first = self.start + (_KEPT - 1) * self.period
-        return range(first, first + (self.count - _KEPT) * self.period)
+        first = self.start + (KEPT - 1) * self.period
+        return range(first, first + (self.count - KEPT) * self.period)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +96,14 @@ class Shortened:
 def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
     """For every layer a key that is equal where layers do the same to memory, given equal neighbours."""
     sharing = {user for shared in chain.shared for user in shared.users}
+    buffers = [list(map(id, layer.module.buffers())) for layer in chain.layers]
+    users = Counter(buffer for own in buffers for buffer in set(own))
+    common = [tuple(buffer for buffer in own if users[buffer] > 1) for own in buffers]
     return [
-        object() if number in sharing else (kind, module_settings(layer.module, id), _groups(task, layer))
-        for number, (kind, layer) in enumerate(zip(plan.measurement.layers, chain.layers, strict=True))
+        object()
+        if number in sharing
+        else (plan.measurement.layers[number], common[number], module_settings(layer.module, id), _groups(task, layer))
+        for number, layer in enumerate(chain.layers)
     ]
 
 
@@ -138,7 +144,7 @@ def _copies(number: int, run: Run) -> Iterator[tuple[int, Copy]]:
     kept = [layer for layer in range(run.start, run.start + run.period * run.count) if layer not in run.omitted]
     for place, layer in enumerate(kept):
         copy = place // run.period
-        yield layer, Copy(number, copy, run.count - _KEPT + 1 if copy == _KEPT - 2 else 1)
+        yield layer, Copy(number, copy, run.count - KEPT + 1 if copy == KEPT - 2 else 1)
 
 
 # ---------------------------------------------------------------- shortening

@@ -21,7 +21,7 @@ from pipefit.meter.cpu import SCALAR_BYTES, Meter, Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.runtime.folding import Bytes, Change
 from pipefit.runtime.master_weights import copies_of
-from pipefit.runtime.repeated import Copy
+from pipefit.runtime.repeated import KEPT, Copy
 from pipefit.runtime.stage import StageRunner
 from pipefit.trace import CATEGORIES, Category, MemorySample
 
@@ -51,7 +51,7 @@ class RepeatedMeter(Meter):
         super().__init__(device, kernels=kernels)
         self.alike = True
         self._swept = swept
-        self._own: dict[int, Copy] = {}  # by storage: parameters, buffers and their copies
+        self._own: dict[int, Copy | None] = {}  # by storage: parameters, buffers and master weights
         self._maker: dict[int, Copy | None] = {}  # by storage: which layers were at work
         self._numbers = Counter[Copy | None]()  # that autograd keeps, by the layers that were at work
         self._at_work: Copy | None = None
@@ -67,9 +67,15 @@ class RepeatedMeter(Meter):
             if copy is not None:
                 parameters = list(layer.module.parameters())
                 trained = [masters.get(parameter, parameter) for parameter in parameters]
-                own = _storages([*parameters, *layer.module.buffers(), *trained])
-                self._own |= dict.fromkeys(own, copy)
-                self._maker |= dict.fromkeys(own | _storages([state[one] for one in trained if one in state]), copy)
+                state_of = [state[one] for one in trained if one in state]
+                self._take(copy, [*parameters, *layer.module.buffers(), *trained], self._own)
+                self._take(copy, state_of, self._maker)
+        self._maker |= self._own
+
+    def _take(self, copy: Copy, tensors: Sequence[Any], owners: dict[int, Copy | None]) -> None:
+        """Enter `copy` among the owners of these tensors' storages; of a buffer in all layers of a run, nobody is."""
+        for key in _storages(tensors):
+            owners[key] = copy if owners.get(key, copy) == copy else None
 
     @property
     def level(self) -> Bytes:
@@ -119,7 +125,7 @@ class RepeatedMeter(Meter):
         if not self._own:
             return super().__torch_dispatch__(func, types, args, kwargs)
         storages = _storages((args, kwargs))
-        owners = {self._own[key] for key in storages if key in self._own}
+        owners = {copy for key in storages if (copy := self._own.get(key)) is not None}
         if len(owners) == 1 and (owner := owners.pop()) != self._at_work:
             if self._spent:
                 self._release_scalars()
@@ -128,7 +134,7 @@ class RepeatedMeter(Meter):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if known != (len(self._born), self._peak):
             makers = Counter(copy.run for copy in {self._maker.get(key) for key in storages} if copy is not None)
-            self.alike &= len(owners) <= 1 and all(count <= 2 for count in makers.values())
+            self.alike &= len(owners) <= 1 and max(makers.values(), default=0) < KEPT
         return out
 
     def _track(self, tensor: Tensor) -> Tracked:
