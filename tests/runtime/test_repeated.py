@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -17,8 +16,10 @@ from torch.nn import functional as F
 
 from huggingface_models import TINY
 from pipefit.capture import Task
+from pipefit.capture.sample import sample
 from pipefit.cluster import Cluster
 from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
 from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -26,7 +27,6 @@ from pipefit.runtime import certify, dry_run
 from pipefit.runtime.repeated import Shortened
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
-from pipefit.trace import Trace
 from pipefit.training import Training
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
@@ -86,6 +86,34 @@ class Shift(nn.Module):
         return x + self.bias
 
 
+class Turns(nn.Module):
+    """A linear layer of which every other one makes an intermediate value, which its settings do not tell."""
+
+    made = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self._more = next(self.made) % 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 8)."""
+        return torch.tanh(self.linear(x)) if self._more else torch.relu(torch.tanh(self.linear(x)))
+
+
+class AtOnce(torch.optim.Optimizer):
+    """Updates the parameters of all groups in one call, for which it makes all updates first."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_sub_(parameters, torch._foreach_mul([p.grad for p in parameters], 0.1))
+
+
 def stack(block: Callable[[], list[nn.Module]], count: int = 7) -> Callable[[], nn.Module]:
     """`count` times the layers of `block`, between others."""
 
@@ -101,13 +129,13 @@ BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
     "buffers": lambda: [Residual(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))],
     "two by two": lambda: [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.ReLU(inplace=True)],
     "plain": lambda: [nn.Linear(8, 8)],
-    "values passed on": lambda: [Carrying(8)],
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
+    "at once": AtOnce,
 }
 
 
@@ -128,19 +156,15 @@ def carrying(count: int = 7) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), Split(), *(Carrying(8) for _ in range(count)), First(), nn.Linear(8, 4))
 
 
-@dataclass
-class Folded:
-    """A folded dry run, and whether all layers had to be run after all."""
-
-    trace: Trace
-    whole: bool
-
-
-def folded(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Folded:
-    """The folded dry run of a plan."""
-    chains = []
-    monkeypatch.setattr(dry_run, "fake_chain", lambda *args, **kw: chains.append(1) or fake_chain(*args, **kw))
-    return Folded(certify(task, plan, **options), len(chains) > 1)
+def folds(task: Task, plan: Plan, *, whole: bool = False, target: Any = None) -> bool:
+    """Whether the folded dry run of a plan tells in every sample what the unfolded one does, without running all layers
+    or, if `whole` says so, after running them all.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        chains: list[Any] = []
+        patch.setattr(dry_run, "fake_chain", lambda *args: chains.append(fake_chain(*args)) or chains[-1])
+        trace = certify(task, plan, target=target)
+    return trace == certify(task, plan, target=target, fold=False) and len(chains) == 1 + whole
 
 
 def drawn(found: ModelProfile, rng: Random, **training: Any) -> Plan:
@@ -173,3 +197,135 @@ def drawn(found: ModelProfile, rng: Random, **training: Any) -> Plan:
         stages=stages,
         decisions=decisions,
     )
+
+
+def in_one_stage(found: ModelProfile, microbatches: int = 2) -> Plan:
+    """All layers on one device."""
+    return Plan(
+        profile=found,
+        cluster=Cluster.emulated((1, 1 << 30)),
+        training=Training(
+            batch_size=2 * microbatches, microbatches=microbatches, precision=found.assumptions.precision
+        ),
+        stages=(Stage(start=0, stop=len(found.layers), grid=Grid.of(0)),),
+    )
+
+
+def executed(task: Task, plan: Plan) -> int:
+    """How many layers a dry run executes."""
+    with FakeTarget("cpu") as fake:
+        chain = fake_chain(task, fake, sample(task, plan.training.microbatch_size))
+        return len(Shortened.of(task, plan, lower(plan), chain).chain.layers)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("block", sorted(BLOCKS))
+def test_a_folded_dry_run_tells_what_a_whole_one_does(block: str, target: Any) -> None:
+    """Every sample of every action is the same, by category, whatever the plan."""
+    task = task_of(stack(BLOCKS[block]))
+    found = profile(task, microbatch_size=2, target=target)
+    for seed in (4, 5):
+        assert folds(task, drawn(found, Random(seed)))
+
+
+def test_values_that_pass_through_the_layers_are_nobodys() -> None:
+    """Layers that take and return several values, one of them as it came."""
+    task = task_of(carrying)
+    found = profile(task, microbatch_size=2)
+    for seed in (4, 5):
+        assert folds(task, drawn(found, Random(seed)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adagrad"])
+def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
+    """Without state, with state from the first update on, and with state from the start."""
+    task = task_of(stack(BLOCKS["residual"]), optimizer)
+    assert folds(task, drawn(profile(task, microbatch_size=2, target="cuda"), Random(4)))
+
+
+@pytest.mark.parametrize(
+    "precision", ["bfloat16", "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16"]
+)
+def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None:
+    """With norms of all gradients, of layers that are left out too; scaled losses; and master weights."""
+    task = task_of(stack(BLOCKS["residual"]), precision=precision)
+    assert folds(task, drawn(profile(task, microbatch_size=2), Random(5), clip_norm=1.0))
+
+
+@pytest.mark.parametrize(
+    ("task", "layers"),
+    [
+        (build("gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32), 7),
+        (hf("gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8), 8),
+        (hf("llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8), 7),
+    ],
+    ids=["gpt", "gpt2", "llama"],
+)
+def test_transformers_are_folded(task: Task, layers: int) -> None:
+    """The zoo's, whose layers are modules, and two of Hugging Face's, which are traced; llama's share buffers."""
+    plan = in_one_stage(profile(task, microbatch_size=2, target="cuda"), microbatches=1)
+    assert folds(task, plan)
+    assert executed(task, plan) == layers
+
+
+def test_parts_of_a_block_are_folded_together() -> None:
+    """What is repeated may be several layers: here four."""
+    task = task_of(stack(BLOCKS["two by two"], 50))
+    assert executed(task, in_one_stage(profile(task, microbatch_size=2))) == 2 + 4 * 4 + 1
+
+
+def test_the_layers_that_are_run_do_not_grow_with_the_model() -> None:
+    """Four hundred equal layers need no more of them than fifty."""
+    counts = []
+    for number in (50, 400):
+        task = task_of(stack(BLOCKS["plain"], number))
+        counts.append(executed(task, in_one_stage(profile(task, microbatch_size=2))))
+    assert counts == [2 + 4 + 1] * 2
+
+
+def test_a_repeat_ends_where_what_is_recomputed_does() -> None:
+    """Layers 2 to 11 are equal; of 2 to 6 and of 7 to 11 four each are executed."""
+    task = task_of(stack(BLOCKS["plain"], 10))
+    plan = in_one_stage(profile(task, microbatch_size=2))
+    decision = Decision(stage=0, subject=Run(start=7, stop=12), what=What.RECOMPUTE)
+    plan = replace(plan, decisions=(decision,))
+    assert executed(task, plan) == 2 + 4 + 4 + 1
+    assert folds(task, plan)
+
+
+def test_what_can_be_told_apart_is_not_folded() -> None:
+    """A hook, a shared parameter, another option of the optimizer: the fifth of nine layers is unlike the rest."""
+
+    def hooked() -> nn.Sequential:
+        model = stack(BLOCKS["plain"], 9)()
+        model[6].register_forward_hook(lambda *_: None)
+        return model
+
+    def tied() -> nn.Sequential:
+        model = stack(BLOCKS["plain"], 9)()
+        model[6].weight = model[0].weight
+        return model
+
+    def options(name: str, _: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": 0.0} if name.startswith("6.") else {}
+
+    for task in (task_of(hooked), task_of(tied), task_of(stack(BLOCKS["plain"], 9), groups=options)):
+        plan = in_one_stage(profile(task, microbatch_size=2))
+        assert executed(task, plan) == 12
+        assert folds(task, plan)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        task_of(stack(lambda: [Shift()])),
+        task_of(stack(lambda: [Turns()], 8)),
+        task_of(stack(BLOCKS["plain"]), "at once"),
+    ],
+    ids=["no parameter in the backward", "other values than its neighbour", "one update of all layers"],
+)
+def test_layers_that_turn_out_unlike_are_all_run(task: Task) -> None:
+    """What only shows while they run: then the dry run is made again, unfolded, and tells what it does."""
+    plan = in_one_stage(profile(task, microbatch_size=2))
+    assert executed(task, plan) < len(plan.profile.layers)
+    assert folds(task, plan, whole=True)

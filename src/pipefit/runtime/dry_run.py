@@ -106,8 +106,7 @@ class _DryRun:
             for stages in ranks
         ]
         runners = [
-            assemble(site, stages, device=fake.device, meter=meter)
-            for stages, meter in zip(ranks, meters, strict=True)
+            assemble(site, stages, device=fake.device, meter=meter) for stages, meter in zip(ranks, meters, strict=True)
         ]
         for runner, meter in zip(runners, meters, strict=True):
             for stage in runner.stages.values():

@@ -1,12 +1,12 @@
-"""Repeated layers: a dry run executes four of a run of equal layers, and they stand for all of it.
+"""Repeated layers: a dry run executes four of many equal layers in a row, and they stand for all of them.
 
-Layers of equal settings do the same to memory, one after the other, as long as their neighbours are equal too. So of a
-run of them the first and the last are kept, whose neighbours are others, and two between them, which have to agree
-(`pipefit.runtime.repeated_memory`). The plan, its program and the chain are shortened to these layers, and the stages
-know nothing of it. What is repeated may be several layers, such as the halves of a block.
+Layers of equal settings do the same to memory, one after the other, as long as their neighbours are equal too. So the
+first and the last of the row are kept, whose neighbours are others, and two between them, which have to agree
+(`pipefit.runtime.repeated_meter`). The plan, its program and the chain are shortened to these layers, and the stages
+know nothing of it. What is repeated may be several layers together, such as the halves of a block.
 
-A run lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook or a setting
-that cannot be compared makes a layer equal to no other.
+A repeat lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook or a
+setting that cannot be compared makes a layer equal to no other. Finding repeats takes milliseconds for 400 layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -28,19 +29,20 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.parameter_groups import parameter_groups
 
-KEPT = 4  # executions of what a run repeats: its ends and two between them
+KEPT = 4  # executions in a repeat: its ends and two between them
 _LONGEST = 8  # layers that are repeated together
 
 
 class Copy(NamedTuple):
-    """One execution of what a run repeats: number 0 to 3 of run `run`. Number 2 stands for several `times`."""
+    """One execution of repeated layers: number 0 to 3 of a repeat. Number 2 stands for as many as `times` says."""
 
-    run: int
+    repeat: int
     number: int
     times: int
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Repeat:
     """`count` times the same `period` layers, from layer `start` on."""
 
     start: int
@@ -58,8 +60,8 @@ class Run(NamedTuple):
 class Shortened:
     """A plan without the layers that others stand for, with its program and chain.
 
-    `copies` has for every layer of this plan the execution that it belongs to, None outside of runs. `swept` has for
-    the text of an action the runs that it passes through. `absent` are the trained parameters left out.
+    `copies` has for every layer of this plan the execution that it belongs to, None outside of repeats. `swept` has for
+    the text of an action the repeats that it passes through. `absent` are the trained parameters left out.
     """
 
     plan: Plan
@@ -73,11 +75,12 @@ class Shortened:
     def of(task: Task, plan: Plan, program: Program, chain: Chain, *, fold: bool = True) -> Shortened:
         """`plan` without the layers that others stand for; all of them if `fold` is False."""
         keys = _keys(task, plan, chain)
-        runs = [run for start, stop in _ranges(plan, program) for run in _runs(keys, start, stop)] if fold else []
-        omitted = {layer for run in runs for layer in run.omitted}
+        ranges = _ranges(plan, program) if fold else ()
+        repeats = [repeat for start, stop in ranges for repeat in _repeats(keys, start, stop)]
+        omitted = {layer for repeat in repeats for layer in repeat.omitted}
         kept = [layer for layer in range(len(chain.layers)) if layer not in omitted]
         short = _shortened(program, kept)
-        where = {layer: copy for number, run in enumerate(runs) for layer, copy in _copies(number, run)}
+        where = {layer: copy for number, repeat in enumerate(repeats) for layer, copy in _copies(number, repeat)}
         copies = tuple(where.get(layer) for layer in kept)
         modules = [layer.module for layer in chain.layers]
         return Shortened(
@@ -90,7 +93,7 @@ class Shortened:
         )
 
 
-# ---------------------------------------------------------------- finding runs
+# ---------------------------------------------------------------- finding repeats
 
 
 def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
@@ -118,14 +121,14 @@ def _ranges(plan: Plan, program: Program) -> Iterator[tuple[int, int]]:
     edges = {edge for stage in plan.stages for edge in (stage.start, stage.stop)}
     edges |= {edge for actions in program.actions for action in actions for edge in action.layers or ()}
     ordered = sorted(edges)
-    yield from zip(ordered, ordered[1:], strict=False)
+    yield from pairwise(ordered)
 
 
-def _runs(keys: Sequence[object], start: int, stop: int) -> Iterator[Run]:
-    """The runs within layers `start` to `stop - 1` of which some are worth leaving out."""
+def _repeats(keys: Sequence[object], start: int, stop: int) -> Iterator[Repeat]:
+    """The repeats within layers `start` to `stop - 1` of which some layers need not be executed."""
     while start < stop:
-        found = [Run(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
-        best = max(found, key=lambda run: len(run.omitted))
+        found = [Repeat(start, period, _count(keys, start, stop, period)) for period in range(1, _LONGEST + 1)]
+        best = max(found, key=lambda repeat: len(repeat.omitted))
         if best.omitted:
             yield best
         start += best.period * best.count if best.omitted else 1
@@ -139,12 +142,12 @@ def _count(keys: Sequence[object], start: int, stop: int, period: int) -> int:
     return (end - start) // period
 
 
-def _copies(number: int, run: Run) -> Iterator[tuple[int, Copy]]:
-    """The layers of a run that are executed, and what they are an execution of."""
-    kept = [layer for layer in range(run.start, run.start + run.period * run.count) if layer not in run.omitted]
-    for place, layer in enumerate(kept):
-        copy = place // run.period
-        yield layer, Copy(number, copy, run.count - KEPT + 1 if copy == KEPT - 2 else 1)
+def _copies(number: int, repeat: Repeat) -> Iterator[tuple[int, Copy]]:
+    """The layers of a repeat that are executed, and which execution they belong to."""
+    every = range(repeat.start, repeat.start + repeat.period * repeat.count)
+    for place, layer in enumerate(layer for layer in every if layer not in repeat.omitted):
+        copy = place // repeat.period
+        yield layer, Copy(number, copy, repeat.count - KEPT + 1 if copy == KEPT - 2 else 1)
 
 
 # ---------------------------------------------------------------- shortening
@@ -182,13 +185,13 @@ def _shortened(program: Program, kept: Sequence[int]) -> Program:
 def _swept(
     plan: Plan, program: Program, copies: Sequence[Copy | None], modules: Sequence[nn.Module]
 ) -> dict[str, frozenset[int]]:
-    """For the text of every computing action the runs that it passes through; an update passes through trained ones."""
+    """For the text of every computing action the repeats that it passes through; an update, those that are trained."""
     found: dict[str, frozenset[int]] = {}
     for action in (action for actions in program.actions for action in actions if action.kind in COMPUTE):
         stage = plan.stages[action.stage]
         first, end = action.layers or (stage.start, stage.stop)
         found[str(action)] = frozenset(
-            copy.run
+            copy.repeat
             for copy, module in zip(copies[first:end], modules[first:end], strict=True)
             if copy is not None
             and (action.kind is not Kind.STEP or any(parameter.requires_grad for parameter in module.parameters()))
