@@ -27,7 +27,7 @@ from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.runner import run_in_turn
+from pipefit.runtime.runner import DeviceRunner, run_in_turn
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import lower
 from pipefit.trace import PREDICTED_STEPS, DeviceTrace, MemorySample, Trace
@@ -41,8 +41,8 @@ def certify(
 
     The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the
     trace are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the
-    cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), unless `fold` is False: the
-    bytes are the same, and it takes as many times longer.
+    cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), and of equal layers in a row,
+    four (`pipefit.runtime.repeated`), unless `fold` is False: the bytes are the same, and it takes many times longer.
 
     For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
     is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
@@ -54,9 +54,9 @@ def certify(
     target = target or plan.profile.assumptions.target
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
-    dry = _DryRun(task, plan, lower(plan), steps, kernels)
+    dry = _DryRun(task, plan, lower(plan), sample(task, plan.training.microbatch_size), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        samples = dry.run(fake, fold=fold)
+        samples = dry.folded(fake) if fold else dry.whole(fake)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
@@ -78,41 +78,36 @@ class _DryRun:
     task: Task
     plan: Plan
     program: Program
+    like: Sample
     steps: int
     kernels: Kernels | None
 
-    def run(self, fake: FakeTarget, *, fold: bool) -> list[list[MemorySample]]:
-        """The memory samples of every device."""
-        like = sample(self.task, self.plan.training.microbatch_size)
-        chain = fake_chain(self.task, fake, like)
-        check_model(self.plan, self.task, chain)
-        found = self._samples(fake, chain, like, fold_layers=fold, fold=fold)
-        if found is None:  # layers that seemed to be equal are not, so all of them are run
-            found = self._samples(fake, fake_chain(self.task, fake, like), like, fold_layers=False, fold=fold)
-        assert found is not None
-        return found
+    def whole(self, fake: FakeTarget) -> list[list[MemorySample]]:
+        """The memory samples of every device, with all layers and microbatches."""
+        everything = Shortened.none(self.plan, self.program, self._chain(fake))
+        return self._samples(fake, everything, Folding.none(self.program))[0]
 
-    def _samples(
-        self, fake: FakeTarget, chain: Chain, like: Sample, *, fold_layers: bool, fold: bool
-    ) -> list[list[MemorySample]] | None:
-        """The memory samples of every device; None if layers were folded that are not alike."""
+    def folded(self, fake: FakeTarget) -> list[list[MemorySample]]:
+        """The same, with those layers and microbatches that stand for all."""
+        folding = Folding.of(self.program)
+        short = Shortened.of(self.task, self.plan, self.program, self._chain(fake))
+        samples, alike = self._samples(fake, short, folding)
+        if not alike:  # layers that seemed to be equal: all of them are run, and not those that have been trained
+            samples, _ = self._samples(fake, Shortened.none(self.plan, self.program, self._chain(fake)), folding)
+        return samples
+
+    def _chain(self, fake: FakeTarget) -> Chain:
+        chain = fake_chain(self.task, fake, self.like)
+        check_model(self.plan, self.task, chain)
+        return chain
+
+    def _samples(self, fake: FakeTarget, short: Shortened, folding: Folding) -> tuple[list[list[MemorySample]], bool]:
+        """The memory samples of every device, and whether the layers that stand for others turned out alike."""
+        runners, meters = self._runners(fake, short)
+        inputs, targets = self.like
         microbatches = self.plan.training.microbatches
-        folding = Folding.of(self.program) if fold else Folding.none(self.program)
-        short = Shortened.of(self.task, self.plan, self.program, chain, fold=fold_layers)
-        site = self._site(short)
-        ranks = short.plan.ranks
-        meters = [
-            RepeatedMeter(short.plan.stages[stages[0]].device, kernels=self.kernels, swept=short.swept)
-            for stages in ranks
-        ]
-        runners = [
-            assemble(site, stages, device=fake.device, meter=meter) for stages, meter in zip(ranks, meters, strict=True)
-        ]
-        for runner, meter in zip(runners, meters, strict=True):
-            for stage in runner.stages.values():
-                meter.own_layers(stage, short.copies[stage.start : stage.stop])
-        data = [[fake.fake(t) for t in chain.flatten(like[0])]] * microbatches
-        wanted = [[fake.fake(t) for t in chain.flatten_targets(like[1])]] * microbatches
+        data = [[fake.fake(tensor) for tensor in short.chain.flatten(inputs)]] * microbatches
+        wanted = [[fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]] * microbatches
         unfoldings = [Unfolding(folding, meter.level) for meter in meters]
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
         for step in range(self.steps):
@@ -121,10 +116,11 @@ class _DryRun:
             for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
                 actions = self.program.actions[runner.number]
                 samples[runner.number] += unfolding.step(step, actions, meter.changes())
-        return samples if all(meter.alike for meter in meters) else None
+        return samples, all(meter.alike for meter in meters)
 
-    def _site(self, short: Shortened) -> Site:
-        return Site(
+    def _runners(self, fake: FakeTarget, short: Shortened) -> tuple[list[DeviceRunner], list[RepeatedMeter]]:
+        """The runner and the meter of every device."""
+        site = Site(
             task=self.task,
             chain=short.chain,
             plan=short.plan,
@@ -135,3 +131,12 @@ class _DryRun:
             seed=0,
             absent=short.absent,
         )
+        runners, meters = [], []
+        for stages in short.plan.ranks:
+            meter = RepeatedMeter(short.plan.stages[stages[0]].device, kernels=self.kernels, swept=short.swept)
+            runner = assemble(site, stages, device=fake.device, meter=meter)
+            for stage in runner.stages.values():
+                meter.own_layers(stage, short.copies[stage.start : stage.stop])
+            runners.append(runner)
+            meters.append(meter)
+        return runners, meters

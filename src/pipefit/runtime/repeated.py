@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import nn
-
 from pipefit.actions import COMPUTE, Action, Kind
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.settings import module_settings
@@ -72,25 +70,33 @@ class Shortened:
     absent: int
 
     @staticmethod
-    def of(task: Task, plan: Plan, program: Program, chain: Chain, *, fold: bool = True) -> Shortened:
-        """`plan` without the layers that others stand for; all of them if `fold` is False."""
+    def of(task: Task, plan: Plan, program: Program, chain: Chain) -> Shortened:
+        """`plan` without the layers that others stand for."""
         keys = _keys(task, plan, chain)
-        ranges = _ranges(plan, program) if fold else ()
-        repeats = [repeat for start, stop in ranges for repeat in _repeats(keys, start, stop)]
+        repeats = [repeat for start, stop in _ranges(plan, program) for repeat in _repeats(keys, start, stop)]
         omitted = {layer for repeat in repeats for layer in repeat.omitted}
+        if not omitted:
+            return Shortened.none(plan, program, chain)
         kept = [layer for layer in range(len(chain.layers)) if layer not in omitted]
-        short = _shortened(program, kept)
+        layers = tuple(chain.layers[layer] for layer in kept)
         where = {layer: copy for number, repeat in enumerate(repeats) for layer, copy in _copies(number, repeat)}
-        copies = tuple(where.get(layer) for layer in kept)
-        modules = [layer.module for layer in chain.layers]
+        copies, short = tuple(where.get(layer) for layer in kept), _plan(plan, kept)
+        left_out = (parameter for layer in omitted for parameter in chain.layers[layer].module.parameters())
+        program = _program(program, kept)
         return Shortened(
-            plan=_plan(plan, kept) if omitted else plan,
-            program=short,
-            chain=replace(chain, layers=tuple(chain.layers[layer] for layer in kept)),
+            plan=short,
+            program=program,
+            chain=replace(chain, layers=layers),
             copies=copies,
-            swept=_swept(_plan(plan, kept), short, copies, [modules[layer] for layer in kept]) if omitted else {},
-            absent=sum(parameter.requires_grad for layer in omitted for parameter in modules[layer].parameters()),
+            swept=_swept(short, program, copies, layers),
+            absent=sum(parameter.requires_grad for parameter in left_out),
         )
+
+    @staticmethod
+    def none(plan: Plan, program: Program, chain: Chain) -> Shortened:
+        """`plan` with all of its layers."""
+        copies = (None,) * len(chain.layers)
+        return Shortened(plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0)
 
 
 # ---------------------------------------------------------------- finding repeats
@@ -170,7 +176,7 @@ def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
     )
 
 
-def _shortened(program: Program, kept: Sequence[int]) -> Program:
+def _program(program: Program, kept: Sequence[int]) -> Program:
     """The program with its layers counted among those `kept`."""
 
     def counted(action: Action) -> Action:
@@ -183,7 +189,7 @@ def _shortened(program: Program, kept: Sequence[int]) -> Program:
 
 
 def _swept(
-    plan: Plan, program: Program, copies: Sequence[Copy | None], modules: Sequence[nn.Module]
+    plan: Plan, program: Program, copies: Sequence[Copy | None], layers: Sequence[ChainLayer]
 ) -> dict[str, frozenset[int]]:
     """For the text of every computing action the repeats that it passes through; an update, those that are trained."""
     found: dict[str, frozenset[int]] = {}
@@ -192,8 +198,8 @@ def _swept(
         first, end = action.layers or (stage.start, stage.stop)
         found[str(action)] = frozenset(
             copy.repeat
-            for copy, module in zip(copies[first:end], modules[first:end], strict=True)
+            for copy, layer in zip(copies[first:end], layers[first:end], strict=True)
             if copy is not None
-            and (action.kind is not Kind.STEP or any(parameter.requires_grad for parameter in module.parameters()))
+            and (action.kind is not Kind.STEP or any(p.requires_grad for p in layer.module.parameters()))
         )
     return found
