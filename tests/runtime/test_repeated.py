@@ -87,7 +87,7 @@ class Shift(nn.Module):
 
 
 class Turns(nn.Module):
-    """A linear layer of which every other one makes an intermediate value, which its settings do not tell."""
+    """A linear layer of which every other one makes a large value for a moment, which its settings do not tell."""
 
     made = itertools.count()
 
@@ -98,11 +98,14 @@ class Turns(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 8)."""
-        return torch.tanh(self.linear(x)) if self._more else torch.relu(torch.tanh(self.linear(x)))
+        found: Tensor = self.linear(x)
+        if self._more:
+            x.detach().repeat(64, 1)
+        return found
 
 
 class AtOnce(torch.optim.Optimizer):
-    """Updates the parameters of all groups in one call, for which it makes all updates first."""
+    """Shrinks every parameter by itself, and makes all updates in one call."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -111,10 +114,12 @@ class AtOnce(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """One update."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            parameter.mul_(0.99)
         torch._foreach_sub_(parameters, torch._foreach_mul([p.grad for p in parameters], 0.1))
 
 
-def stack(block: Callable[[], list[nn.Module]], count: int = 7) -> Callable[[], nn.Module]:
+def stack(block: Callable[[], list[nn.Module]], count: int = 10) -> Callable[[], nn.Module]:
     """`count` times the layers of `block`, between others."""
 
     def build() -> nn.Module:
@@ -127,7 +132,7 @@ def stack(block: Callable[[], list[nn.Module]], count: int = 7) -> Callable[[], 
 BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
     "residual": lambda: [Residual(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))],
     "buffers": lambda: [Residual(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))],
-    "two by two": lambda: [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.ReLU(inplace=True)],
+    "three together": lambda: [nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)],
     "plain": lambda: [nn.Linear(8, 8)],
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -151,23 +156,24 @@ def task_of(module: Callable[[], nn.Module], optimizer: str = "adamw", **setting
     return Task(module, batch=batch, loss=loss, optimizer=OPTIMIZERS[optimizer], name="stack", **settings)
 
 
-def carrying(count: int = 7) -> nn.Module:
+def carrying(count: int = 10) -> nn.Module:
     """Layers that pass a tuple on."""
     return nn.Sequential(nn.Linear(8, 8), Split(), *(Carrying(8) for _ in range(count)), First(), nn.Linear(8, 4))
 
 
-def folds(task: Task, plan: Plan, *, whole: bool = False, target: Any = None) -> bool:
+def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
     """Whether the folded dry run of a plan tells in every sample what the unfolded one does, without running all layers
     or, if `whole` says so, after running them all.
     """
     with pytest.MonkeyPatch.context() as patch:
         chains: list[Any] = []
         patch.setattr(dry_run, "fake_chain", lambda *args: chains.append(fake_chain(*args)) or chains[-1])
-        trace = certify(task, plan, target=target)
-    return trace == certify(task, plan, target=target, fold=False) and len(chains) == 1 + whole
+        trace = certify(task, plan)
+    assert executed(task, plan) < len(plan.profile.layers)
+    return trace == certify(task, plan, fold=False) and len(chains) == 1 + whole
 
 
-def drawn(found: ModelProfile, rng: Random, **training: Any) -> Plan:
+def drawn(found: ModelProfile, rng: Random) -> Plan:
     """Any split over up to two devices, any schedule, up to four microbatches, and any recomputation."""
     layers, count, number = len(found.layers), rng.choice([1, 1, 2]), rng.randint(1, 4)
     cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
@@ -191,21 +197,22 @@ def drawn(found: ModelProfile, rng: Random, **training: Any) -> Plan:
             batch_size=size * number,
             microbatches=number,
             schedule=schedule,
-            precision=found.assumptions.precision,
-            **training,
         ),
         stages=stages,
         decisions=decisions,
     )
 
 
-def in_one_stage(found: ModelProfile, microbatches: int = 2) -> Plan:
+def in_one_stage(found: ModelProfile, microbatches: int = 2, clip_norm: float | None = None) -> Plan:
     """All layers on one device."""
     return Plan(
         profile=found,
         cluster=Cluster.emulated((1, 1 << 30)),
         training=Training(
-            batch_size=2 * microbatches, microbatches=microbatches, precision=found.assumptions.precision
+            batch_size=2 * microbatches,
+            microbatches=microbatches,
+            precision=found.assumptions.precision,
+            clip_norm=clip_norm,
         ),
         stages=(Stage(start=0, stop=len(found.layers), grid=Grid.of(0)),),
     )
@@ -224,7 +231,7 @@ def test_a_folded_dry_run_tells_what_a_whole_one_does(block: str, target: Any) -
     """Every sample of every action is the same, by category, whatever the plan."""
     task = task_of(stack(BLOCKS[block]))
     found = profile(task, microbatch_size=2, target=target)
-    for seed in (4, 5):
+    for seed in (0, 5, 8):
         assert folds(task, drawn(found, Random(seed)))
 
 
@@ -232,7 +239,7 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
     """Layers that take and return several values, one of them as it came."""
     task = task_of(carrying)
     found = profile(task, microbatch_size=2)
-    for seed in (4, 5):
+    for seed in (0, 5, 8):
         assert folds(task, drawn(found, Random(seed)))
 
 
@@ -240,7 +247,7 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
 def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
     """Without state, with state from the first update on, and with state from the start."""
     task = task_of(stack(BLOCKS["residual"]), optimizer)
-    assert folds(task, drawn(profile(task, microbatch_size=2, target="cuda"), Random(4)))
+    assert folds(task, in_one_stage(profile(task, microbatch_size=2, target="cuda")))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +256,7 @@ def test_updates_of_equal_layers_are_folded(optimizer: str) -> None:
 def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None:
     """With norms of all gradients, of layers that are left out too; scaled losses; and master weights."""
     task = task_of(stack(BLOCKS["residual"]), precision=precision)
-    assert folds(task, drawn(profile(task, microbatch_size=2), Random(5), clip_norm=1.0))
+    assert folds(task, in_one_stage(profile(task, microbatch_size=2), clip_norm=1.0))
 
 
 @pytest.mark.parametrize(
@@ -270,8 +277,8 @@ def test_transformers_are_folded(task: Task, layers: int) -> None:
 
 def test_parts_of_a_block_are_folded_together() -> None:
     """What is repeated may be several layers: here four."""
-    task = task_of(stack(BLOCKS["two by two"], 50))
-    assert executed(task, in_one_stage(profile(task, microbatch_size=2))) == 2 + 4 * 4 + 1
+    task = task_of(stack(BLOCKS["three together"], 50))
+    assert executed(task, in_one_stage(profile(task, microbatch_size=2))) == 2 + 4 * 3 + 1
 
 
 def test_the_layers_that_are_run_do_not_grow_with_the_model() -> None:
@@ -294,24 +301,24 @@ def test_a_repeat_ends_where_what_is_recomputed_does() -> None:
 
 
 def test_what_can_be_told_apart_is_not_folded() -> None:
-    """A hook, a shared parameter, another option of the optimizer: the fifth of nine layers is unlike the rest."""
+    """A hook, a shared parameter, another option of the optimizer: the sixth of eleven layers is unlike the rest."""
 
     def hooked() -> nn.Sequential:
-        model = stack(BLOCKS["plain"], 9)()
-        model[6].register_forward_hook(lambda *_: None)
+        model = stack(BLOCKS["plain"], 11)()
+        model[7].register_forward_hook(lambda *_: None)
         return model
 
     def tied() -> nn.Sequential:
-        model = stack(BLOCKS["plain"], 9)()
-        model[6].weight = model[0].weight
+        model = stack(BLOCKS["plain"], 11)()
+        model[7].weight = model[0].weight
         return model
 
     def options(name: str, _: nn.Parameter) -> dict[str, Any]:
-        return {"weight_decay": 0.0} if name.startswith("6.") else {}
+        return {"weight_decay": 0.0} if name.startswith("7.") else {}
 
-    for task in (task_of(hooked), task_of(tied), task_of(stack(BLOCKS["plain"], 9), groups=options)):
+    for task in (task_of(hooked), task_of(tied), task_of(stack(BLOCKS["plain"], 11), groups=options)):
         plan = in_one_stage(profile(task, microbatch_size=2))
-        assert executed(task, plan) == 12
+        assert executed(task, plan) == 4 + 1 + 4 + 3
         assert folds(task, plan)
 
 
@@ -327,5 +334,4 @@ def test_what_can_be_told_apart_is_not_folded() -> None:
 def test_layers_that_turn_out_unlike_are_all_run(task: Task) -> None:
     """What only shows while they run: then the dry run is made again, unfolded, and tells what it does."""
     plan = in_one_stage(profile(task, microbatch_size=2))
-    assert executed(task, plan) < len(plan.profile.layers)
     assert folds(task, plan, whole=True)
