@@ -18,9 +18,10 @@ from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.capture.sample import sample
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
-from pipefit.plans import Decision, Grid, Microbatches, Plan, Run, Stage, What
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify, dry_run
