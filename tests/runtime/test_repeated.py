@@ -240,7 +240,7 @@ def test_values_that_pass_through_the_layers_are_nobodys() -> None:
     """Layers that take and return several values, one of them as it came."""
     task = task_of(carrying)
     found = profile(task, microbatch_size=2)
-    for seed in (0, 5, 8):
+    for seed in (0, 5):
         assert folds(task, drawn(found, Random(seed)))
 
 
