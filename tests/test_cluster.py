@@ -7,7 +7,7 @@ import pytest
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind
 from pipefit.units import MIB
 from pipelines import KIND, make_cluster
 
@@ -143,3 +143,15 @@ def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:
     assert (
         DeviceKind(name="k", flops={"bfloat16": 3.0, "float16": 8.0}, memory_bandwidth=1.0).peak_flops("float32") == 3.0
     )
+
+
+def test_a_disk_has_the_number_of_its_host() -> None:
+    """Where only the second of two hosts has a disk, that disk is number 1, and there is no disk 0."""
+    hosts = (Host(memory_bytes=1), Host(memory_bytes=1, disk_bytes=1))
+    cluster = Cluster(name="c", backend="cpu", devices=(Device(kind=KIND, memory_bytes=1),), hosts=hosts)
+    cluster.check(Member(MemberKind.DISK, 1), "a place")
+    for missing in (0, 2):
+        with pytest.raises(
+            UsageError, match=f"a place of cluster 'c' names disk{missing}; it has 1 disks, of hosts .1."
+        ):
+            cluster.check(Member(MemberKind.DISK, missing), "a place")

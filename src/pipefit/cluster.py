@@ -7,6 +7,7 @@ A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -97,20 +98,23 @@ class Cluster:
         return tuple(device.memory_bytes for device in self.devices)
 
     def check(self, member: Member, who: str) -> None:
-        """That the cluster has `member`, of which `who` speaks.
+        """Check that the cluster has `member`; `who` says what names it.
 
         Raises:
-            UsageError: it does not; says how many it has.
+            UsageError: the cluster has no such member; says how many of that kind it has.
         """
-        there = {MemberKind.DEVICE: len(self.devices), MemberKind.HOST: len(self.hosts)}.get(member.kind)
-        if there is None:
-            there = sum(1 for one in self.hosts if one.disk_bytes)
-        if member.number is not None and member.number >= there:
-            raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there} {member.kind.value}s")
+        numbers = self._numbers(member.kind)
+        if member.number is not None and member.number not in numbers:
+            there = f"{len(numbers)} {member.kind.value}s"
+            if member.kind is MemberKind.DISK and numbers:
+                there += f", of hosts {list(numbers)}"
+            raise UsageError(f"{who} of cluster {self.name!r} names {member}; it has {there}")
 
-    def host_of(self, number: int) -> Member:
-        """The host of device `number`."""
-        return Member.host(self.devices[number].host)
+    def _numbers(self, kind: MemberKind) -> Sequence[int]:
+        """The numbers of all members of a kind; a disk has the number of its host."""
+        if kind is MemberKind.DEVICE:
+            return range(len(self.devices))
+        return [n for n, host in enumerate(self.hosts) if kind is MemberKind.HOST or host.disk_bytes]
 
     def route(self, source: Member, target: Member) -> Route:
         """The fastest link that joins the two members; without one, by way of the hosts.

@@ -34,6 +34,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _check_layers("a run holds", self.start, self.stop)
 
     def __str__(self) -> str:
         return f"layer {self.start}" if self.stop == self.start + 1 else f"layers {self.start} to {self.stop - 1}"
@@ -49,6 +50,8 @@ class SavedTensors:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not self.tensors:
+            raise UsageError("a decision about saved tensors names at least one, such as layer 5 and its number 3")
 
     def __str__(self) -> str:
         return "saved " + ", ".join(f"{layer}.{index}" for layer, index in self.tensors)
@@ -66,9 +69,15 @@ class State:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _check_layers("a state is of", self.start, self.stop)
 
     def __str__(self) -> str:
         return f"{self.kind} of layers {self.start} to {self.stop - 1}"
+
+
+def _check_layers(what: str, start: int, stop: int) -> None:
+    if not 0 <= start < stop:
+        raise UsageError(f"{what} at least one layer, not layers {start} to {stop - 1}")
 
 
 class Microbatches(NamedTuple):
@@ -120,10 +129,13 @@ class Decision:
             raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
         if (self.place is None) != (self.what is What.RECOMPUTE):
             raise UsageError(f"{self}: what is offloaded needs a place to go to, what is recomputed has none")
-        if self.ahead < 0 or self.behind < 0 or not 0 < self.microbatches.taken <= self.microbatches.every:
+        if self.ahead < 0 or self.behind < 0:
             raise UsageError(
-                f"{self}: ahead and behind count actions from zero on, and a share of microbatches is one of so many"
+                f"{self}: ahead and behind are numbers of actions, zero or more, not {self.ahead} and {self.behind}"
             )
+        taken, every, _ = self.microbatches
+        if not 0 < taken <= every:
+            raise UsageError(f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}")
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -29,6 +29,6 @@ def describe(document: Cluster | ModelProfile | Plan | Program | Trace) -> list[
 
 
 def describe_program(program: Program) -> list[Block]:
-    """The text form, a paragraph for each device."""
+    """The text form, a paragraph for each of its lines that is not empty."""
     head = f"program of {program.stages} stages and {program.microbatches} microbatches"
-    return [head, *(line for line, actions in zip(str(program).splitlines(), program.actions, strict=True) if actions)]
+    return [head, *(line for line in str(program).splitlines() if not line.endswith(": "))]

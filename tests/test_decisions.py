@@ -1,0 +1,46 @@
+"""Decisions that mean nothing are refused where they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
+
+RECOMPUTED: dict[str, Any] = {"stage": 0, "subject": Run(start=0, stop=2), "what": What.RECOMPUTE}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Run(start=3, stop=3), "a run holds at least one layer, not layers 3 to 2"),
+        (lambda: Run(start=-1, stop=2), "a run holds at least one layer, not layers -1 to 1"),
+        (lambda: State(start=3, stop=3, kind="gradients"), "a state is of at least one layer, not layers 3 to 2"),
+        (lambda: SavedTensors(tensors=()), "a decision about saved tensors names at least one"),
+    ],
+)
+def test_a_subject_without_layers_or_tensors_is_refused(make: Any, message: str) -> None:
+    """Nothing can be recomputed or moved of no layers or no tensors."""
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ahead": -1}, "ahead and behind are numbers of actions, zero or more, not -1 and 1"),
+        ({"behind": -2}, "ahead and behind are numbers of actions, zero or more, not 0 and -2"),
+        ({"microbatches": Microbatches(taken=3, every=2)}, "it takes 3 of every 2 microbatches"),
+        ({"microbatches": Microbatches(taken=0)}, "it takes 0 of every 1 microbatches"),
+        ({"what": What.OFFLOAD, "place": parse_place("host")}, "runs of layers are recomputed"),
+        ({"place": parse_place("host")}, "what is recomputed has none"),
+    ],
+)
+def test_a_decision_that_cannot_be_carried_out_is_refused(given: dict[str, Any], message: str) -> None:
+    """The refusal has the numbers that were given, and begins with the decision."""
+    with pytest.raises(UsageError, match=message) as refused:
+        Decision(**{**RECOMPUTED, **given})
+    assert str(refused.value).startswith("stage 0: ")
