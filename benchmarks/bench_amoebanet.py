@@ -63,9 +63,9 @@ from partitioners import (
 from pipefit.files import load_cluster
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Growth, setting
+from pipefit.fits import Attempt, Fit
 from pipefit.plans import Plan, Prediction
 from pipefit.profiles import ModelProfile
-from pipefit.report.fit import Attempt, Fit
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.tables import Table, plain

@@ -1,7 +1,7 @@
 """What happened on every device: timed actions by stream, and memory over time by category.
 
 The simulator, the dry run and the runtime all return a `Trace`, so that predictions and measurements can be compared.
-The dry run has no clock: its times are positions in the program.
+The dry run has no clock: its times are positions in the program (`Trace.has_clock`).
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class Trace:
     steps: int
     devices: tuple[DeviceTrace, ...]
     step_seconds: tuple[float, ...]
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether times are seconds: those of a dry run are positions in the program."""
+        return self.source != "dry run"
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fit import certified
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
+from pipefit.fits import Fit
 from pipefit.places import Member
 from pipefit.planner import plan
 from pipefit.profiler import profile
-from pipefit.report.fit import Fit
 from pipefit.runtime import certify
 from pipefit.trace import Trace
 from tiny import task_of

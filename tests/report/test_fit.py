@@ -7,8 +7,9 @@ import re
 from dataclasses import replace
 
 from pipefit.cluster import Cluster
+from pipefit.fits import Attempt, Fit
 from pipefit.planner import plan
-from pipefit.report.fit import Attempt, Fit, describe_fit
+from pipefit.report.fit import describe_fit
 from pipefit.report.fit_plot import plot_fit
 from pipefit.tables import plain
 from pipelines import random_profile

@@ -14,7 +14,7 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.fit.growth import Demand, Growth
-    from pipefit.report.fit import Fit
+    from pipefit.fits import Fit
 
 _LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
 

@@ -1,4 +1,4 @@
-"""The search itself: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
+"""The search: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
 
 A plan costs a profile over fake tensors and an exact search; a dry run costs every action of two steps. So the search
 uses plans, and only the two neighbours are run. Where a dry run contradicts its plan, the search goes on with the peaks
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fit.growth import Growth
 from pipefit.fit.search import Edge, edge
-from pipefit.report.fit import Attempt, Fit, miss, named_value
+from pipefit.fits import Attempt, Fit
 from pipefit.runtime import certify as dry_run
 
 Progress = Callable[[int, int, str], None]
@@ -75,7 +75,7 @@ class _Search:
     def _say(self, what: str, value: int) -> None:
         if self.progress is not None:
             done = len(self.known)
-            self.progress(done, done + 1, f"{what} {self.growth.name}={named_value(self.growth.name, value)}")
+            self.progress(done, done + 1, f"{what} {self.growth.named(value)}")
 
 
 def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
@@ -84,8 +84,7 @@ def _answer(growth: Growth, search: _Search, found: Edge) -> Fit:
     best, beyond = (found.holds, found.fails) if growth.sense == "largest" else (found.fails, found.holds)
     if best is None:
         assert beyond is not None  # something was tried
-        what = f"{growth.name}={named_value(growth.name, beyond)}"
-        raise InfeasibleError(f"not even {what} fits: {miss(search.known[beyond])}")
+        raise InfeasibleError(f"not even {growth.named(beyond)} fits: {search.known[beyond].miss}")
     return Fit(
         grown=growth.name,
         sense=growth.sense,

@@ -12,15 +12,15 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.errors import UsageError
+from pipefit.fits import Sense, named_value
 from pipefit.places import Member
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
-from pipefit.report.fit import Sense
 from pipefit.schedule.whole_stages import Recompute
 
-_SLOWEST = 12e9  # bytes per second, one way: PCIe 3.0 x16, for a cluster that names no links
+_RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3.0 x16 reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What grows, through which values, and what comes of each: the task, its costs, and a plan for them.
+    """What grows, through which values, and what follows from each: the task, its costs, and a plan for them.
 
     A `UsageError` from the task or from its costs means that the model cannot have this value, and the search goes on;
     one from the plan means that no plan can be made as demanded, and ends it.
@@ -73,6 +73,10 @@ class Growth:
     task: Callable[[int], Task]
     costs: Callable[[int], ModelProfile]
     plan: Callable[[ModelProfile, int], Plan]
+
+    def named(self, value: int) -> str:
+        """`layers=12`, or `memory=13.50 GiB`."""
+        return f"{self.name}={named_value(self.name, value)}"
 
 
 def setting(name: str, make: Callable[[int], Task], demand: Demand, values: range) -> Growth:
@@ -166,5 +170,5 @@ def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
     kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
     if count <= len(cluster.devices):
         return kept
-    rate = min((link.bytes_per_second * link.lanes for link in cluster.links), default=_SLOWEST)
+    rate = min((link.bytes_per_second * link.lanes for link in cluster.links), default=_RATE_WITHOUT_LINKS)
     return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.report.trace import has_clock
 from pipefit.tables import Block, Table
 from pipefit.trace import Trace
 from pipefit.units import format_bytes, format_seconds
@@ -114,7 +113,7 @@ def _time(comparison: Comparison) -> str:
 
 
 def _seconds(trace: Trace) -> float | None:
-    return trace.step_seconds[-1] if has_clock(trace) and trace.step_seconds else None
+    return trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else None
 
 
 def _list(devices: dict[int, int]) -> str:

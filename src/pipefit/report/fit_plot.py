@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.report.fit import Fit, named_value
+from pipefit.fits import Fit
 from pipefit.units import format_bytes
 
 
@@ -36,7 +36,7 @@ def plot_fit(fit: Fit) -> str:
     figure = go.Figure([peak, budget])
     ticks = _ticks(min(*peaks, *budgets), max(*peaks, *budgets))
     figure.update_layout(
-        title=f"{_escaped(fit.best.plan.profile.model)}: {fit.grown}={named_value(fit.grown, fit.best.value)} is the "
+        title=f"{_escaped(fit.best.plan.profile.model)}: {fit.named(fit.best.value)} is the "
         f"{fit.sense} that fits {_escaped(fit.best.plan.cluster.name)}",
         xaxis_title=f"{fit.grown}, bytes" if fit.grown == "memory" else fit.grown,
         yaxis={

@@ -17,14 +17,9 @@ def describe_trace(trace: Trace) -> list[Block]:
 
 def _head(trace: Trace) -> str:
     steps = f"{trace.steps} step{'s' if trace.steps != 1 else ''}"
-    if not has_clock(trace) or not trace.step_seconds:
+    if not trace.has_clock or not trace.step_seconds:
         return f"{trace.source}: {steps}, without times"
     return f"{trace.source}: {steps}, the last one {format_seconds(trace.step_seconds[-1])}"
-
-
-def has_clock(trace: Trace) -> bool:
-    """Whether the trace's times are seconds: a dry run's are positions in the program."""
-    return trace.source != "dry run"
 
 
 def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, ...]:
@@ -36,7 +31,7 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
         f"{device.peak_bytes / device.budget_bytes:.1%}" if device.budget_bytes else "-",
         str(peak.step) if peak else "-",
         peak.action if peak else "-",
-        f"{share:.0%}" if has_clock(trace) else "-",
+        f"{share:.0%}" if trace.has_clock else "-",
     )
 
 
