@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipefit.actions import Action, Bundle, Kind, Subject, message_end, message_partner, parse_action
+from pipefit.actions import Action, Bundle, Kind, Subject, message_of, message_partner, parse_action
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind, Place, Share, parse_place
 from pipefit.program import Program, parse_program
@@ -244,9 +244,9 @@ def test_messages_between_grids_are_checked(lines: tuple[str, str, str], message
 def test_both_ends_of_a_message_are_the_same_end() -> None:
     """Send and receive agree on direction, receiving stage, microbatch, rows, sender and receiver."""
     send, receive = parse_action("0SEND_F0{0:2}"), parse_action("1RECV_F0{0:2}@device1")
-    assert message_end(1, send, TWO_BY_ONE) == message_end(2, receive, TWO_BY_ONE) == (True, 1, 0, (0, 2), 1, 2)
+    assert message_of(1, send, TWO_BY_ONE) == message_of(2, receive, TWO_BY_ONE) == (True, 1, 0, (0, 2), 1, 2)
     send, receive = parse_action("1SEND_B3@device0"), parse_action("0RECV_B3")
-    assert message_end(2, send, TWO_BY_ONE) == message_end(0, receive, TWO_BY_ONE) == (False, 0, 3, None, 2, 0)
+    assert message_of(2, send, TWO_BY_ONE) == message_of(0, receive, TWO_BY_ONE) == (False, 0, 3, None, 2, 0)
 
 
 def test_a_program_lists_its_bundles() -> None:

@@ -188,11 +188,21 @@ def _subject(layer: str | None, what: str | None, bundle: str | None) -> Subject
 
 Placement = tuple[tuple[int, ...], ...]  # the devices of every stage
 Actions = tuple[tuple[Action, ...], ...]  # the actions of every device, in their order
-End = tuple[bool, int, int | None, tuple[int, int] | None, int, int]  # forward?, into stage, microbatch, rows, from, to
 
 
-def message_end(device: int, action: Action, placement: Placement) -> End:
-    """What a send and its receive have in common: direction, receiving stage, microbatch, rows, sender and receiver.
+class Message(NamedTuple):
+    """What a send and its receive have in common."""
+
+    forward: bool  # outputs, which go to the next stage; or gradients, which go to the one before
+    receiver: int  # the receiving stage
+    microbatch: int | None
+    part: tuple[int, int] | None  # its rows; None is all of them
+    source: int  # the sending device
+    target: int  # the receiving device
+
+
+def message_of(device: int, action: Action, placement: Placement) -> Message:
+    """The message that a send or receive on `device` is one end of.
 
     Raises:
         UsageError: the stage at the other end does not exist, or is on several devices of which none is named.
@@ -211,14 +221,15 @@ def message_end(device: int, action: Action, placement: Placement) -> End:
     else:
         peer = place.members[0].number or 0
         if len(there) == 1 or len(place) != 1 or peer not in there:
-            raise UsageError(f"{action} names {place}: stage {other} is on {_devices(there)}")
+            raise UsageError(f"{action} names {place}: stage {other} is on {_how_named(there)}")
     forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
     if kind in SENDS:
-        return forward, other, microbatch, part, device, peer
-    return forward, stage, microbatch, part, peer, device
+        return Message(forward, other, microbatch, part, device, peer)
+    return Message(forward, stage, microbatch, part, peer, device)
 
 
-def _devices(devices: tuple[int, ...]) -> str:
+def _how_named(devices: tuple[int, ...]) -> str:
+    """The devices of a stage, and whether a message to it names one of them."""
     if len(devices) == 1:
         return f"device {devices[0]} alone, which is not named"
     return f"devices {', '.join(map(str, devices))}; name one of them"

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Actions, Kind, Placement, message_end, message_partner
+from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Actions, Kind, Placement, message_of, message_partner
 from pipefit.errors import UsageError
 
 _ORDERED = MESSAGES | COLLECTIVE
@@ -46,9 +46,10 @@ ChannelOf = Callable[[int, Action, Placement], Hashable | None]
 
 def channel(device: int, action: Action, placement: Placement) -> Channel | None:
     """The channel of a send or receive on `device`; None between two stages of it, which need no communicator."""
-    _, receiver, _, _, source, target = message_end(device, action, placement)
+    message = message_of(device, action, placement)
     sender = action.stage if action.kind in SENDS else action.neighbour
-    return None if source == target else Channel(sender, receiver, source, target)
+    source, target = message.source, message.target
+    return None if source == target else Channel(sender, message.receiver, source, target)
 
 
 def channels(actions: Actions, placement: Placement) -> tuple[Channel, ...]:
@@ -241,11 +242,11 @@ class _Run:
             members = self._members[operation]
             end = _End(self._queue(("sum", members), len(members)), member, operation, None)
         else:
-            forward, stage, *content, source, target = message_end(device, action, self._placement)
-            operation, sends = (forward, stage, source, target), action.kind in SENDS
+            message = message_of(device, action, self._placement)
+            operation, sends = message._replace(microbatch=None, part=None), action.kind in SENDS
             name = self._channel_of(device, action, self._placement)
             if name is None:
-                return _End(self._queue((operation, *content), 2), member, operation, sends)
+                return _End(self._queue(message, 2), member, operation, sends)
             end = _End(self._queue(name, 2), (device, -1), operation, sends)
         return self._ends.setdefault((device, action.kind, action.stage, action.subject, action.place), end)
 
@@ -278,8 +279,8 @@ class _Run:
             members = self._members[end.operation]
             other, stage = next(member for member in members if queue.places.get(member, 0) <= queue.done)
             return other, first._replace(stage=stage)
-        *_, source, target = message_end(end.member[0], first, self._placement)
-        return target if end.sends else source, message_partner(first)
+        message = message_of(end.member[0], first, self._placement)
+        return message.target if end.sends else message.source, message_partner(first)
 
     def _remedy(self, needed: list[tuple[int, Action]]) -> str:
         other, start = needed[-1]

@@ -21,11 +21,11 @@ from pipefit.actions import (
     SPLIT_BACKWARD,
     Action,
     Actions,
-    End,
     Kind,
+    Message,
     Placement,
     Subject,
-    message_end,
+    message_of,
     message_partner,
     parse_action,
 )
@@ -181,20 +181,20 @@ def _check_messages(program: Program) -> None:
     microbatches of a body.
     """
     endless = bool(program.carried_in or program.carried_out)
-    placement, balance, seen = program.placement, Counter[End](), dict[End, Action]()
+    placement, balance, seen = program.placement, Counter[Message](), dict[Message, Action]()
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.kind in MESSAGES and not action.wait:
-                end = message_end(device, action, placement)
+                message = message_of(device, action, placement)
                 if endless and action.microbatch is not None:
-                    end = (*end[:2], action.microbatch % program.microbatches, *end[3:])
-                balance[end] += 1 if action.kind in SENDS else -1
-                seen[end] = action
-    for end, count in balance.items():
+                    message = message._replace(microbatch=action.microbatch % program.microbatches)
+                balance[message] += 1 if action.kind in SENDS else -1
+                seen[message] = action
+    for message, count in balance.items():
         if count:
-            action = seen[end]
+            action = seen[message]
             partner = message_partner(action)
             if len(placement[action.stage]) > 1:
-                here = end[4] if action.kind in SENDS else end[5]
+                here = message.source if action.kind in SENDS else message.target
                 partner = partner._replace(place=Place([Share(Member.device(here), 1)]))
             raise UsageError(f"{action} has no partner: {partner} is missing")
