@@ -11,12 +11,16 @@ from collections import Counter
 from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
-from pipefit.cost.residency import AGAIN, Away, Holders, Piece, Residency
+from pipefit.cost.residency import Holders, Piece, Residency, Whereabouts
 from pipefit.cost.storages import LayerStorages, StageStorages
 
 
 class Working:
-    """A copy of a residency that an action changes: its bytes above the start of the action, and the peak so far."""
+    """A copy of a residency that an action changes.
+
+    `level` and `peak` are the bytes now and at the highest moment so far, relative to the start of the action;
+    `workspace` is the part of the peak that a kernel holds.
+    """
 
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
@@ -59,7 +63,8 @@ class Working:
         """Bytes of the activations and of the boundary buffers on the device."""
         activations = boundary = 0
         for instance, holders in self.held.items():
-            if self.away.get(instance, _HERE).state != "away":
+            moved = self.away.get(instance)
+            if moved is None or moved.state is not Whereabouts.AWAY:
                 if holders & self.holders.activations:
                     activations += self.size(instance)
                 else:
@@ -78,9 +83,6 @@ class Working:
         )
 
 
-_HERE = Away("here", None)
-
-
 def _run_of(storages: StageStorages, instance: int) -> tuple[int, int]:
     """The positions whose buffer copies a negative instance stands for."""
     return divmod(-1 - instance, storages.count + 1)
@@ -97,16 +99,16 @@ def buffer_bytes(storages: StageStorages, first: int, end: int) -> int:
 
 
 class Forward(NamedTuple):
-    """A forward: its positions, whether it makes the first or the second instances, and whether it saves."""
+    """A forward: its positions, whether it is their second one, and whether it saves for the backward."""
 
     first: int
     end: int
-    offset: int  # 0, or `AGAIN`
+    again: bool
     saves: bool
 
 
-def instance_of(storages: StageStorages, first: int, inputs: tuple[int, ...], offset: int) -> dict[int, int]:
-    """The instances of a piece's inputs and of the targets, by the numbers of their storages."""
+def _given(storages: StageStorages, first: int, inputs: tuple[int, ...]) -> dict[int, int]:
+    """The instances of the inputs of a piece that begins at `first`, and of the targets, by their storages."""
     numbers = storages.values(first)
     found = dict(zip(numbers, inputs, strict=True))
     return found | {s: s for s in storages.target_storages}
@@ -118,8 +120,8 @@ def run_forward(working: Working, way: Forward, inputs: tuple[int, ...]) -> tupl
     The inputs must be held as values too, and are dropped as such; other holders of theirs stay.
     """
     storages, holders = working.storages, working.holders
-    shift = way.offset * len(storages.sizes)
-    known = instance_of(storages, way.first, inputs, way.offset)
+    shift = len(storages.sizes) if way.again else 0
+    known = _given(storages, way.first, inputs)
     values = inputs
     for position in range(way.first, way.end):
         layer = storages.layers[position]
@@ -166,8 +168,8 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
     Returns the bytes of the parameter gradients that it allocates, and how many bytes of gradients of values it adds.
     """
     storages, holders = working.storages, working.holders
-    shift = AGAIN * len(storages.sizes) if piece.again else 0
-    known = instance_of(storages, piece.first, piece.inputs, 0)
+    shift = len(storages.sizes) if piece.again else 0
+    known = _given(storages, piece.first, piece.inputs)
     entry, born = storages.arrived_gradients(piece.end), 0
     added = _added(storages, piece)
     for position in reversed(range(piece.first, piece.end)):

@@ -11,7 +11,7 @@ it, and a ledger looks up nearly all of a million actions.
 
 A second forward makes new storages, and those of the first may still exist: the output of a recomputed run may wait for
 the next layer while the run is recomputed. What is held are therefore instances of storages. In a stage of n storages,
-instance s is storage s of the first forward, and n * AGAIN + s that of the second.
+instance s is storage s of the first forward, and n + s that of the second.
 
 What each action holds and drops:
 
@@ -26,13 +26,15 @@ What each action holds and drops:
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
+from pipefit.actions import Kind
 from pipefit.cost.effects import Effect
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Place
 
-AGAIN = 1  # which instance of a storage, see above
+Done = tuple[Kind, bool]  # of an action: its kind, and whether it is a WAIT
 
 
 class Piece(NamedTuple):
@@ -45,10 +47,19 @@ class Piece(NamedTuple):
     again: bool = False  # it has been recomputed
 
 
-class Away(NamedTuple):
-    """The state of a storage that is moved: on its way out, away, or on its way back; and the other place."""
+class Whereabouts(StrEnum):
+    """Where a storage is between its forward and its backward; the values stand in errors."""
 
-    state: str
+    HERE = "on the device"
+    LEAVING = "on its way out"
+    AWAY = "away"
+    RETURNING = "on its way back"
+
+
+class Away(NamedTuple):
+    """A storage that is moved: where it is, and the other place."""
+
+    state: Whereabouts
     place: Place | None
 
 
@@ -57,7 +68,8 @@ class Residency:
 
     `held` maps the instances that exist, on the device or away, to their holders (`Holders`). `at` is the boundary that
     the forward has reached, and `values` the instances there; `back` is the boundary that the backward has reached,
-    None before it begins. `done` names the messages and loads so far.
+    None before it begins. `done` has the loads, sends, receives and their joins so far. `away` has the instances that
+    are moved, until they are back.
     """
 
     __slots__ = ("at", "away", "back", "done", "held", "known", "pieces", "values")
@@ -70,7 +82,7 @@ class Residency:
         values: tuple[int, ...],
         pieces: tuple[Piece, ...],
         back: int | None,
-        done: frozenset[str],
+        done: frozenset[Done],
         away: dict[int, Away],
     ) -> None:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces

@@ -1,0 +1,77 @@
+"""An action applied to the residency of a microbatch: what the functions for the kinds of action work with.
+
+Such a function changes `working`, and returns `left(...)`: the next residency, and the action's effect on the memory of
+the device. It refuses an action that uses what does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from pipefit.actions import Action, Kind, Subject
+from pipefit.cost.effects import Effect
+from pipefit.cost.passes import Working
+from pipefit.cost.residency import Done, Residency
+from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
+
+Answer = tuple[Residency, Effect | None]
+Handler = Callable[["Transition"], Answer]
+
+
+class Transition:
+    """One action applied to one residency. `working` is the copy of the residency that the action changes."""
+
+    def __init__(
+        self, storages: StageStorages, residency: Residency, action: Action, moved: Sequence[Subject], is_first: bool
+    ) -> None:
+        self.storages, self.residency, self.action = storages, residency, action
+        self.moved, self.is_first = moved, is_first
+        self.working = Working(storages, residency)
+        self.holders = self.working.holders
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Refuse the action.
+
+        Raises:
+            UsageError: always; the action's text and the reason.
+        """
+        raise UsageError(f"{self.action} {reason}")
+
+    def waits_for(self, kind: Kind) -> str:
+        """The text of the WAIT of that kind for the action's stage and microbatch."""
+        return f"{self.action.stage}WAIT_{kind.value}{self.action.microbatch}"
+
+    def left(self, *, gradients: int = 0, boundary: int = 0, **fields: Any) -> Answer:
+        """The next residency, with these fields changed, and the action's effect.
+
+        `gradients` are the bytes by which the gradients of parameters have changed; `boundary` those of values.
+        """
+        found = self.residency.changed(held=self.working.held, away=self.working.away, **fields)
+        return found, self.working.effect(gradients=gradients, boundary=boundary)
+
+    def once(self) -> frozenset[Done]:
+        """What has been done with the microbatch after this action, which must not have been done before."""
+        own = self.action.kind, self.action.wait
+        if own in self.residency.done:
+            self.refuse("happens twice")
+        return self.residency.done | {own}
+
+    def has_joined(self, kind: Kind) -> bool:
+        """Whether the receive or send of that kind has been joined."""
+        return (kind, True) in self.residency.done
+
+    def layers(self) -> tuple[int, int]:
+        """The positions that a compute action covers; with the model's last layer, the loss too."""
+        storages, given = self.storages, self.action.layers
+        if given is None:
+            return 0, storages.count
+        first, end = given
+        if not storages.start <= first < end <= storages.stop:
+            self.refuse(f"is outside its stage, which holds layers {storages.start} to {storages.stop - 1}")
+        return first - storages.start, storages.position(end)
+
+    def layer(self, position: int) -> int:
+        """The layer of the model at a position; the loss counts as the last."""
+        return min(self.storages.start + position, self.storages.stop - 1)
