@@ -21,13 +21,14 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.cluster import Cluster
 from pipefit.planner import plan
 from pipefit.planner.mcap_bo import estimates
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import plan_of, profile_incrementally
 from pipefit.profiler.partitionings import Edges, intervals
-from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.zoo import build

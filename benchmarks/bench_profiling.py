@@ -29,13 +29,13 @@ import torch
 
 from measured_on import machine
 from partitioners import Edges, Setting, outcome
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.cluster import Cluster
 from pipefit.planner import true_peaks
 from pipefit.planner.prediction import Predictor
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
-from pipefit.profiles import AdditiveCosts
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 from pipefit.zoo import build

@@ -64,13 +64,14 @@ from partitioners import (
     splitters,
     torchgpipe_splits,
 )
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, true_peaks
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiles import AdditiveCosts, Target
+from pipefit.profiles import Target
 from pipefit.runtime import certify
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute

@@ -18,13 +18,14 @@ from pathlib import Path
 from statistics import median, pstdev
 from typing import NamedTuple
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, plan
 from pipefit.planner.sums import lightest_parts
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.incremental import profile_incrementally
-from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.simulator import Simulation
 from pipefit.training import Training

@@ -6,7 +6,8 @@ from dataclasses import replace
 from random import Random
 
 from made_up import plain, profile, training
-from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.additive_costs import AdditiveCosts
+from pipefit.profiles import ModelProfile
 
 GPIPE = training("gpipe", 3)
 

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipefit.devices import Backend, Device, DeviceKind, Host, Link
+from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_text
@@ -21,18 +21,20 @@ from pipefit.presets.toml import parse_cluster
 from pipefit.units import format_bytes, parse_bytes
 from pipefit.validation import check_types, whole
 
-_MOST_DEVICES = 4096  # of an emulated cluster
-
 
 class Route(NamedTuple):
-    """How bytes get from one member to another: how fast, after what delay, occupying which wires."""
+    """How bytes get from one member to another: how fast, after what delay, and over which wires.
+
+    A wire is one direction of a link, or one direction of a member's port in a switch. It carries one transfer at a
+    time.
+    """
 
     bytes_per_second: float
     latency_seconds: float
     wires: tuple[str, ...]
 
     def seconds(self, nbytes: int) -> float:
-        """Time for `nbytes` on idle wires."""
+        """Seconds that `nbytes` take where no other transfer is on the wires."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
@@ -144,12 +146,12 @@ def parse_emulated(text: str) -> Cluster:
                 "or emulated:2x256MiB+2x128MiB"
             )
         groups.append((int(count), parse_bytes(size)))
-    if sum(count for count, _ in groups) > _MOST_DEVICES:
-        raise UsageError(f"{text!r} asks for more than {_MOST_DEVICES} devices")
+    if sum(count for count, _ in groups) > MOST_DEVICES:
+        raise UsageError(f"{text!r} asks for more than {MOST_DEVICES} devices")
     return Cluster.emulated(*groups)
 
 
-_EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10)
+_EMULATED = DeviceKind(name="emulated-cpu", flops={"float32": 5e10}, memory_bandwidth=1e10)  # about one laptop core
 
 
 def _short(nbytes: int) -> str:

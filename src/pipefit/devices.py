@@ -16,6 +16,8 @@ from pipefit.validation import check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
+MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
@@ -70,7 +72,10 @@ class Host:
     def __post_init__(self) -> None:
         check_types(self)
         if self.memory_bytes < 1 or self.disk_bytes < 0:
-            raise UsageError("a host needs positive memory_bytes, and disk_bytes of zero or more")
+            raise UsageError(
+                "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
+                f"{self.memory_bytes} and {self.disk_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +98,12 @@ class Link:
         if len(set(self.members)) < 2 or any(member.number is None for member in self.members):
             raise UsageError(
                 "a link joins two or more different members, each with its number, such as device0 and host0, not "
-                f"{', '.join(map(str, self.members)) or 'nobody'}"
+                f"{', '.join(map(str, self.members)) or 'none'}"
             )
         if not self.bytes_per_second > 0 or not self.latency_seconds >= 0 or self.lanes < 1:
             raise UsageError(
-                f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, latency not "
-                "negative"
+                f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, and latency "
+                f"not negative, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
 
     @classmethod

@@ -26,14 +26,15 @@ from typing import Any, TypeVar, overload
 
 from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
-from pipefit.pieces import JsonText, Refusal, adapter, printable
+from pipefit.pieces import JsonText, Refusal, adapter
 from pipefit.plans import Plan
 from pipefit.presets import preset_names
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
+from pipefit.texts import printable
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
-from pipefit.validation import parsed, told
+from pipefit.validation import parsed, sentence
 
 __all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
 
@@ -45,7 +46,6 @@ LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred 
 MOST_ACTIONS = 1 << 18  # of a program in a file; reading them takes half a second
 _WORD = re.compile(r"\S+")
 _HEADER = frozenset({"pipefit", "version"})
-_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,13 @@ class _Kind:
     document: Any  # a dataclass
     stored: Any  # a dataclass; pydantic reads and writes it
     maker: str
-    version: int = _VERSION
+    version: int = 2
 
 
 _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
-    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile", 2),
-    "plan": _Kind(Plan, Plan, "make one with pipefit plan", 2),
+    "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
+    "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
 }
@@ -122,10 +122,10 @@ def dumps(document: Document) -> str:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Before work is spent on it: can a file be written to `path`?
+    """Check that a file can be written to `path`, before work is spent on what goes into it.
 
     Raises:
-        FileError: its folder is missing or closed to us, or it is a folder or a device itself.
+        FileError: its folder does not exist or cannot be written to, or `path` is a folder or a device.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -141,7 +141,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Writes beside the target, to the disk, and only then takes its name."""
+    """Write a temporary file beside the target, flush it to the disk, and then rename it to the target."""
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -239,7 +239,7 @@ def _check_header(text: JsonText, source: str, expected: str | None) -> str:
     try:
         header = text.header(*_HEADER)
     except Refusal as refusal:
-        raise FileError(told(refusal, source)) from None
+        raise FileError(sentence(refusal, source)) from None
     name, version = header.get("pipefit"), header.get("version")
     if not isinstance(name, str) or name not in _KINDS:
         said = (

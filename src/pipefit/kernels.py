@@ -31,14 +31,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):
-            raise UsageError("a result has as many strides as dimensions, and no negative place or size")
+            raise UsageError(
+                "a result has as many strides as dimensions, and no negative place or size, not "
+                f"{len(self.strides)} strides for {len(self.shape)} dimensions, offset {self.offset}, "
+                f"storage {self.storage} and {self.storage_bytes} bytes"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """What one operation takes, results included: the most bytes that it ever holds above what was there before it.
 
-    `peak_bytes` None: it could not be measured, and `reason` says why. It then counts with its results alone.
+    If it could not be measured, `peak_bytes` is None and `reason` says why; only its results are counted then.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -18,6 +18,8 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from pipefit.texts import shortened
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from pydantic_core import ErrorDetails
@@ -30,7 +32,6 @@ _PIECE = 1 << 14  # bytes; the mistakes of one piece are all that is ever collec
 _GLANCE = 1 << 8  # bytes; most single values are shorter
 _MOST_KEYS = 4096  # of one object; those whose keys are free hold options, or figures by dtype
 _LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
-_SHOWN = 60  # characters of a refused value that a message repeats
 _MOST_POOLED = 1 << 16  # equal numbers of a list are one object, up to so many different ones
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
@@ -48,7 +49,11 @@ _MEANINGS = {
 
 
 class Refusal(Exception):
-    """What is wrong, and where. `damage`: it is the text itself and no value in it; `more`: so is something else."""
+    """What is wrong, and where.
+
+    `damage` says that the text is not JSON, or is cut off; otherwise the value at `path` is not valid. `more` says that
+    other values are not valid either.
+    """
 
     def __init__(self, what: str, path: Path = (), *, more: bool = False, damage: bool = False) -> None:
         super().__init__(what)
@@ -61,11 +66,6 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which a file could use to rewrite a terminal."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 class JsonText:
@@ -189,9 +189,9 @@ class JsonText:
         """Refuses the long value at `at` where the type does not even take an empty one."""
         from pydantic import ValidationError
 
-        shown = self.content[at : at + _SHOWN].decode(errors="replace")
+        shown = self.content[at : at + _GLANCE].decode(errors="replace")
         if get_origin(kind) is tuple and empty == b"[]":
-            raise Refusal(f"{len(get_args(kind))} values are expected, not {_short(shown)}", path)
+            raise Refusal(f"{len(get_args(kind))} values are expected, not {shortened(shown)}", path)
         try:
             adapter(kind).validate_json(empty, strict=True)
         except ValidationError as refused:
@@ -300,7 +300,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _twice(key: str) -> str:
-    return f"the key {printable(key)[:_SHOWN]!r} appears twice in one object"
+    return f"the key {shortened(key)!r} appears twice in one object"
 
 
 def _number(text: str) -> float:
@@ -369,13 +369,8 @@ def _meaning(error: ErrorDetails, shown: str | None = None) -> str:
         return _MEANINGS[error["type"]]
     if error["type"] == "value_error":  # raised by a noun's own check
         return str(error["ctx"]["error"])
-    given = _short(json.dumps(error["input"], default=str) if shown is None else shown)
+    given = shortened(json.dumps(error["input"], default=str) if shown is None else shown)
     if error["type"] == "dataclass_type":
         return f"keys and values are expected, not {given}"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"{expected} is expected, not {given}"
-
-
-def _short(text: str) -> str:
-    text = printable(text)
-    return text if len(text) < _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -7,6 +7,7 @@ stages=...)`, with `decisions` if runs of layers are to be recomputed or tensors
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
@@ -52,7 +53,9 @@ class Grid:
                 f"not {len(self.devices)}"
             )
         if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
-            raise UsageError(f"a grid names each of its devices once, not {list(self.devices)}")
+            raise UsageError(
+                f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
+            )
 
     @staticmethod
     def of(device: int) -> Grid:
@@ -153,13 +156,19 @@ class Plan:
         """Check that every device exists, and that two stages share all of their devices or none."""
         grids = dict.fromkeys(stage.devices for stage in self.stages)
         used = [device for devices in grids for device in devices]
-        if len(set(used)) != len(used):
-            raise UsageError("two stages share some of their devices but not all: give them the same grid, or others")
-        if any(device >= len(self.cluster.devices) for device in used):
+        device, times = Counter(used).most_common(1)[0]
+        if times > 1:
+            shares = [list(devices) for devices in grids if device in devices]
             raise UsageError(
-                f"a stage names a device that cluster {self.cluster.name!r} does not have: "
-                f"it has {len(self.cluster.devices)}"
+                f"device {device} is in the grids {', '.join(map(str, shares))}: two stages share either all of their "
+                "devices or none"
             )
+        for number, stage in enumerate(self.stages):
+            if max(stage.devices) >= len(self.cluster.devices):
+                raise UsageError(
+                    f"stage {number} is on device {max(stage.devices)}; cluster {self.cluster.name!r} has "
+                    f"{len(self.cluster.devices)} devices"
+                )
 
     @property
     def measurement(self) -> Measurement:
@@ -275,7 +284,7 @@ def _row(plan: Plan, number: int, stage: Stage) -> tuple[str, ...]:
 
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:
-    """Predicted peak as a part of the budget."""
+    """The predicted peak as a share of the device's budget; None without a prediction."""
     if plan.prediction is None:
         return None
     return plan.prediction.peak_bytes[stage.device] / plan.cluster.budgets[stage.device]
@@ -301,13 +310,13 @@ def _limit(plan: Plan) -> str:
 
 
 def _planner(plan: Plan) -> Iterator[str]:
-    """Who planned it and how good it is known to be."""
+    """Which planner made the plan, and how good it is proven to be."""
     made = plan.provenance
     if made is None:
         yield "This plan does not say which planner made it."
         return
     yield str(made)
-    if made.covers_all_splits:
+    if made.proves_lowest_peak:
         splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
         yield f"This holds for all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
 

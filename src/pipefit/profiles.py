@@ -11,15 +11,17 @@ returns and the next one saves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Literal, NoReturn
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
-from pipefit.training import Precision, Training
+from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -125,7 +127,10 @@ class Work:
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.moved_bytes < 0 or (self.seconds is not None and not 0 <= self.seconds < 1e9):
-            raise UsageError("work cannot be negative: FLOPs, bytes moved and seconds start at zero")
+            raise UsageError(
+                "work has zero or more FLOPs, bytes moved and seconds, and fewer than 1e9 seconds, not "
+                f"{self.flops}, {self.moved_bytes} and {self.seconds}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +167,9 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
-    packing: Packing = "bare"  # how it takes its inputs: one as itself and several as a tuple, or in a tuple or list
-    # even if there is one; of a loss, how it takes the outputs
+    # How it takes its inputs (a loss: the outputs). `bare` is one as itself and several as a tuple; otherwise they come
+    # in a tuple or list, even a single one
+    packing: Packing = "bare"
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
     checkpoint_workspace_bytes: int = 0
@@ -171,32 +177,40 @@ class LayerCost:
     update_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (
-            self.buffer_bytes, self.forward_peak_bytes, self.checkpoint_peak_bytes, self.gradient_bytes,
-            *self.gradient_storages, self.state_bytes, self.early_state_bytes, self.update_first_peak_bytes,
-            self.update_peak_bytes, *self.storages, *(v.nbytes for v in (*self.inputs, *self.outputs)),
-            *(p.nbytes for p in self.parameters), *(s.nbytes for s in self.saved),
-            self.forward_workspace_bytes, self.checkpoint_workspace_bytes, self.update_first_workspace_bytes,
-            self.update_workspace_bytes, *(s.workspace_bytes for s in (*self.backward_first, *self.backward_later)),
-        )  # fmt: skip
-        if min(sizes) < 0:
-            raise UsageError(f"a layer of class {self.module} has a negative size: {min(sizes)} bytes")
+        for what, sizes in self._sizes():
+            if min(sizes, default=0) < 0:
+                self._refuse(f"has a negative number of bytes as {what}: {min(sizes)}")
         if len(self.output_origins) != len(self.outputs):
-            raise UsageError(f"a layer of class {self.module} has {len(self.outputs)} outputs, not as many origins")
-        room = {"own": len(self.storages), "input": len(self.inputs)}
-        for origin in (*self.output_origins, *(s.origin for s in self.saved)):
-            if not 0 <= origin.index < room.get(origin.kind, 1 << 31):
-                raise UsageError(
-                    f"a layer of class {self.module} names {origin.kind} storage {origin.index}; "
-                    f"it has {room[origin.kind]}"
-                )
+            self._refuse(f"has {len(self.outputs)} outputs, but origins for {len(self.output_origins)}")
+        self._check_origins("storage", (*self.output_origins, *(tensor.origin for tensor in self.saved)), self.storages)
         if len(self.input_gradients) != len(self.inputs):
-            raise UsageError(f"a layer of class {self.module} has {len(self.inputs)} inputs, not as many gradients")
-        room = {"own": len(self.gradient_storages), "output": len(self.outputs)}
-        if any(not 0 <= g.index < room.get(g.kind, 1 << 31) for g in self.input_gradients):
-            raise UsageError(f"a gradient of a layer of class {self.module} lives in a storage that it does not have")
-        if any(not 0 <= k < len(self.inputs) for s in (*self.backward_first, *self.backward_later) for k in s.released):
-            raise UsageError(f"a backward of a layer of class {self.module} releases an input that it does not have")
+            self._refuse(f"has {len(self.inputs)} inputs, but gradients for {len(self.input_gradients)}")
+        self._check_origins("gradient storage", self.input_gradients, self.gradient_storages)
+        for number in (k for span in (*self.backward_first, *self.backward_later) for k in span.released):
+            if not 0 <= number < len(self.inputs):
+                self._refuse(f"releases input {number} in a backward; it has {len(self.inputs)} inputs")
+
+    def _sizes(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """All numbers of bytes that cannot be negative, by what they are."""
+        for each in fields(self):
+            if each.name.endswith("_bytes"):
+                yield each.name, (getattr(self, each.name),)
+        yield "storages", self.storages
+        yield "gradient_storages", self.gradient_storages
+        yield "values", [value.nbytes for value in (*self.inputs, *self.outputs)]
+        yield "parameters", [parameter.nbytes for parameter in self.parameters]
+        yield "saved", [tensor.nbytes for tensor in self.saved]
+        yield "workspace", [span.workspace_bytes for span in (*self.backward_first, *self.backward_later)]
+
+    def _check_origins(self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]) -> None:
+        """Check that every origin is one of the layer's own storages, or of its inputs or outputs."""
+        known = {"own": len(own), "input": len(self.inputs), "output": len(self.outputs)}
+        for origin in origins:
+            if origin.kind in known and not 0 <= origin.index < known[origin.kind]:
+                self._refuse(f"names {origin.kind} {what} {origin.index}; it has {known[origin.kind]}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UsageError(f"a layer of class {self.module} {reason}")
 
     @property
     def parameter_bytes(self) -> int:
@@ -239,7 +253,9 @@ class SharedParameter:
 
     def __post_init__(self) -> None:
         if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):
-            raise UsageError(f"shared parameter {self.name!r} needs two or more layers in rising order")
+            raise UsageError(
+                f"shared parameter {self.name!r} needs two or more layers in rising order, not {list(self.users)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,12 +277,28 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
-        if not self.layers or not all(0 <= kind < len(self.kinds) for kind in self.layers):
-            raise UsageError("a measurement needs at least one layer, and every layer must name one of its kinds")
-        if not all(a.inputs and len(a.outputs) <= len(b.inputs) for a, b in pairwise((*self.costs, self.loss))):
-            raise UsageError("every layer takes what the one before returns, and the first one takes something")
-        if any(user >= len(self.layers) or user < 0 for shared in self.shared for user in shared.users):
-            raise UsageError(f"a shared parameter names a layer that does not exist; there are {len(self.layers)}")
+        if not self.layers:
+            raise UsageError("a measurement needs at least one layer")
+        for number, kind in enumerate(self.layers):
+            if not 0 <= kind < len(self.kinds):
+                raise UsageError(f"layer {number} is of kind {kind}, but there are {len(self.kinds)} kinds of layers")
+        self._check_values()
+        for shared in self.shared:
+            if not 0 <= min(shared.users) <= max(shared.users) < len(self.layers):
+                raise UsageError(
+                    f"shared parameter {shared.name!r} names layers {list(shared.users)}; there are {len(self.layers)}"
+                )
+
+    def _check_values(self) -> None:
+        """Check that every layer and the loss take at least what the layer before returns."""
+        for number, (before, after) in enumerate(pairwise((*self.costs, self.loss))):
+            if not before.inputs:
+                raise UsageError(f"layer {number} takes no inputs: each takes at least one")
+            if len(before.outputs) > len(after.inputs):
+                taker = "the loss" if number + 1 == len(self.layers) else f"layer {number + 1}"
+                raise UsageError(
+                    f"layer {number} returns {len(before.outputs)} values, but {taker} takes {len(after.inputs)}"
+                )
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -298,57 +330,6 @@ class Assumptions:
             raise UsageError(f"a worker has at least one thread, not {self.threads}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdditiveCosts:
-    """Peaks from training runs, two numbers of bytes for every layer: alone on a device, and added to those before it.
-
-        peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
-
-    They can serve as a `Predictor`, which ignores a stage's place in the schedule; so they suit GPipe, where all stages
-    hold the same number of microbatches. They are valid only for the `training` and the `recompute` setting under which
-    they were measured. They predict best under recomputation, where a peak is that of the largest layer plus all
-    parameters. A number may be negative: a layer may lower the peak of those before it. (mCAP, listing 1.1.)
-
-    Raises:
-        UsageError: the two do not have the same number of layers, or none.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    mem_isolated: tuple[int, ...]
-    mem_added: tuple[int, ...]
-    training: Training
-    recompute: str = "never"
-
-    def __post_init__(self) -> None:
-        if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
-            raise UsageError(
-                "additive costs are two numbers for every layer, not "
-                f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
-            )
-
-    def differences(self, training: Training, recompute: str) -> list[str]:
-        """How the settings of these runs differ from `training` and `recompute`, as phrases."""
-        found = self.training.differences(training)
-        if self.recompute != recompute:
-            found.append(f"recompute {self.recompute}, not recompute {recompute}")
-        return found
-
-    @cached_property
-    def _sums(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.mem_added))
-
-    def peak(self, start: int, stop: int) -> int:
-        """The estimated peak of layers `start` to `stop - 1` on one device."""
-        if not 0 <= start < stop <= len(self.mem_isolated):
-            raise UsageError(f"layers {start} to {stop - 1} are no stage of {len(self.mem_isolated)} layers")
-        return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
-
-    def __call__(self, stage: int, start: int, stop: int) -> int:
-        """The estimated peak, whatever the stage's place."""
-        return self.peak(start, stop)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """A model's layers and what they cost.
@@ -370,11 +351,14 @@ class ModelProfile:
         if not self.measurements:
             raise UsageError(f"the profile of {self.model!r} holds no measurement")
         if len(set(self.layers)) != len(self.layers):
-            raise UsageError(f"the profile of {self.model!r} names a layer twice")
-        if any(len(m.layers) != len(self.layers) for m in self.measurements):
-            raise UsageError(
-                f"the profile of {self.model!r} names {len(self.layers)} layers, but a measurement has another number"
-            )
+            twice = Counter(self.layers).most_common(1)[0][0]
+            raise UsageError(f"the profile of {self.model!r} names layer {twice!r} more than once")
+        for measurement in self.measurements:
+            if len(measurement.layers) != len(self.layers):
+                raise UsageError(
+                    f"the profile of {self.model!r} names {len(self.layers)} layers, but its measurement at microbatch "
+                    f"size {measurement.microbatch_size} has {len(measurement.layers)}"
+                )
         if self.additive is not None and len(self.additive.mem_isolated) != len(self.layers):
             raise UsageError(
                 f"the profile of {self.model!r} names {len(self.layers)} layers, but the training runs tell of "

@@ -53,8 +53,8 @@ class Provenance:
         return f"Planned by the {self.planner} planner{took}. {self._optimality}"
 
     @property
-    def covers_all_splits(self) -> bool:
-        """Whether no other split has a lower peak."""
+    def proves_lowest_peak(self) -> bool:
+        """Whether it is proven that no other split has a lower peak."""
         return self.bound == self.value and self.objective in _PEAKS
 
     @property
@@ -62,7 +62,7 @@ class Provenance:
         what = self.objective.partition(",")[0]
         if self.bound is None:
             return f"The {what} is {self._value}; this planner does not tell how far that is from the lowest possible."
-        if self.covers_all_splits:
+        if self.proves_lowest_peak:
             return f"Proven optimal: no split brings the {what} below {self._value}."
         if self.bound == self.value:
             return f"It minimises only the {what}: {self._value} is the lowest possible."
@@ -83,4 +83,4 @@ class Provenance:
                 return f"{self.value:g}"
 
 
-_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # what a planner is proven to have minimised over all splits
+_PEAKS = (Objective.PEAK, Objective.PEAK_SHARE)  # the objectives that are true peaks, not estimates or stand-ins

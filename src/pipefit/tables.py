@@ -1,7 +1,6 @@
 """Tables as data, and as text: aligned columns for a pipe, rich ones for a terminal.
 
-A report is a sequence of blocks, each a `Table` or a paragraph. Names in documents come from outside, so control
-characters are taken out here, once.
+A report is a sequence of blocks, each a `Table` or a paragraph. Control characters are taken out of all of them here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from pipefit.pieces import printable
+from pipefit.texts import printable
 
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
 
@@ -26,7 +25,7 @@ class Table:
     title: str = ""
 
     @property
-    def right(self) -> tuple[bool, ...]:
+    def numeric(self) -> tuple[bool, ...]:
         """Which columns hold numbers only."""
         return tuple(
             bool(self.rows) and all(_NUMBER_LIKE.fullmatch(row[place]) for row in self.rows)
@@ -43,7 +42,7 @@ def plain(blocks: Iterable[Block]) -> str:
 
 
 def write(blocks: Sequence[Block], stream: TextIO | None = None) -> None:
-    """Writes the blocks to `stream`, by default stdout: in colour and fitted to its width if it is a terminal."""
+    """Write the blocks to `stream`, by default stdout; if it is a terminal, in colour and fitted to its width."""
     out = sys.stdout if stream is None else stream
     if not out.isatty():
         out.write(plain(blocks) + "\n")
@@ -67,7 +66,7 @@ def _plain_table(table: Table) -> str:
     lines = [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, table.right, strict=True)
+            for cell, width, right in zip(row, widths, table.numeric, strict=True)
         ).rstrip()
         for row in rows
     ]
@@ -81,7 +80,7 @@ def _rich_table(table: Table) -> object:
 
     title = Text(printable(table.title)) if table.title else None
     shown = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name, right in zip(table.columns, table.right, strict=True):
+    for name, right in zip(table.columns, table.numeric, strict=True):
         shown.add_column(Text(name), justify="right" if right else "left")
     for row in table.rows:
         shown.add_row(*(Text(printable(cell)) for cell in row))

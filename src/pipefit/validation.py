@@ -16,19 +16,21 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipefit.errors import FileError, UsageError
-from pipefit.pieces import JsonText, Refusal, printable
+from pipefit.pieces import JsonText, Refusal
+from pipefit.texts import printable, shortened
 
 T = TypeVar("T")
 
 LONGEST_SECONDS = 1e9  # longer waits do not fit torch's clocks
-_SHOWN = 60  # characters of a refused value that a message repeats
 
 
 def check_types(instance: Any) -> None:
-    """Every field of a dataclass holds what its annotation says; an int will do for a float, a flag for neither.
+    """Check that every field of a dataclass is of its annotated type.
+
+    An int is taken as a float; a bool is taken as neither.
 
     Raises:
-        UsageError: one does not; names the field, its type and the value.
+        UsageError: one is not; names the field, its type and the value.
     """
     for name, fits, meant in _fields(cast("Any", type(instance))):
         if not fits(value := getattr(instance, name)):
@@ -36,7 +38,7 @@ def check_types(instance: Any) -> None:
 
 
 def whole(name: str, value: int, least: int, most: int | None = None) -> int:
-    """`value`, a whole number from `least` to `most`; without `most` there is no end.
+    """`value`, a whole number from `least` to `most`, or of any size above `least` without `most`.
 
     Raises:
         UsageError: it is something else; names the argument.
@@ -48,7 +50,7 @@ def whole(name: str, value: int, least: int, most: int | None = None) -> int:
 
 
 def seed_number(seed: int) -> int:
-    """`seed`, one that torch's generators take, with room for the number of a step.
+    """`seed`, one that torch's generators take, so far from their largest that the number of a step can be added.
 
     Raises:
         UsageError: it is something else.
@@ -91,19 +93,19 @@ def parsed(kind: type[T], text: JsonText, source: str, *, ignored: frozenset[str
     try:
         return text.read(kind, ignored)
     except Refusal as refusal:
-        raise FileError(told(refusal, source)) from None
+        raise FileError(sentence(refusal, source)) from None
 
 
-def told(refusal: Refusal, source: str) -> str:
-    """The sentence of a refusal."""
+def sentence(refusal: Refusal, source: str) -> str:
+    """A refusal as an error says it: what is wrong with `source`, and where."""
     if refusal.damage:
         return f"{source} {refusal.what}"
-    where = place(refusal.path)
+    where = _path_text(refusal.path)
     more = " (and more)" if refusal.more else ""
     return f"{source} is not valid: {f'{where}: ' if where else ''}{refusal.what}{more}"
 
 
-def place(path: Sequence[str | int]) -> str:
+def _path_text(path: Sequence[str | int]) -> str:
     """`stages[1].start` of `("stages", 1, "start")`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{printable(part)}" for part in path)
     return text.removeprefix(".")
@@ -181,6 +183,5 @@ def _plural(parts: tuple[Any, ...]) -> str:
 
 def _repeated(value: Any) -> str:
     """A refused value for a message: itself where it is short, and its type where that says more."""
-    text = printable(repr(value))
-    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    shown = shortened(repr(value))
     return shown if value is None or isinstance(value, bool | str) else f"{shown} ({type(value).__name__})"

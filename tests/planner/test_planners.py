@@ -12,10 +12,11 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, hostile, plain, profile, training, vgg_like
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Options, exact, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.profiles import AdditiveCosts, Measurement, ModelProfile
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.training import Training
 
 AMPLE = 1 << 40

@@ -9,9 +9,9 @@ import pytest
 
 from asking import asked
 from made_up import any_training, devices, hostile, plain, profile, training
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner import Options, best_split, exact, true_peaks
-from pipefit.profiles import AdditiveCosts
 from pipefit.schedule.whole_stages import RECOMPUTE
 
 GPIPE = training("gpipe", 4)

@@ -14,6 +14,7 @@ from torch import nn
 
 from made_up import alike, skewed
 from made_up import profile as profile_of
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
@@ -22,7 +23,6 @@ from pipefit.profiler import profile
 from pipefit.profiler.incremental import plan_of as plan_made
 from pipefit.profiler.incremental import profile_incrementally, train
 from pipefit.profiler.partitionings import intervals
-from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
 from pipefit.simulator import Simulation
 from pipefit.training import Training

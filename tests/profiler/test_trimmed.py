@@ -12,6 +12,7 @@ from torch import nn
 
 from made_up import alike
 from made_up import profile as profile_of
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
@@ -19,7 +20,6 @@ from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed
-from pipefit.profiles import AdditiveCosts
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training

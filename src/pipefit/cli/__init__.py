@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from pipefit.cli import certify, compare, demo, doctor, fit, plan, profile, show, simulate, train
 from pipefit.errors import PipefitError, PipefitWarning
-from pipefit.pieces import printable
+from pipefit.texts import printable
 
 _EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
 

@@ -48,9 +48,8 @@ def effect(
     peak_bytes = max(0, peak_bytes, sum(after))
     at_peak = [max(0, change) for change in after]
     temporary = peak_bytes - sum(at_peak)
-    for category, change in sorted(
-        enumerate(after), key=lambda item: item[1]
-    ):  # the one that shrinks most counts as smaller first
+    most_shrinking_first = sorted(enumerate(after), key=lambda item: item[1])
+    for category, change in most_shrinking_first:
         if change < 0 and temporary < 0:
             given = min(-change, -temporary)
             at_peak[category] -= given

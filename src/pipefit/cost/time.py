@@ -17,32 +17,32 @@ BANDWIDTH_REACHED = 0.8  # share of the peak bandwidth that elementwise kernels 
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Time of `work` on a device of `kind`."""
+    """Seconds of `work` on a device of `kind`, which computes in `dtype`."""
     if work.seconds is not None:
         return work.seconds
     compute = work.flops / (kind.peak_flops(dtype) * FLOPS_REACHED)
     return max(compute, work.moved_bytes / (kind.memory_bandwidth * BANDWIDTH_REACHED))
 
 
-def layers_of(measurement: Measurement, start: int, stop: int) -> Iterable[LayerCost]:
-    """Layers `start` to `stop - 1`, and the loss behind the model's last layer."""
+def _costs_of(measurement: Measurement, start: int, stop: int) -> Iterable[LayerCost]:
+    """The costs of layers `start` to `stop - 1`, and of the loss behind the model's last layer."""
     yield from (measurement.kinds[kind] for kind in measurement.layers[start:stop])
     if stop == len(measurement.layers):
         yield measurement.loss
 
 
 def forward_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Forward of one microbatch through layers `start` to `stop - 1`."""
-    return sum(seconds(cost.forward, kind, dtype) for cost in layers_of(measurement, start, stop))
+    """Seconds of a forward of one microbatch through layers `start` to `stop - 1`."""
+    return sum(seconds(cost.forward, kind, dtype) for cost in _costs_of(measurement, start, stop))
 
 
 def backward_seconds(
     measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32"
 ) -> float:
-    """Backward of one microbatch through layers `start` to `stop - 1`."""
-    return sum(seconds(cost.backward, kind, dtype) for cost in layers_of(measurement, start, stop))
+    """Seconds of a backward of one microbatch through layers `start` to `stop - 1`."""
+    return sum(seconds(cost.backward, kind, dtype) for cost in _costs_of(measurement, start, stop))
 
 
 def update_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Optimizer step over layers `start` to `stop - 1`."""
-    return sum(seconds(cost.update, kind, dtype) for cost in layers_of(measurement, start, stop))
+    """Seconds of an optimizer step over layers `start` to `stop - 1`."""
+    return sum(seconds(cost.update, kind, dtype) for cost in _costs_of(measurement, start, stop))

@@ -12,10 +12,10 @@ from __future__ import annotations
 from itertools import pairwise
 from math import comb
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.planner.prediction import best_split
 from pipefit.planner.question import Found, Question
-from pipefit.profiles import AdditiveCosts
 from pipefit.provenance import Objective
 
 

@@ -87,15 +87,13 @@ def _peaks(question: Question) -> Callable[[int, int, int], int]:
     """The peak of a stage by its position and layers, from the simulator's ledger over two steps of its program."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
     any_split = question.in_order(equal_lengths(question.layers, question.stages))
-    program = lower(
-        plan_of(question, any_split)
-    )  # a stage's forward is one action, so the program does not depend on the split
+    program = lower(plan_of(question, any_split))  # the same for every split, as forwards of stages are one action
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:
         cost = costs.stage(start, stop, kind)
         ledger, actions = Ledger(stage, {stage: cost}, program), program.actions[stage]
-        steps = [(step, *effect) for step in range(2) for effect in ledger.read(actions)]
-        return highest(at_rest([cost.rest], 0), steps)
+        changes = [(step, *effect) for step in range(2) for effect in ledger.read(actions)]
+        return highest(at_rest([cost.rest], 0), changes)
 
     return peak

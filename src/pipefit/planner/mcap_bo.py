@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.planner.additive import measured_costs
 from pipefit.planner.bayesian import SEED, minimiser, search
 from pipefit.planner.question import Found, Question
-from pipefit.profiles import AdditiveCosts
 from pipefit.provenance import Objective
 
 Edges = tuple[int, ...]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Ints, stage_peak
@@ -24,9 +24,12 @@ from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
 
-_Partial = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # the negated peaks, in rising order; first layers from the last stage to the first
+
+class _Partial(NamedTuple):
+    """A split of the first layers: its peaks, negated and rising, and its first layers, from the last stage on."""
+
+    peaks: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 class Predictor(Protocol):
@@ -47,12 +50,12 @@ def best_split(predictor: Predictor, layers: int, devices: int) -> tuple[int, ..
     """
     if not 1 <= devices <= layers:
         raise UsageError(f"{layers} layers cannot be split over {devices} devices: each holds at least one")
-    partials: dict[int, _Partial] = {0: ((), ())}
+    partials: dict[int, _Partial] = {0: _Partial((), ())}
     for stage in range(devices):
         last = layers - (devices - 1 - stage)
         stops = range(stage + 1, last + 1) if stage < devices - 1 else (layers,)
         partials = {stop: _lowest(predictor, stage, stop, partials) for stop in stops}
-    return (*reversed(partials[layers][1]), layers)
+    return (*reversed(partials[layers].starts), layers)
 
 
 def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
@@ -60,13 +63,14 @@ def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Pa
     found = (
         _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
     )
-    return min(found, key=lambda partial: ([-peak for peak in partial[0]], partial[1]))
+    return min(found, key=lambda partial: ([-peak for peak in partial.peaks], partial.starts))
 
 
 def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
-    peaks = list(partial[0])
+    """The partial split with one more stage, which begins at `start` and has this peak."""
+    peaks = list(partial.peaks)
     insort(peaks, -peak)
-    return tuple(peaks), (start, *partial[1])
+    return _Partial(tuple(peaks), (start, *partial.starts))
 
 
 def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:

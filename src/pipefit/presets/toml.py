@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Protocol, TypeVar
 
-from pipefit.devices import Backend, Device, DeviceKind, Host, Link
+from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
 from pipefit.units import parse_bytes
@@ -48,7 +48,6 @@ from pipefit.validation import validated
 
 _PATTERN = re.compile(r"(device|host)(?:(\*)|(\d+)(?:-(\d+))?)")
 _PAIR = re.compile(r"(\d+)-(\d+)(?::(\d+))?")
-_MOST_DEVICES = 4096
 _MOST_ENDS = 1 << 16  # of all links together: a link for each pair of 256 devices has as many
 _MOST_DOTS = 256  # of one line; the parser's time grows with the square of the parts of a dotted key
 _FORBID = {"extra": "forbid"}
@@ -168,8 +167,8 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
         for host in written.hosts
         for _ in range(host.count)
     )
-    _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), _MOST_DEVICES)
-    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), _MOST_DEVICES)
+    _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), MOST_DEVICES)
+    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
     devices = tuple(_device(group, kinds) for group in written.devices for _ in range(group.count))
     known = {"device": len(devices), "host": len(hosts)}
     links, ends = list[Link](), 0
@@ -250,6 +249,6 @@ def _check_total(what: str, count: int, most: int) -> None:
 
 
 def _count(count: int, what: str) -> int:
-    if not 1 <= count <= _MOST_DEVICES:
-        raise UsageError(f"a group of {what} has a count from 1 to {_MOST_DEVICES}, not {count}")
+    if not 1 <= count <= MOST_DEVICES:
+        raise UsageError(f"a group of {what} has a count from 1 to {MOST_DEVICES}, not {count}")
     return count

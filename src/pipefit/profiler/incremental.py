@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture.caller import apart
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
@@ -26,7 +27,7 @@ from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, intervals, partitionings
 from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
-from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training

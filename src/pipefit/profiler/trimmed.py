@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
@@ -24,7 +25,7 @@ from pipefit.meter.threads import threads_of
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
-from pipefit.profiles import AdditiveCosts, ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.assembly import local_device, meter_of
 from pipefit.schedule.whole_stages import Recompute, whole_stages

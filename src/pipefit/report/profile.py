@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from pipefit.additive_costs import AdditiveCosts
 from pipefit.kernels import KernelMemory
-from pipefit.profiles import AdditiveCosts, LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
 

@@ -33,18 +33,18 @@ def communicated(order: Order, plan: Plan) -> Iterator[Action]:
         ahead = list(_receives(order[number + 1], plan)) if number + 1 < len(order) else []
         needed = [receive.join for receive in _receives(action, plan)]
         joins = [send.join for send in sending]
-        arrived = number > 0 and answers(action, order[number - 1])
-        yield from (*needed, *joins, *ahead) if arrived else (*ahead, *needed)
+        turns_back = number > 0 and is_backward_of(action, order[number - 1])
+        yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
         if _loads(action, plan):
             yield Action(Kind.LOAD, action.stage, action.microbatch)
         sending = list(_sends(action, plan))
         yield action
-        yield from () if arrived else joins
+        yield from () if turns_back else joins
         yield from sending
     yield from (send.join for send in sending)
 
 
-def answers(action: Action, before: Action) -> bool:
+def is_backward_of(action: Action, before: Action) -> bool:
     """Whether `action` is the backward of the forward `before`, for the same stage and microbatch."""
     return (
         action.kind is Kind.BACKWARD

@@ -6,8 +6,8 @@ stages of one rank are its chunks 0, 1 and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from pipefit.actions import Action, Kind
 from pipefit.errors import UsageError
@@ -22,7 +22,13 @@ class Compute(NamedTuple):
     microbatch: int
 
 
-Schedule = Callable[[int, int, int, int], Iterator[Compute]]  # rank, ranks, chunks, microbatches
+class Schedule(Protocol):
+    """Generates the compute actions of one of `ranks` ranks, in their order; each rank has `chunks` stages."""
+
+    def __call__(self, rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
+        """The forwards and backwards of the stages of `rank`."""
+
+
 Order = list[Action]  # the compute actions of one rank
 
 

@@ -51,7 +51,7 @@ class Clock:
             if not heap:
                 break
             ready, transfer = heappop(heap)
-            self._place(ready, transfer)
+            self._transfer(ready, transfer)
             runnable = waiting.pop(transfer, [])
         steps = [step for step, actions in zip(self._step, self._program.devices, strict=True) if actions.codes]
         assert min(steps, default=self._steps) == self._steps, "message_order refuses programs that would hang"
@@ -103,7 +103,7 @@ class Clock:
             self._stream_waits[stream] = True
             heappush(self._heap, (max(now, self._stream_free[stream]), transfer))
 
-    def _place(self, ready: float, transfer: int) -> None:
+    def _transfer(self, ready: float, transfer: int) -> None:
         """Give a ready transfer its wires; if it is a copy, the next one of its stream may become ready."""
         number, free = transfer % self._count, self._wire_free
         first, last = float("inf"), ready
@@ -122,6 +122,7 @@ class Clock:
             self._next_copy(stream, last)
 
     def _next_copy(self, stream: int, end: float) -> None:
+        """The first copy that waits in the stream becomes ready when the one before it ends."""
         self._stream_free[stream] = end
         queue = self._stream_queues[stream]
         self._stream_waits[stream] = bool(queue)

@@ -9,7 +9,7 @@ from pipefit.cost.rest import StageRest
 
 Levels = tuple[int, int, int, int, int, int, int, int, int]  # bytes by category, in the order of CATEGORIES
 
-Step = tuple[int, int, Effect]  # an effect with its step and its position in the program
+Change = tuple[int, int, Effect]  # an effect, after its training step and its position in the program
 
 Row = tuple[float, int, str, Levels]  # an action's peak: seconds, step, text, bytes
 
@@ -26,20 +26,20 @@ def at_rest(stages: Iterable[StageRest], lent_bytes: int) -> Levels:
     return parameters, 0, early, 0, 0, sum(rest.loss_bytes for rest in rests), lent_bytes, 0, 0
 
 
-def highest(rest: Levels, steps: Iterable[Step]) -> int:
+def highest(rest: Levels, changes: Iterable[Change]) -> int:
     """The peak: the most bytes of all categories together."""
     level = top = sum(rest)
-    for _, _, (peak_bytes, after_bytes, _, _) in steps:
+    for _, _, (peak_bytes, after_bytes, _, _) in changes:
         top = max(top, level + peak_bytes)
         level += after_bytes
     return top
 
 
-def peaks(rest: Levels, steps: Iterable[Step]) -> list[Levels]:
+def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
     """The bytes by category at the peak of every action."""
     parameters, gradients, optimizer, activations, _, boundary, lent, *_ = rest
     found = []
-    for _, _, (_, _, peak, after) in steps:
+    for _, _, (_, _, peak, after) in changes:
         found.append(
             (
                 parameters,

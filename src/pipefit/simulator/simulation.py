@@ -1,4 +1,4 @@
-"""A plan's program, simulated: the peaks, the seconds of every step, and the trace that holds both.
+"""A plan's program, simulated: the peaks, the seconds of every step, and the trace that has both.
 
 Planners may ask for one figure alone thousands of times; people ask for the trace. Peaks are exact where the profile
 is. Costs: one microsecond per action for the peaks, two to three with the seconds, six for a trace.
@@ -20,7 +20,7 @@ from pipefit.schedule import lower
 from pipefit.schedule.arenas import Arena, arenas
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
-from pipefit.simulator.levels import Levels, Row, Step, at_rest, highest, peaks
+from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
 from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, TimedProgram
 from pipefit.trace import PREDICTED_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
@@ -135,7 +135,7 @@ class Simulation:
 
     # ---------------------------------------------------------------- memory
 
-    def _steps_of(self, device: int, steps: int) -> Iterator[Step]:
+    def _changes(self, device: int, steps: int) -> Iterator[Change]:
         """The effects of a device's first `steps` steps."""
         for step in range(steps):
             for position, effect in self.effects[device][min(step, 1)]:
@@ -147,19 +147,19 @@ class Simulation:
         return at_rest((costs.rest for n, costs in enumerate(self._stages) if device in placement[n]), lent)
 
     def _peak(self, device: int) -> int:
-        steps = self._steps_of(device, min(self.steps, 2))  # the third and later ones repeat the second
-        return highest(self._at_rest(device), steps)
+        changes = self._changes(device, min(self.steps, 2))  # the third and later ones repeat the second
+        return highest(self._at_rest(device), changes)
 
     def _rows(self, device: int, names: list[str]) -> list[Row]:
         """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
-        steps, count = list(self._steps_of(device, self.steps)), len(self.program.actions[device])
+        changes, count = list(self._changes(device, self.steps)), len(self.program.actions[device])
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)
         if not count and any(rest):  # a device that only lends memory
             return [(0.0, 0, "lends", rest)]
         return [
             (before[step * count + position], step, names[position], levels)
-            for (step, position, _), levels in zip(steps, peaks(rest, steps), strict=True)
+            for (step, position, _), levels in zip(changes, peaks(rest, changes), strict=True)
         ]
 
     # ---------------------------------------------------------------- the trace

@@ -49,9 +49,8 @@ class TimedProgram:
         self._message_parts = cache(self._new_message_parts)
         self._copy_parts = cache(self._new_copy_parts)
         self.parts: list[Parts] = []
-        self.streams: list[
-            int
-        ] = []  # of a copy 2 * device outward and 2 * device + 1 inward; -1 of all other transfers
+        # The stream of every transfer: of a copy 2 * device outward and 2 * device + 1 inward, -1 of all others
+        self.streams: list[int] = []
         self.ends: list[int] = []  # how many devices must start it before it is ready
         self.devices = [self._read(device, actions) for device, actions in enumerate(program.actions)]
 

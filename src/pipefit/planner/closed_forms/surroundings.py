@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipefit.actions import Action, Kind
 from pipefit.schedule import schedule_named
-from pipefit.schedule.communication import answers
+from pipefit.schedule.communication import is_backward_of
 from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
 
 
@@ -46,7 +46,7 @@ def surroundings(
             in_flight=held - (kind is Kind.BACKWARD),
             gradients=gradients,
             receiving=computes[number + 1].kind if number + 1 < len(computes) else None,
-            sending=before.kind if before is not None and not answers(compute, before) else None,
+            sending=before.kind if before is not None and not is_backward_of(compute, before) else None,
             checkpoints=inputs - (kind is Kind.RECOMPUTE),
             recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, compute.microbatch),
         )

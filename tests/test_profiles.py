@@ -1,0 +1,80 @@
+"""Costs that contradict themselves are refused where they are made, with the numbers that do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from made_up import layer, measurement, value
+from pipefit.errors import UsageError
+from pipefit.profiles import GradientOrigin, Origin, SharedParameter, Span, Work
+from pipelines import equal_profile
+
+COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
+MODEL = measurement([COST, layer((value(20),), (value(40),), saved=())], layer((value(40),), (value(4),), saved=()))
+SHARED = SharedParameter(name="w", users=(0, 2), nbytes=1, gradient_bytes=1, state_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"state_bytes": -3}, "has a negative number of bytes as state_bytes: -3"),
+        ({"storages": (-4,)}, "has a negative number of bytes as storages: -4"),
+        ({"inputs": (value(-5),)}, "has a negative number of bytes as values: -5"),
+        ({"backward_later": (Span(peak_bytes=0, workspace_bytes=-6),)}, "as workspace: -6"),
+        ({"output_origins": ()}, "has 1 outputs, but origins for 0"),
+        ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7; it has 1"),
+        ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1; it has 1"),
+        ({"input_gradients": ()}, "has 1 inputs, but gradients for 0"),
+        ({"input_gradients": (GradientOrigin(kind="own", index=7),)}, "names own gradient storage 7; it has "),
+        ({"input_gradients": (GradientOrigin(kind="output", index=1),)}, "names output gradient storage 1; it has 1"),
+        ({"backward_first": (Span(peak_bytes=0, released=(1,)),)}, "releases input 1 in a backward; it has 1 inputs"),
+    ],
+)
+def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
+    """The refusal names the class of the layer, what is wrong, and the numbers."""
+    with pytest.raises(UsageError, match=message) as refused:
+        replace(COST, **given)
+    assert str(refused.value).startswith(f"a layer of class {COST.module} ")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"microbatch_size": 0}, "a microbatch has at least one sample, not 0"),
+        ({"layers": ()}, "a measurement needs at least one layer"),
+        ({"layers": (0, 9)}, "layer 1 is of kind 9, but there are 2 kinds of layers"),
+        ({"kinds": (replace(COST, inputs=(), input_gradients=(), saved=()), COST)}, "layer 0 takes no inputs"),
+        (
+            {"loss": replace(MODEL.loss, inputs=(), input_gradients=())},
+            "layer 1 returns 1 values, but the loss takes 0",
+        ),
+        ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\]; there are 2"),
+    ],
+)
+def test_a_measurement_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
+    """The refusal names the layer or the parameter, and the numbers."""
+    with pytest.raises(UsageError, match=message):
+        replace(MODEL, **given)
+
+
+def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> None:
+    """The refusal names the layer that comes twice, or the measurement that has too many."""
+    profile = equal_profile(3)
+    first = profile.layers[0]
+    with pytest.raises(UsageError, match=f"names layer {first!r} more than once"):
+        replace(profile, layers=(first, "other", first))
+    with pytest.raises(UsageError, match="names 2 layers, but its measurement at microbatch size 1 has 3"):
+        replace(profile, layers=profile.layers[:2])
+
+
+def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
+    """Work is not negative and takes less than thirty years; the layers that share a parameter are two or more."""
+    with pytest.raises(UsageError, match="not -1, 0 and None"):
+        Work(flops=-1, moved_bytes=0)
+    with pytest.raises(UsageError, match=r"not 0, 0 and 1000000000\.0"):
+        Work(flops=0, moved_bytes=0, seconds=1e9)
+    with pytest.raises(UsageError, match=r"'w' needs two or more layers in rising order, not \[2, 0\]"):
+        replace(SHARED, users=(2, 0))
