@@ -28,11 +28,11 @@ T = TypeVar("T")
 _Scanner = Callable[[str, int], tuple[Any, int]]
 Path = tuple[str | int, ...]
 
-_PIECE = 1 << 14  # bytes; the mistakes of one piece are all that is ever collected
-_GLANCE = 1 << 8  # bytes; most single values are shorter
+_PIECE = 1 << 14  # bytes; pydantic collects the mistakes of one piece at most
+_GLANCE = 1 << 8  # bytes; most single values are shorter, so that this much is scanned first
 _MOST_KEYS = 4096  # of one object; those whose keys are free hold options, or figures by dtype
 _LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
-_MOST_POOLED = 1 << 16  # equal numbers of a list are one object, up to so many different ones
+_MOST_POOLED = 1 << 16  # different numbers of a list of which equal ones are kept as one object
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -219,7 +219,7 @@ class JsonText:
         return at + stop if _scan(b"[%b]" % window[:stop]) == stop + 2 else None
 
     def _keys(self, at: int, path: Path) -> Iterator[tuple[str, int]]:
-        """The keys of the object at `at`, each with where its value begins; whoever reads the value sets `_after`."""
+        """The keys of the object at `at`, each with where its value begins; reading the value sets `_after`."""
         seen = set[str]()
         at = self._skip_space(at + 1)
         while not (not seen and self.content[at : at + 1] == b"}"):
@@ -294,7 +294,7 @@ def _scan(window: bytes) -> int | None:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> None:
-    """An object of which only the length matters; no key may stand in it twice."""
+    """Refuse an object with a key that appears twice. Nothing is made of it, as only its length matters here."""
     if len(dict(pairs)) != len(pairs):
         raise Refusal(_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
 

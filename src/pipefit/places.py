@@ -29,7 +29,7 @@ class MemberKind(StrEnum):
 class Member(NamedTuple):
     """A device, host or disk of a cluster, by its number there.
 
-    `number` is None where the host (or the disk of the host) of whoever asks is meant.
+    A host or disk without a number is that of the device that moves something. A disk has the number of its host.
     """
 
     kind: MemberKind
@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
     @staticmethod
     def host(number: int | None = None) -> Member:
-        """Host `number`, or the host of whoever asks."""
+        """Host `number`; without one, the host of the device that moves something."""
         return Member(MemberKind.HOST, number)
 
     @classmethod
@@ -74,7 +74,7 @@ class Place(tuple[Share, ...]):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Everyone who takes a share."""
+        """The members that take a share."""
         return tuple(member for member, _ in self)
 
     def split(self, nbytes: int) -> tuple[tuple[Member, int], ...]:
@@ -131,7 +131,7 @@ def parse_place(text: str) -> Place:
 
 
 def _as_text(parse: Any) -> Any:
-    """Pydantic's schema of something that stands in files as its text."""
+    """Pydantic's schema of a type that is written to files as its text."""
     from pydantic_core import core_schema  # only where a file is read or written
 
     text = core_schema.chain_schema([core_schema.str_schema(), core_schema.no_info_plain_validator_function(parse)])

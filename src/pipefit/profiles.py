@@ -310,7 +310,7 @@ class Measurement:
 class Assumptions:
     """What a profile holds for: with another device, processor, thread count or torch release, costs may differ.
 
-    For the target `cpu`, `cpu`, `capability` and `processor` tell the processor whose kernels were measured.
+    For the target `cpu`, `cpu`, `capability` and `processor` say on which processor the kernels were measured.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -361,7 +361,7 @@ class ModelProfile:
                 )
         if self.additive is not None and len(self.additive.mem_isolated) != len(self.layers):
             raise UsageError(
-                f"the profile of {self.model!r} names {len(self.layers)} layers, but the training runs tell of "
+                f"the profile of {self.model!r} names {len(self.layers)} layers, but the training runs measured "
                 f"{len(self.additive.mem_isolated)}"
             )
 

@@ -40,7 +40,7 @@ class Program:
 
     Raises:
         UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner,
-            or an order of messages in which devices would wait for each other for ever (`message_order`).
+            or an order of messages in which devices would wait for each other without end (`message_order`).
     """
 
     placement: Placement

@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Whereabouts(StrEnum):
-    """Where a storage is between its forward and its backward; the values stand in errors."""
+    """Where a storage is between its forward and its backward, in the words of errors."""
 
     HERE = "on the device"
     LEAVING = "on its way out"

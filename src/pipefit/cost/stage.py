@@ -54,7 +54,7 @@ class Costs:
 
     @staticmethod
     def of(plan: Plan) -> Costs:
-        """Costs for `plan`, and for every plan of the same profile and training."""
+        """Costs for `plan`, which serve every plan of the same profile and training."""
         return Costs(plan.measurement, plan.training)
 
     def stage(self, start: int, stop: int, kind: DeviceKind) -> StageCost:
@@ -67,7 +67,7 @@ class Costs:
 
 
 class WholeStage:
-    """Effects of a stage whose forward and backward are one action each; closed forms take them from here."""
+    """The effects of a stage whose forward and backward are one action each, for closed forms of a stage's peak."""
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
         self.storages = StageStorages(measurement, start, stop)

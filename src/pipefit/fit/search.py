@@ -2,8 +2,8 @@
 
 The statement is true up to some number and false beyond it. Finding the two neighbours at the edge takes about
 2 log2(n) judgements if the edge is n places from the start, however far the end is. A number may also be refused: the
-statement means nothing there (a hidden size that does not divide among the heads). It is passed over for the next one
-up; a refusal is taken to be cheap.
+statement has no answer there (a hidden size that is no multiple of the number of heads). Then the next larger number is
+judged; refusals are assumed to be cheap.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _gallop(judge: Judge, numbers: range, first: int) -> tuple[int, int | None]:
 
 
 def _between(judge: Judge, numbers: range, low: int, high: int) -> int | None:
-    """A place strictly between that is not refused, as near above the middle as can be, or else below it."""
+    """A place between `low` and `high` that is not refused: the nearest from the middle up, or else down from it."""
     middle = (low + high) // 2
     above = _accepted(judge, numbers, range(max(middle, low + 1), high))
     return above if above is not None else _accepted(judge, numbers, range(middle - 1, low, -1))

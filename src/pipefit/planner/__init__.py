@@ -83,10 +83,10 @@ def plan(
 ) -> Plan:
     """Choose which layers go on which device, so that the model fits.
 
-    Say how the model is trained either with `training` or with `batch_size` samples in `microbatches` parts, `schedule`
-    and `clip_norm`, the norm to which gradients are clipped. Without `microbatches`, their size is the first one that
-    was profiled; without `batch_size`, there are four for each device. `planner` is a name in `PLANNERS`; `stages`,
-    `recompute` and `allow_infeasible` are explained in `Options`.
+    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts,
+    `schedule`, and `clip_norm`, the norm to which gradients are clipped. Without `microbatches`, microbatches have the
+    first size that was profiled. Without `batch_size` too, there are four microbatches for each device. `planner` is a
+    name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -114,6 +114,7 @@ def _training(
     schedule: str,
     clip_norm: float | None,
 ) -> Training:
+    """The training that numbers given one by one describe; missing ones get the defaults that `plan` explains."""
     size = profile.measurements[0].microbatch_size
     if batch_size is not None:
         whole("batch_size", batch_size, 1)

@@ -32,7 +32,11 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
 
 
 def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan:
-    """The plan of a split that was found in so many seconds."""
+    """The plan of a split that it took `seconds` to find.
+
+    Raises:
+        InfeasibleError: the split does not fit.
+    """
     peaks = stage_peaks(question, found.split)
     if not question.options.allow_infeasible and not fits(question, found.split, peaks):
         raise InfeasibleError(explanation(question, found.split, peaks, planner=name))

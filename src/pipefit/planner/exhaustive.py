@@ -1,4 +1,4 @@
-"""The exhaustive planner: tries every split of L layers over P stages, and every order of unlike devices.
+"""The exhaustive planner: tries every split of L layers over P stages, and every order of different devices.
 
 It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 layers on 4 devices, hopelessly many for 100 on 16. There, use
 `exact`. Tests compare the two, which share no code but the question. (mCAP, section 3.4.)

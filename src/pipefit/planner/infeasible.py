@@ -14,7 +14,7 @@ from pipefit.planner.peaks import fits, stage_peaks
 from pipefit.planner.question import Question, Split
 from pipefit.units import format_bytes
 
-_MORE_DEVICES = 8  # up to so many times the devices are tried
+_MORE_DEVICES = 8  # times as many devices are tried at most
 
 
 def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, planner: str) -> str:
@@ -25,15 +25,15 @@ def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, pla
     names = question.profile.layers[split.edges[stage] : split.edges[stage + 1]]
     layers = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
     budget = budgets[device]
-    why = "" if planner != "exact" else "; no other split fits either"
+    none_fits = "" if planner != "exact" else "; no other split fits either"
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({layers}), {format_bytes(need - budget)} over "
-        f"its {format_bytes(budget)} ({ceil(100 * need / budget)} % full){why}. {_remedies(question, planner)}"
+        f"its {format_bytes(budget)} ({ceil(100 * need / budget)} % full){none_fits}. {_remedies(question, planner)}"
     )
 
 
 def _remedies(question: Question, planner: str) -> str:
-    """Changes with which the model fits, the cheapest first; and whether more devices are no help."""
+    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
     if planner != "exact" and _fullest(question) is not None:
         return "What would fit: another split; use the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.layers)

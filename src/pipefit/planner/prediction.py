@@ -1,4 +1,4 @@
-"""The best split by any predictor of stage peaks: ours, mCAP's additive one, or one's own.
+"""The best split by any predictor of stage peaks: the exact one, mCAP's additive one, or one that you write.
 
     best_split(AdditiveCosts(mem_isolated=..., mem_added=...), layers, devices)
     best_split(true_peaks(profile, training, stages=devices), layers, devices)
@@ -74,7 +74,7 @@ def _extended(partial: _Partial, peak: int, start: int) -> _Partial:
 
 
 def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recompute: Recompute = "never") -> Predictor:
-    """The exact predictor for pipelines of so many stages: the peak at the stage's place in the schedule.
+    """The exact predictor for pipelines of `stages` stages: the peak at the stage's place in the schedule, in bytes.
 
     Raises:
         UsageError: no such schedule, or a microbatch size that was not profiled.

@@ -1,4 +1,4 @@
-"""The uniform planner: the same number of layers on every device, give or take one, as one would split by hand.
+"""The uniform planner: the same number of layers on every device, or one more, as one would split by hand.
 
 Good where all layers are alike and memory is plenty. It ignores what layers cost, and that early stages of 1F1B hold
 more microbatches. Instant.

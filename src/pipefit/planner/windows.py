@@ -86,7 +86,7 @@ class Bounds:
         return best
 
     def _latest_starts(self, level: float) -> list[int]:
-        """For every stage, the last layer it can start at; at the end, the number of layers that all stages can hold.
+        """For every stage, the last layer at which it can start; then the number of layers that all stages can hold.
 
         A later stage may have to start earlier than the one before: a layer that is too large for one stage may fit a
         later one, which holds fewer microbatches.
@@ -105,7 +105,7 @@ class Bounds:
         return furthest
 
     def _earliest_starts(self, level: float) -> list[int]:
-        """For every stage, the first layer it can start at if it and the later ones are to reach the end."""
+        """For every stage, the first layer at which it can start such that it and the later ones hold the rest."""
         starts = [self.layers]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]

@@ -30,7 +30,7 @@ def _head(fit: Fit) -> Iterator[str]:
 
 
 def _tried(fit: Fit) -> Table:
-    """A row for each value, rising. The model's size is told where it grows."""
+    """A row for each value, rising; with the number of parameters if it is not always the same."""
     grows = len({attempt.parameters for attempt in fit.tried}) > 1
     rows = tuple(
         (

@@ -16,7 +16,7 @@ def plot_fit(fit: Fit) -> str:
     values = [attempt.value for attempt in fit.tried]
     peaks = [attempt.need_bytes for attempt in fit.tried]
     budgets = [attempt.budget_bytes for attempt in fit.tried]
-    told = [
+    hover_texts = [
         f"{fit.named(a.value)}<br>{a.parameters:,} parameters<br>device {a.device}: {format_bytes(a.need_bytes)} "
         f"of {format_bytes(a.budget_bytes)}<br>{'fits' if a.fits else 'does not fit'}"
         for a in fit.tried
@@ -29,7 +29,7 @@ def plot_fit(fit: Fit) -> str:
         mode="lines+markers",
         line={"color": "#8899a6"},
         marker={"color": colours, "size": 9},
-        hovertext=told,
+        hovertext=hover_texts,
         hoverinfo="text",
     )
     budget = go.Scatter(x=values, y=budgets, name="its memory", mode="lines", line={"color": "#222", "dash": "dash"})

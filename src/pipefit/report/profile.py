@@ -12,7 +12,7 @@ from pipefit.units import format_bytes, format_seconds
 
 
 def describe_profile(profile: ModelProfile) -> list[Block]:
-    """The model, what the profile took for granted, and two tables for every measured microbatch size."""
+    """The model, what the profile assumes, and two tables for every measured microbatch size."""
     taken = profile.assumptions
     head = (
         f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint.digest}\n"
@@ -32,7 +32,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
 
 
 def _unknown(memory: KernelMemory) -> Table:
-    """Operations that could not be measured: every peak in which one runs may lack what its kernel takes."""
+    """Operations that could not be measured: where one of them runs, the peak is without its kernel's workspace."""
     rows = tuple((kernel.operation, kernel.reason) for kernel in memory.unknown)
     return Table(("operation", "why"), rows, title="not measured: peaks are without what these kernels take inside")
 

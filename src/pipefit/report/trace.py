@@ -36,7 +36,7 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
 
 
 def _categories(trace: Trace) -> Table:
-    """Bytes by category at each device's peak; categories that hold nothing anywhere are left out."""
+    """Bytes by category at each device's peak, without the categories that are empty on all devices."""
     peaks = [device.peak.by_category if device.peak else {} for device in trace.devices]
     used = [category for category in CATEGORIES if any(category in peak for peak in peaks)]
     rows = tuple(

@@ -27,12 +27,12 @@ from pipefit.validation import whole
 
 
 def simulate(plan: Plan, *, program: Program | None = None, steps: int = PREDICTED_STEPS) -> Trace:
-    """What `plan` will do in its first `steps` training steps, under `program` or the one it lowers to.
+    """What devices do in the first `steps` training steps of `plan`, by `program` or the one that `lower` makes of it.
 
     The first step differs from all others, because the optimizer's state is created in it; the second and all later
-    steps are alike, so that two steps are enough. The time of a memory sample is the start of its action. Memory that a
-    device lends to others is allocated before the first step. Warns (`PipefitWarning`) of operations in the profile
-    whose kernels could not be measured: the peaks are without what these take.
+    steps are alike, so that two steps are enough. Times are seconds; the time of a memory sample is the start of its
+    action. Memory that a device lends to others is allocated before the first step. Warns (`PipefitWarning`) of
+    operations in the profile whose kernels could not be measured: the peaks are without what these take.
 
     Raises:
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
