@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pipefit.cost.effects import Effect, effect
 from pipefit.cost.residency import Holders, Piece, Residency, Whereabouts
 from pipefit.cost.storages import LayerStorages, StageStorages
+from pipefit.profiles import Span
 
 
 class Working:
@@ -163,9 +164,13 @@ def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[
 
 
 def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int, int]:
-    """Run the layers of a piece backward. `is_first`: it is the step's first backward of these layers.
+    """Run the layers of a piece backward.
 
-    Returns the bytes of the parameter gradients that it allocates, and how many bytes of gradients of values it adds.
+    Args:
+        is_first: whether it is the step's first backward of these layers, which allocates the gradients of parameters.
+
+    Returns:
+        The bytes of parameter gradients that it allocates, and the bytes by which the gradients of values grow.
     """
     storages, holders = working.storages, working.holders
     shift = len(storages.sizes) if piece.again else 0
@@ -178,9 +183,7 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         above = storages.gradients(position + 1) - entry + born + added[position]
         above += 0 if is_first else _waiting(storages, piece, position)
         for span in cost.backward_first if is_first else cost.backward_later:
-            kept = {layer.inputs[k] for k in cost.saved_inputs if k not in span.released}
-            released = {layer.inputs[k] for k in span.released} - kept  # values may share a storage
-            gone = {known.get(number, number + shift) for number in released}
+            gone = {known.get(number, number + shift) for number in _released(layer, span)}
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
         for number in layer.saves:
@@ -191,6 +194,12 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         working.reach(left - entry + born + storages.made_gradient_bytes)
         left = storages.sent_gradient_bytes
     return born, left - entry
+
+
+def _released(layer: LayerStorages, span: Span) -> set[int]:
+    """The storages of saved inputs that the layer has released before `span`; two values may share one."""
+    kept = {layer.inputs[k] for k in layer.cost.saved_inputs if k not in span.released}
+    return {layer.inputs[k] for k in span.released} - kept
 
 
 def _added(storages: StageStorages, piece: Piece) -> Counter[int]:

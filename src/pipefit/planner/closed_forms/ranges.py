@@ -35,7 +35,11 @@ _NOTHING = -(1 << 60)  # the peak of a backward without a span
 
 
 class Ranges:
-    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last layer."""
+    """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last layer.
+
+    There are `count` layers without the loss. Arrays have an element for each layer, for each boundary (boundary n lies
+    before layer n), or for each event: a storage that is saved, or that is freed, at some boundary.
+    """
 
     def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
@@ -43,36 +47,42 @@ class Ranges:
         costs = model.layers
         self.count = len(costs) - 1
         self.loss_bytes = 4 * microbatches
+        # By boundary: sums over the layers before it
         self.static = _cumulated(cost.parameter_bytes + cost.buffer_bytes for cost in costs)
         self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
         self.state = _cumulated(cost.state_bytes for cost in costs)
+        self.buffers = _cumulated(cost.buffer_bytes for cost in costs)
+        self.early = _cumulated(cost.early_state_bytes for cost in costs)
+        self.growth = self.state - self.early  # state that the first update creates
+        # By layer
         self.forward_peak = _array(cost.forward_peak_bytes for cost in costs)
         self.checkpoint_peak = _array(cost.checkpoint_peak_bytes for cost in costs)
         self.copied = _array(cost.mutates_inputs * sum(v.nbytes for v in cost.inputs) for cost in costs)
-        self.buffers = _cumulated(cost.buffer_bytes for cost in costs)
-        self.early = _cumulated(cost.early_state_bytes for cost in costs)
-        self.growth = self.state - self.early
         self.update_first = self.growth[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
+        # By boundary: gradients of the values there, inside a stage and where a stage receives them
         whole = StageStorages(measurement, 0, self.count)
         self.inner_gradients = _array(map(whole.gradients, range(self.count + 2)))
-        self.unlike = whole.unlike_gradients()
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
+        self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not enough
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(lifetime.nbytes for lifetime in targets)
         self.kept_targets = sum(lifetime.nbytes for lifetime in targets if lifetime.saver != NEVER)
+        # By boundary: storages that the layer before it has made and that outlive it, as saved or as values; as values
         self.born = _array(
             [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
         )
+        self.handed_on = _array([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
+        # Events: storages made inside a range (own), those received at its start (fresh), and copies of its inputs
         own = [one for layer in model.own for one in layer]
         fresh = [one for layer in model.fresh[:-1] for one in layer]
         self.own_saved, self.own_gone = _saved(own), _gone(own)
-        self.handed_on = _array([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
+        self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
         self.own_ended = _events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
         copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
         self.copies_ended = _events((s.end + 1, s.birth, s.nbytes) for s in copies)
-        self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
+        # By layer: backward peaks
         self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
         self.spans_later = _span_table(model, [cost.backward_later for cost in costs])
 
