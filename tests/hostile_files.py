@@ -31,6 +31,7 @@ def lists_of(size: int) -> dict[str, str]:
         "numbers": many("257"),
         "texts": many('"ab"'),
         "lists": many("[]"),
+        "pairs": many("[1,2]"),
         "objects": many("{}"),
         "unknown keys": many('{"k":1}'),
         "keys of one object": "{" + ",".join(f'"k{n}":1' for n in range(size // 12)) + "}",
@@ -127,7 +128,7 @@ def main(folder: Path, size: int, every: int) -> None:
         load(source)  # what reading builds once is built
         for number, path in enumerate(places(json.loads(text))):
             for kind, value in values.items():
-                if number % every == 0:
+                if number % every == 0 or (kind, path[-1]) == ("pairs", "tensors"):  # where pairs are valid
                     target.write_text(damaged(text, path, value))
                     print(json.dumps({"damage": f"{source.name} {path} {kind}", **measured(target)}), flush=True)
 

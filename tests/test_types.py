@@ -110,6 +110,7 @@ class Everything:
     pair: tuple[int, str] = (1, "a")
     rates: dict[str, int | float] | None = None
     nested: tuple[tuple[int, ...], ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -125,6 +126,7 @@ class Everything:
         {"pair": (2, "b")},
         {"rates": {"x": 1, "y": 2.0}},
         {"nested": ((1,), ())},
+        {"pairs": ((1, 2), (3, 4))},
     ],
 )
 def test_what_a_field_means_is_taken(given: dict[str, Any]) -> None:
@@ -148,6 +150,10 @@ def test_what_a_field_means_is_taken(given: dict[str, Any]) -> None:
         {"sizes": (True,)},
         {"sizes": [1]},
         {"pair": (1, "a", "b")},
+        {"pairs": ((1, 2), (3, 4, 5))},
+        {"pairs": ((1, 2), (3, True))},
+        {"pairs": ((1, 2), [3, 4])},
+        {"pairs": (1, 2)},
         {"pair": ("a", 1)},
         {"rates": {"x": "1"}},
         {"nested": ((1,), (1.0,))},

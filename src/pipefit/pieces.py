@@ -32,7 +32,7 @@ _PIECE = 1 << 14  # bytes; pydantic collects the mistakes of one piece at most
 _GLANCE = 1 << 8  # bytes; most single values are shorter, so that this much is scanned first
 _MOST_KEYS = 4096  # of one object; those whose keys are free hold options, or figures by dtype
 _LONGEST_NUMBER = 40  # characters; the largest size anyone can mean has 20
-_MOST_POOLED = 1 << 16  # different numbers of a list of which equal ones are kept as one object
+_MOST_POOLED = 1 << 16  # different elements of a list of which equal ones are kept as one object
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -148,7 +148,7 @@ class JsonText:
             here = len(found)
             if end is not None and kind is not Any:
                 run = _checked(tuple[kind, ...], b"[%b]" % self.content[at:end], path, here)
-                pooled = kind in (int, float) and len(pool) < _MOST_POOLED
+                pooled = _poolable(kind) and len(pool) < _MOST_POOLED
                 found += map(pool.setdefault, run, run) if pooled else run
             elif end is None:
                 single_until = max(single_until, at + _PIECE)
@@ -322,6 +322,12 @@ _scan_carefully: _Scanner = json.JSONDecoder(
 
 
 # ---------------------------------------------------------------- types
+
+
+@cache
+def _poolable(kind: Any) -> bool:
+    """Whether equal elements of a list of this type can be one object: numbers, and tuples of a fixed number of them."""
+    return kind in (int, float) or (get_origin(kind) is tuple and set(get_args(kind)) <= {int, float})
 
 
 @cache

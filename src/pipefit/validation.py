@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -145,14 +146,32 @@ def _fits(hint: Any) -> _Fits:
 
 def _fits_tuple(parts: tuple[Any, ...]) -> _Fits:
     if parts[-1] is Ellipsis:
-        each = _fits(parts[0])
-        return lambda value: isinstance(value, tuple) and all(map(each, value))
+        each, quick = _fits(parts[0]), _quick(parts[0])
+        return lambda value: isinstance(value, tuple) and (quick(value) or all(map(each, value)))
     of = tuple(map(_fits, parts))
     return lambda value: (
         isinstance(value, tuple)
         and len(value) == len(of)
         and all(fits(part) for fits, part in zip(of, value, strict=True))
     )
+
+
+def _quick(hint: Any) -> _Fits:
+    """Whether all elements of a tuple are plainly of the annotated type: whole numbers, or as many of them in each.
+
+    False means that it cannot be seen so quickly. Files may have millions of elements, for which this takes a tenth of
+    the time of a call for each.
+    """
+    parts = get_args(hint)
+    if hint is int:
+        return lambda values: set(map(type, values)) == {int}
+    if get_origin(hint) is tuple and set(parts) == {int}:
+        return lambda values: (
+            set(map(type, values)) == {tuple}
+            and set(map(len, values)) == {len(parts)}
+            and set(map(type, chain.from_iterable(values))) == {int}
+        )
+    return lambda _: False
 
 
 def _is_float(value: Any) -> bool:
