@@ -54,7 +54,11 @@ class AdditiveCosts:
         return (0, *accumulate(self.mem_added))
 
     def peak(self, start: int, stop: int) -> int:
-        """The estimated peak of layers `start` to `stop - 1` on one device."""
+        """The estimated peak of layers `start` to `stop - 1` on one device, in bytes.
+
+        Raises:
+            UsageError: no such layers.
+        """
         if not 0 <= start < stop <= len(self.mem_isolated):
             raise UsageError(f"layers {start} to {stop - 1} are no stage of {len(self.mem_isolated)} layers")
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]

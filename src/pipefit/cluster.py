@@ -40,7 +40,11 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices, hosts and links. Device and host numbers are positions in the tuples."""
+    """Devices, hosts and links. Device and host numbers are positions in the tuples.
+
+    Raises:
+        UsageError: no devices, or a device or link names a host or member that is not there.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 

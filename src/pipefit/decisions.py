@@ -25,7 +25,11 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Layers `start` to `stop - 1`, a part of a stage or all of it."""
+    """Layers `start` to `stop - 1`, a part of a stage or all of it.
+
+    Raises:
+        UsageError: no layers.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -42,7 +46,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensors:
-    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved."""
+    """Saved tensors that move together, each named by its layer and its number there. Their storages are moved.
+
+    Raises:
+        UsageError: no tensors.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -59,7 +67,11 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions."""
+    """State of layers `start` to `stop - 1`, whatever the microbatch: parameters, gradients, optimizer or versions.
+
+    Raises:
+        UsageError: no layers.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 

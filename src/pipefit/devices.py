@@ -24,6 +24,9 @@ class DeviceKind:
     """The peak figures of a kind of device.
 
     `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
+
+    Raises:
+        UsageError: a figure that is not positive, or no FLOP/s figure.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -46,7 +49,11 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device: its kind, its memory budget in bytes, and the host it sits in."""
+    """One device: its kind, its memory budget in bytes, and the host it sits in.
+
+    Raises:
+        UsageError: no memory.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -62,7 +69,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes."""
+    """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
+
+    Raises:
+        UsageError: no memory, or a negative disk.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -83,6 +94,9 @@ class Link:
     """A connection between members of a cluster.
 
     `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
+
+    Raises:
+        UsageError: fewer than two members, one without a number, or an impossible figure.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -19,6 +19,9 @@ class Layout:
     """How a result of a kernel lies in memory: elements, except for the bytes of its storage.
 
     Results of one call with the same `storage` share it.
+
+    Raises:
+        UsageError: not as many strides as dimensions, or a negative number.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -43,6 +46,9 @@ class Kernel:
     """What one operation takes, results included: the most bytes that it ever holds above what was there before it.
 
     If it could not be measured, `peak_bytes` is None and `reason` says why; only its results are counted then.
+
+    Raises:
+        UsageError: a negative peak, or neither a peak nor a reason.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -90,7 +90,11 @@ class JsonText:
         return cast("T", value)
 
     def header(self, *names: str) -> dict[str, Any]:
-        """The values of these top-level keys, as far as they are there and small; reads no further than the last."""
+        """The values of these top-level keys, if they are there and short; reads no further than the last of them.
+
+        Raises:
+            Refusal: the text up to there is not JSON, or holds no object.
+        """
         found: dict[str, Any] = {}
         try:
             for key, at in self._keys(self._start(), ()):

@@ -65,7 +65,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A contiguous run of layers, `start` to `stop - 1`, and the grid of devices that holds it."""
+    """A contiguous run of layers, `start` to `stop - 1`, and the grid of devices that holds it.
+
+    Raises:
+        UsageError: no layers.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -117,6 +121,10 @@ class Plan:
     """Stages in pipeline order over the devices of a cluster, and decisions about their memory.
 
     A device may hold several stages; two stages share either all of their devices or none.
+
+    Raises:
+        UsageError: stages, decisions or a prediction that do not go with the profile and the cluster, another precision than
+            the profile's, or a microbatch size that was not profiled.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

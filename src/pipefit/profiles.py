@@ -117,6 +117,9 @@ class Work:
 
     It is counted in floating-point operations and in bytes that kernels read and write; `seconds` are measured, or
     None.
+
+    Raises:
+        UsageError: a negative number, or 1e9 seconds or more.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -139,6 +142,9 @@ class LayerCost:
 
     Peaks are bytes above what was allocated at entry. At the entry of a forward its inputs exist; at the entry of a
     backward what the forward left and the gradients of the outputs exist.
+
+    Raises:
+        UsageError: a negative size, or an origin or a released input that the layer does not have.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -240,6 +246,9 @@ class SharedParameter:
     """One parameter that several layers use, such as a tied embedding. Every one of them counts it in its own cost.
 
     On one device it exists once; across devices each has a copy, and gradients are summed before the update.
+
+    Raises:
+        UsageError: fewer than two users, or users out of order.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -263,6 +272,10 @@ class Measurement:
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
     `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
+
+    Raises:
+        UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user of a shared
+            parameter.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -311,6 +324,9 @@ class Assumptions:
     """What a profile holds for: with another device, processor, thread count or torch release, costs may differ.
 
     For the target `cpu`, `cpu`, `capability` and `processor` say on which processor the kernels were measured.
+
+    Raises:
+        UsageError: no thread.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -335,6 +351,9 @@ class ModelProfile:
     """A model's layers and what they cost.
 
     `additive` is there if training runs measured it, and `kernels` if the target is `cpu`.
+
+    Raises:
+        UsageError: no measurement, a layer named twice, or not as many layers everywhere.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -25,6 +25,9 @@ class Training:
     gradients, and an optimizer that works on float32 copies. mixed-float16 and master-float16 scale the loss.
     `clip_norm` is the norm to which all gradients together are clipped. What is recomputed or moved away is not part of
     a training: a planner decides it, and the plan says it (`pipefit.plans.Decision`).
+
+    Raises:
+        UsageError: a number that is not positive, a batch that does not divide into its microbatches, or too many of them.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
