@@ -330,7 +330,7 @@ _scan_carefully: _Scanner = json.JSONDecoder(
 
 @cache
 def _poolable(kind: Any) -> bool:
-    """Whether equal elements of a list of this type can be one object: numbers, and tuples of a fixed number of them."""
+    """Whether equal elements of a list of this type can be one object: numbers, and tuples of a few numbers."""
     return kind in (int, float) or (get_origin(kind) is tuple and set(get_args(kind)) <= {int, float})
 
 

@@ -123,8 +123,8 @@ class Plan:
     A device may hold several stages; two stages share either all of their devices or none.
 
     Raises:
-        UsageError: stages, decisions or a prediction that do not go with the profile and the cluster, another precision than
-            the profile's, or a microbatch size that was not profiled.
+        UsageError: stages, decisions or a prediction that do not match the profile and the cluster, another precision
+            than the profile's, or a microbatch size that was not profiled.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

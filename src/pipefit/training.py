@@ -27,7 +27,8 @@ class Training:
     a training: a planner decides it, and the plan says it (`pipefit.plans.Decision`).
 
     Raises:
-        UsageError: a number that is not positive, a batch that does not divide into its microbatches, or too many of them.
+        UsageError: a number that is not positive, a batch that does not divide into its microbatches, or too many
+            microbatches.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
