@@ -1,4 +1,4 @@
-"""A fingerprint: what the costs of a task depend on, so that a profile, a plan or a training run knows its own task.
+"""A fingerprint: what the costs of a task depend on, so that a profile or a plan is used for its own task alone.
 
 Short texts and digests of the model, its data, its loss and its optimizer. They are equal for the same task in every
 process and on every machine, whether its tensors are real, fake or on the `meta` device, and for every microbatch size.
@@ -45,10 +45,14 @@ def digest(text: str, digits: int = 16) -> str:
 
 
 def differences(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> list[str]:
-    """What `made` has that `now` has not, each as a phrase for "it was made for ..."; nothing where they are equal.
+    """What differs between two tasks, as phrases that continue "it was made for ..."; empty if nothing does.
 
-    `names` are those of the layers of `made`. A loss is compared only where all else is equal, as it is run on the
-    shapes of what the model returns.
+    A loss is compared only where all else is equal, because it is run on the shapes of what the model returns.
+
+    Args:
+        made: of the task that the profile, plan or run was made for.
+        now: of the task that it is to be used for.
+        names: of the layers of `made`.
     """
     found = [*_layers(made, now, names), *_data(made, now), *_optimizer(made, now)]
     return found or (["another loss"] if made.loss != now.loss else [])

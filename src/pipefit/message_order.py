@@ -78,20 +78,20 @@ def check_order(
         UsageError: the program would hang, or a receive would get the data of another message; says which devices
             wait at which actions, and what to change.
     """
-    _Run(actions, placement, carried_in, channel_of).to_the_end()
+    _Follower(actions, placement, carried_in, channel_of).to_the_end()
 
 
 # -------------------------------------------------------------------- queues
 
 
-Member = tuple[int, int]  # a device and one of its stages
+_Participant = tuple[int, int]  # a device and one of its stages, in a collective or at an end of a queue
 
 
 class _End(NamedTuple):
     """One end of a queue: a stage's sends in one direction, its receives, or its part in a collective."""
 
     queue: _Queue
-    member: Member  # distinguishes the ends of the queue
+    member: _Participant  # distinguishes the ends of the queue
     operation: Hashable  # the same at all ends that may be paired
     sends: bool | None  # None in a collective
 
@@ -104,7 +104,7 @@ class _Queue:
     first: list[Action] = field(default_factory=list)  # by place, the first start
     ends: list[_End] = field(default_factory=list)  # by place, the end of that start
     started: list[int] = field(default_factory=list)  # by place, how many ends have started
-    places: dict[Member, int] = field(default_factory=dict)  # by member, the place of its next start
+    places: dict[_Participant, int] = field(default_factory=dict)  # by member, the place of its next start
     done: int = 0  # number of complete places
     waiting: list[int] = field(default_factory=list)  # devices that wait for this queue
 
@@ -167,8 +167,8 @@ def _mixed(first: Action, second: Action) -> str:
 # -------------------------------------------------------------------- devices
 
 
-class _Run:
-    """Follows all devices of a program."""
+class _Follower:
+    """Follows all devices of a program to their ends, or until each waits for another."""
 
     def __init__(self, actions: Actions, placement: Placement, carried_in: Actions, channel_of: ChannelOf) -> None:
         self._actions, self._placement, self._carried, self._channel_of = actions, placement, carried_in, channel_of
@@ -194,25 +194,23 @@ class _Run:
     def _carried_in(self) -> list[_Starts]:
         """What the body before has started: complete if all ends have started it, else at its place in its queue."""
         starts = ((n, a) for n, actions in enumerate(self._actions) for a in actions)
-        here = {self._whole(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
+        here = {self._operation(n, a) for n, a in starts if a.kind in _ORDERED and not a.wait}
         found: list[_Starts] = []
         for device, actions in enumerate(self._carried):
             found.append({})
             for action in actions:
                 if action.kind in _ORDERED:
-                    queue = self._end(device, action).queue
-                    place = (
-                        queue.start(self._end(device, action), action) if self._whole(device, action) in here else -1
-                    )
-                    found[device][action[:-1]] = queue, place
+                    end = self._end(device, action)
+                    waits = self._operation(device, action) in here
+                    found[device][action[:-1]] = end.queue, end.queue.start(end, action) if waits else -1
         return found
 
-    def _whole(self, device: int, action: Action) -> Hashable:
-        """The operation of which a start is a part."""
+    def _operation(self, device: int, action: Action) -> Hashable:
+        """What is the same at all starts of one operation."""
         return self._end(device, action).operation, _content(action)
 
     def _device(self, device: int, open_starts: _Starts) -> Iterator[None]:
-        """One device's way; yields when a join holds it."""
+        """Follow one device through its actions; yields when a join holds it."""
         ends = self._ends
         for action in self._actions[device]:
             if action.kind not in _ORDERED:
@@ -298,9 +296,9 @@ def _collective(action: Action) -> Hashable:
     return action.kind, action.subject, action.stage if action.kind is Kind.GATHER_FORWARD else None
 
 
-def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[Member, ...]]:
+def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
     """The members of every collective: those that start it; an agreement has one on every device."""
-    found: dict[Hashable, dict[Member, None]] = {}
+    found: dict[Hashable, dict[_Participant, None]] = {}
     for device, own in enumerate(actions):
         for action in own:
             if action.kind in COLLECTIVE:

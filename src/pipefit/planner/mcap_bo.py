@@ -11,11 +11,9 @@ from itertools import pairwise
 
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.planner.additive import measured_costs
-from pipefit.planner.bayesian import SEED, minimiser, search
+from pipefit.planner.bayesian import SEED, Edges, minimiser, search
 from pipefit.planner.question import Found, Question
 from pipefit.provenance import Objective
-
-Edges = tuple[int, ...]
 
 
 def mcap_bo(question: Question) -> Found:

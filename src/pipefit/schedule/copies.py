@@ -60,22 +60,27 @@ class _Copies:
         self.position = {action: number for number, action in enumerate(actions)}
 
     def add(self, decision: Decision, microbatch: int, offload: Action, last_saver: int) -> None:
-        """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload."""
-        made, user = self._positions(decision, microbatch, last_saver)
-        join, back = self._unit(made) + decision.behind, self._unit(user) - decision.ahead
-        if join >= back:
+        """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload.
+
+        The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It
+        is joined behind the join of that send, and `decision.behind` units later or more. The reload is joined just
+        before the backward, and starts `decision.ahead` units earlier.
+        """
+        forward, backward = self._positions(decision, microbatch, last_saver)
+        last, first = self._unit(forward) + decision.behind, self._unit(backward) - decision.ahead
+        if last >= first:
             return
-        sent = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
-        start = self.position.get(sent, made)
-        freed = max(self.units[join][1], self.position.get(sent.join, 0))
-        begin = self._before_waiting(self.units[back][0]) if decision.ahead else user
+        send = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
+        start = self.position.get(send, forward)
+        freed = max(self.units[last][1], self.position.get(send.join, 0))
+        begin = self._before_waiting(self.units[first][0]) if decision.ahead else backward
         if freed >= begin:
             return
         reload = offload._replace(kind=Kind.RELOAD)
         self.behind[start].append(offload)
         self.behind[freed].append(offload.join)
         self.before[begin].append(reload)
-        self.before[user].append(reload.join)
+        self.before[backward].append(reload.join)
 
     def microbatches(self, stage: int) -> list[int]:
         """The microbatches of a stage, in rising order."""
@@ -89,7 +94,7 @@ class _Copies:
             yield from self.behind[number]
 
     def _unit(self, position: int) -> int:
-        """The number of the unit that a position is in."""
+        """The number of the unit (`_units`) that a position is in."""
         return bisect_left(self.units, position, key=itemgetter(1))
 
     def _positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:

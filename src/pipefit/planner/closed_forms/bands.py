@@ -93,25 +93,25 @@ class Band:
         return self._sums[key]
 
 
-Window = tuple[slice, slice]
-EVERYWHERE: Window = (slice(None), slice(None))
+Slices = tuple[slice, slice]  # of rows and columns
+EVERYWHERE: Slices = (slice(None), slice(None))
 
 
-def stage_peak(band: Band, met: Iterable[Surroundings], window: Window = EVERYWHERE) -> Ints:
-    """The peaks of a stage that meets these surroundings in a step, for every range of a band or a window of it.
+def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWHERE) -> Ints:
+    """The peaks of a stage that meets these surroundings in a step, for every range of a band or of a part of it.
 
     They cover every compute action and the optimizer step, in the first step of training and in later ones. Where
     `band.valid` is false, the numbers mean nothing.
     """
-    peak: Ints = band.step_peak()[window]
+    peak: Ints = band.step_peak()[within]
     groups: dict[tuple[int, int], list[Surroundings]] = {}
     for surroundings in met:
         groups.setdefault((surroundings.in_flight, surroundings.checkpoints), []).append(surroundings)
     for (in_flight, checkpoints), members in groups.items():
-        level = band.highest(members)[window]
+        level = band.highest(members)[within]
         if in_flight:
-            level = level + in_flight * band.retained[window]
+            level = level + in_flight * band.retained[within]
         if checkpoints:
-            level = level + checkpoints * band.inputs[window]
+            level = level + checkpoints * band.inputs[within]
         peak = np.maximum(peak, level)
     return peak
