@@ -66,7 +66,7 @@ def test_a_profile_names_each_layer_once_and_has_it_in_every_measurement() -> No
     first = profile.layers[0]
     with pytest.raises(UsageError, match=f"names layer {first!r} more than once"):
         replace(profile, layers=(first, "other", first))
-    with pytest.raises(UsageError, match="names 2 layers, but its measurement at microbatch size 1 has 3"):
+    with pytest.raises(UsageError, match="names 2 layers, but its measurement at size 1 has 3"):
         replace(profile, layers=profile.layers[:2])
 
 

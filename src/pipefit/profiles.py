@@ -173,8 +173,7 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
-    # How it takes its inputs (a loss: the outputs). `bare` is one as itself and several as a tuple; otherwise they come
-    # in a tuple or list, even a single one
+    # How it takes its inputs, or a loss the outputs: bare is one as itself and several as a tuple; else even one is packed
     packing: Packing = "bare"
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
@@ -372,17 +371,12 @@ class ModelProfile:
         if len(set(self.layers)) != len(self.layers):
             twice = Counter(self.layers).most_common(1)[0][0]
             raise UsageError(f"the profile of {self.model!r} names layer {twice!r} more than once")
-        for measurement in self.measurements:
-            if len(measurement.layers) != len(self.layers):
-                raise UsageError(
-                    f"the profile of {self.model!r} names {len(self.layers)} layers, but its measurement at microbatch "
-                    f"size {measurement.microbatch_size} has {len(measurement.layers)}"
-                )
-        if self.additive is not None and len(self.additive.mem_isolated) != len(self.layers):
-            raise UsageError(
-                f"the profile of {self.model!r} names {len(self.layers)} layers, but the training runs measured "
-                f"{len(self.additive.mem_isolated)}"
-            )
+        counts = {f"its measurement at size {m.microbatch_size} has": len(m.layers) for m in self.measurements}
+        if self.additive is not None:
+            counts["the training runs measured"] = len(self.additive.mem_isolated)
+        for what, count in counts.items():
+            if count != len(self.layers):
+                raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but {what} {count}")
 
     def at(self, microbatch_size: int) -> Measurement:
         """The measurement at `microbatch_size` samples.
