@@ -173,7 +173,7 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
-    # How it takes its inputs, or a loss the outputs: bare is one as itself and several as a tuple; else even one is packed
+    # How it takes its inputs (a loss: the outputs): bare is one as itself, several as a tuple; else one is packed too
     packing: Packing = "bare"
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
