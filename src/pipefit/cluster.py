@@ -57,7 +57,7 @@ class Cluster:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.devices:
-            raise UsageError(f"cluster {self.name!r} has no devices")
+            raise UsageError(f"cluster {self.name!r} has no devices: give it at least one")
         for number, device in enumerate(self.devices):
             if not 0 <= device.host < len(self.hosts):
                 raise UsageError(

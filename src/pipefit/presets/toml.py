@@ -154,6 +154,7 @@ def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
 
 
 def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
+    """The cluster of a whole file. Totals are checked while links are made, which are far more than their texts."""
     kinds = {
         name: DeviceKind(
             name=name,
@@ -172,10 +173,11 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
     devices = tuple(_device(group, kinds) for group in written.devices for _ in range(group.count))
     known = {"device": len(devices), "host": len(hosts)}
     links, ends = list[Link](), 0
-    for link in (link for text in written.links for link in _links(text, known)):
-        links.append(link)
-        ends += len(link.members)
-        _check_total("ends of links", ends, _MOST_ENDS)
+    for number, text in enumerate(written.links):
+        for link in _links(number, text, known):
+            links.append(link)
+            ends += len(link.members)
+            _check_total("ends of links", ends, _MOST_ENDS)
     return make(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=tuple(links))
 
 
@@ -188,11 +190,11 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
     return Device(kind=kinds[group.kind], memory_bytes=_size(group.memory), host=group.host)
 
 
-def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
-    """The links that one `[[links]]` table stands for."""
+def _links(number: int, text: LinksText, known: dict[str, int]) -> Iterator[Link]:
+    """The links that `[[links]]` table number `number` stands for."""
     ways = [bool(text.members), bool(text.pairs), text.each is not None or text.to is not None]
     if sum(ways) != 1 or (text.each is None) != (text.to is None):
-        raise UsageError("a link needs one of: members, pairs, or each together with to")
+        raise UsageError(f"links[{number}] needs exactly one of: members, pairs, or each together with to")
     rate = _rate(text.bytes_per_second)
     for members, lanes in _joined(text, known):
         yield Link(
