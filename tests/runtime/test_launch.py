@@ -46,12 +46,16 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert list(tmp_path.glob("pipefit-*")) == []
 
 
-def children() -> list[str]:
-    """Command lines of this process's child processes, but for multiprocessing's own helper, which stays."""
-    found = []
-    for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+def children(of: str = "") -> list[str]:
+    """Command lines of this process's child processes, and of those that the fork server has for it; but not of
+    multiprocessing's own two helpers, which stay.
+    """
+    found, parent = [], of or str(os.getpid())
+    for number in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
-        if "resource_tracker" not in command:
+        if not of and "multiprocessing.forkserver import main" in command:
+            found += children(number)
+        elif "resource_tracker" not in command:
             found.append(f"{number} {command}")
     return found
 
@@ -129,6 +133,20 @@ def test_a_worker_that_never_starts_is_named() -> None:
         pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=6)
 
 
+def test_workers_have_the_surroundings_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The environment and the standard error that the parent has now, not those of an earlier training; whatever a
+    model prints goes to that standard error.
+    """
+    plan = plan_of()
+    for word in ("first", "second"):
+        monkeypatch.setenv("PIPEFIT_TEST_WORD", word)
+        pipefit.train(accidents.make_talking, plan, steps=1)
+        out, err = capfd.readouterr()
+        assert (out, err.splitlines()) == ("", [f"the word is {word}"] * 2)
+
+
 def test_stopping_leaves_nothing_behind() -> None:
     """An exception of the caller's own, Ctrl-C above all, passes through, and the workers are gone."""
 
@@ -185,18 +203,20 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """When the parent is killed outright, its worker follows within seconds."""
+    """When the parent is killed outright, its worker and what forked it follow within seconds."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=ROOT / "tests", call=f'if __name__ == "__main__":\n    {WORK}'))
     with subprocess.Popen([sys.executable, script], env=environment(), stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "going\n"
-        workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        workers = [line.split()[0] for line in children(str(parent.pid))]
+        workers += [line.split()[0] for worker in workers for line in children(worker)]
+        assert len(workers) == 2, "the fork server and its one worker"
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     for meeting in tmp_path.glob("pipefit-*"):  # what nobody was left to remove
         shutil.rmtree(meeting)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + START_SECONDS
     while living := [number for number in workers if alive(number)]:
         assert time.monotonic() < deadline, living
         time.sleep(0.1)
