@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -222,18 +223,20 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_torchrun_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_torchrun_gives_the_losses_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same script, alone and under torchrun with a worker for each of three stages, prints the same losses."""
     script = [str(ROOT / "examples" / "train_loop.py"), "--steps", "3"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    runs = [
-        subprocess.run(
-            [sys.executable, *words, *script], env=environment(), capture_output=True, text=True, check=True, timeout=60
-        )
-        for words in ([], torchrun)
-    ]
-    assert "step 2: loss " in runs[0].stdout
-    assert runs[0].stdout == runs[1].stdout
+    monkeypatch.setattr(sys, "argv", script)
+    runpy.run_path(script[0], run_name="__main__")
+    alone = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    together = subprocess.run(
+        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "step 2: loss " in alone
+    assert together.stdout == alone
 
 
 def environment() -> dict[str, str]:

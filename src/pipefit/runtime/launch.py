@@ -280,7 +280,7 @@ def _death(code: int | None, action: int) -> _Death:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started inside, and forks of these, ignore Ctrl-C, which a terminal sends to all: the parent ends them."""
+    """Processes started inside, and their forks, ignore the Ctrl-C of a terminal; the parent stops them instead."""
     ensure_running()  # otherwise multiprocessing starts it inside, and removes the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
