@@ -61,7 +61,7 @@ def train(
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
             one).
         timeout_seconds: the longest that an action, or making a batch, may take.
-        start_seconds: the longest that a worker may take to import torch and build its layers.
+        start_seconds: the longest that a worker may take to start and to build its layers.
         on_step: called with (step, mean loss) as each step ends.
 
     Raises:
