@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(RUN)/pipefit demo
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(RUN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal --durations 20 --durations-min 20
 
 gallery: $(VENV)/.installed
 	$(RUN)/python -m pytest -m gallery

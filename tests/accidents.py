@@ -72,3 +72,9 @@ def make_slowly() -> Task:
     if mp.current_process().name == "pipefit-worker-1":
         time.sleep(1000)
     return make()
+
+
+def make_talking() -> Task:
+    """Prints a word of the environment."""
+    print(f"the word is {os.environ.get('PIPEFIT_TEST_WORD')}")
+    return make()

@@ -147,19 +147,19 @@ class DenseNet121Block(nn.ModuleDict):
         return torch.cat(features, 1)
 
 
-class DenseNet121(nn.Module):
-    """DenseNet-121's 6, 12, 24 and 16 layers as torchvision arranges them, two channels of growth."""
+class DenseBlocks(nn.Module):
+    """Blocks of dense layers with transitions between them as torchvision arranges them, two channels of growth."""
 
-    def __init__(self, growth: int = 2) -> None:
+    def __init__(self, blocks: tuple[int, ...], growth: int = 2) -> None:
         super().__init__()
         width = 2 * growth
         self.features = nn.Sequential()
         self.features.add_module("conv0", nn.Conv2d(3, width, 3, padding=1, bias=False))
-        for number, layers in enumerate((6, 12, 24, 16), 1):
+        for number, layers in enumerate(blocks, 1):
             parts = {f"denselayer{n + 1}": DenseNet121Layer(width + n * growth, growth) for n in range(layers)}
             self.features.add_module(f"denseblock{number}", DenseNet121Block(parts))
             width += layers * growth
-            if number < 4:
+            if number < len(blocks):
                 transition = nn.Sequential(
                     nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, width // 2, 1), nn.AvgPool2d(2)
                 )
@@ -296,9 +296,14 @@ def resnet50() -> Task:
     return Task(ResNet50, batch=_larger_images, loss=F.cross_entropy, name="resnet50")
 
 
+def dense_blocks() -> Task:
+    """Seven dense layers in three blocks."""
+    return Task(lambda: DenseBlocks((2, 3, 2)), batch=_larger_images, loss=F.cross_entropy, name="dense blocks")
+
+
 def densenet121() -> Task:
-    """Fifty-eight dense layers."""
-    return Task(DenseNet121, batch=_larger_images, loss=F.cross_entropy, name="densenet121")
+    """The fifty-eight dense layers of DenseNet-121."""
+    return Task(lambda: DenseBlocks((6, 12, 24, 16)), batch=_larger_images, loss=F.cross_entropy, name="densenet121")
 
 
 def unet() -> Task:
@@ -449,7 +454,7 @@ CAPTURED = {
     "resnet": resnet,
     "densenet": densenet,
     "resnet50": resnet50,
-    "densenet121": densenet121,
+    "dense blocks": dense_blocks,
     "unet": unet,
     "masked": masked,
     "tied": tied,
@@ -459,3 +464,4 @@ CAPTURED = {
     "quantised": quantised,
     "centring": centring,
 }
+LARGE = {"densenet121": densenet121}  # for the gallery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
@@ -14,19 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from captured_models import CAPTURED
+from captured_models import CAPTURED, LARGE
 from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.zoo.huggingface import hf
 from random_cases import accounts, plan_for, random_plan
 
 STEPS, SIZE = 3, 2
 TIED = ("tied", "repeated", "gpt2", "bert", "t5", "whisper", "albert", "bart")  # one parameter in two stages
-LARGE = ("resnet50", "densenet121")  # of many operations: one plan is enough
-NAMES = [*CAPTURED, *TINY]
+LONG = ("resnet50", *LARGE)  # of many operations: one plan is enough
+NAMES = [*CAPTURED, *TINY, *(pytest.param(name, marks=pytest.mark.gallery) for name in LARGE)]
+# All tests of one model run one after the other, so that it is profiled once.
+of_every_model = pytest.mark.parametrize("name", NAMES, scope="module")
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +43,16 @@ def one_thread() -> Iterator[None]:
 
 def task_of(name: str) -> Task:
     """The task of that name, with a module that exists."""
-    task = CAPTURED[name]() if name in CAPTURED else hf(name, **TINY[name])
+    task = hf(name, **TINY[name]) if name in TINY else {**CAPTURED, **LARGE}[name]()
     torch.manual_seed(1)
     return replace(task, module=task.build(), optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+
+
+@lru_cache(maxsize=1)
+def profiled(name: str) -> tuple[Task, ModelProfile]:
+    """The task of that name, whose module tests copy before they train it, and what it costs."""
+    task = task_of(name)
+    return task, profile(task, microbatch_size=SIZE)
 
 
 def call(module: nn.Module, inputs: Any) -> Any:
@@ -90,18 +100,16 @@ def backwards(losses: list[Tensor], plan: Plan) -> list[Tensor]:
     return losses[::-1] if plan.training.schedule == "torchgpipe" else losses
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_every_model
 def test_equals_plain_training(name: str) -> None:
     """Losses, parameters and buffers after three steps are those of the plain loop: to the bit, but for ties."""
-    task, rng = task_of(name), Random(name)
-    original = copy.deepcopy(task.module)
-    found = profile(task, microbatch_size=SIZE)
-    for _ in range(1 if name in LARGE else 2):
+    (task, found), rng = profiled(name), Random(name)
+    for _ in range(1 if name in LONG else 2):
         plan = random_plan(found, rng, microbatches=rng.choice([2, 3]))
         count = plan.training.microbatches
         torch.manual_seed(5)
         batches = [task.batch(SIZE * count) for _ in range(STEPS)]
-        ours, theirs = copy.deepcopy(original), copy.deepcopy(original)
+        ours, theirs = copy.deepcopy(task.module), copy.deepcopy(task.module)
         trainer = Trainer(replace(task, module=ours), plan)
         losses = [trainer.step(batch) for batch in batches]
         expected = plain_training(task, theirs, batches, plan)
@@ -114,12 +122,13 @@ def test_equals_plain_training(name: str) -> None:
             torch.testing.assert_close(trained[key], tensor, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_every_model
 def test_gradients_equal_plain_training(name: str) -> None:
     """Before any update, every gradient is the plain loop's, to the bit; tied ones are compared by their updates."""
-    task, rng = task_of(name), Random(name)
-    plan = random_plan(profile(task, microbatch_size=SIZE), rng, microbatches=2)
+    (task, found), rng = profiled(name), Random(name)
+    plan = random_plan(found, rng, microbatches=2)
     ours, theirs = copy.deepcopy(task.module), copy.deepcopy(task.module)
+    torch.manual_seed(5)
     batch = task.batch(SIZE * 2)
     trainer = Trainer(replace(task, module=ours), plan, accumulate=2)
     trainer.step(batch)
@@ -137,7 +146,7 @@ def test_gradients_equal_plain_training(name: str) -> None:
                     torch.testing.assert_close(parameter.grad, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_every_model
 def test_memory_is_exact(name: str) -> None:
     """The dry run's peaks are the allocator's own, to the byte. Predictions are too, but where layers of a stage share
     a parameter or hand on gradients of another layout: there they are bounds, at most a sixteenth too high.

@@ -10,6 +10,8 @@ import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipefit.errors import PipefitWarning
 from pipefit.fake.target import FakeTarget
 from pipefit.kernels import Kernel, KernelMemory, Layout
+from pipefit.meter import cache as cache_module
 from pipefit.meter import kernels as kernels_module
 from pipefit.meter import machine, measuring
 from pipefit.meter.cache import Cache
@@ -27,6 +30,7 @@ from pipefit.meter.cpu import Meter
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
 from pipefit.meter.signature import key_of, text_of
+from pipefit.pieces import adapter
 
 aten = torch.ops.aten
 
@@ -296,8 +300,8 @@ def _write(number: int) -> None:
         Cache(this_machine(1)).add([Kernel(operation=f"{number} {entry}", peak_bytes=number)])
 
 
-def test_workers_that_write_at_once_leave_a_good_file(cache: Path) -> None:
-    """At any moment the file is whole; what is lost of one's entries was overtaken by another's."""
+def test_workers_that_write_at_once_lose_nothing(cache: Path) -> None:
+    """Whoever begins the file, and however the writes of three fall, all that they add is in it."""
     context = mp.get_context("fork")
     workers = [context.Process(target=_write, args=(number,)) for number in range(3)]
     for worker in workers:
@@ -305,9 +309,41 @@ def test_workers_that_write_at_once_leave_a_good_file(cache: Path) -> None:
     for worker in workers:
         worker.join()
     found = Cache(this_machine(1)).read()
-    assert all(kernel.peak_bytes == int(kernel.operation.split()[0]) for kernel in found.values())
-    assert any(kernel.operation.endswith(" 19") for kernel in found.values())
+    assert {name: kernel.peak_bytes for name, kernel in found.items()} == {
+        f"{number} {entry}": number for number in range(3) for entry in range(20)
+    }
     assert len(list(cache.iterdir())) == 1
+
+
+def test_only_what_was_added_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of any size costs nothing to look at again: each line of the file is parsed once in a process."""
+    parsed: list[int] = []
+
+    def counting(of: type[KernelMemory]) -> Any:
+        made = adapter(of)
+        return SimpleNamespace(
+            dump_json=made.dump_json,
+            validate_json=lambda line, strict: (parsed.append(1), made.validate_json(line, strict=strict))[1],
+        )
+
+    monkeypatch.setattr(cache_module, "adapter", counting)
+    for entry in range(10):
+        Cache(this_machine(1)).add([Kernel(operation=str(entry), peak_bytes=entry)])
+        assert set(Cache(this_machine(1)).read()) == {str(number) for number in range(entry + 1)}
+    assert len(parsed) == 10
+
+
+def test_a_damaged_line_makes_the_file_count_as_empty(cache: Path) -> None:
+    """What a write that broke off has left is not believed; the file is replaced by what is measured next."""
+    ours = Cache(this_machine(1))
+    ours.add([Kernel(operation="x", peak_bytes=1)])
+    with ours.path.open("a") as file:
+        file.write('{"kernels": [')
+    assert set(ours.read()) == {"x"}, "it may still be being written"
+    ours.add([Kernel(operation="y", peak_bytes=1)])
+    assert not ours.read()
+    ours.add([Kernel(operation="z", peak_bytes=1)])
+    assert set(ours.read()) == {"z"}
 
 
 def test_a_profile_is_believed_before_this_machine(counted: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -46,12 +47,16 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert list(tmp_path.glob("pipefit-*")) == []
 
 
-def children() -> list[str]:
-    """Command lines of this process's child processes, but for multiprocessing's own helper, which stays."""
-    found = []
-    for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+def children(of: str = "") -> list[str]:
+    """Command lines of this process's child processes, and of those that the fork server has for it; but not of
+    multiprocessing's own two helpers, which stay.
+    """
+    found, parent = [], of or str(os.getpid())
+    for number in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
-        if "resource_tracker" not in command:
+        if not of and "multiprocessing.forkserver import main" in command:
+            found += children(number)
+        elif "resource_tracker" not in command:
             found.append(f"{number} {command}")
     return found
 
@@ -129,6 +134,20 @@ def test_a_worker_that_never_starts_is_named() -> None:
         pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=6)
 
 
+def test_workers_have_the_surroundings_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The environment and the standard error that the parent has now, not those of an earlier training; whatever a
+    model prints goes to that standard error.
+    """
+    plan = plan_of()
+    for word in ("first", "second"):
+        monkeypatch.setenv("PIPEFIT_TEST_WORD", word)
+        pipefit.train(accidents.make_talking, plan, steps=1)
+        out, err = capfd.readouterr()
+        assert (out, err.splitlines()) == ("", [f"the word is {word}"] * 2)
+
+
 def test_stopping_leaves_nothing_behind() -> None:
     """An exception of the caller's own, Ctrl-C above all, passes through, and the workers are gone."""
 
@@ -185,35 +204,39 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """When the parent is killed outright, its worker follows within seconds."""
+    """When the parent is killed outright, its worker and what forked it follow within seconds."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=ROOT / "tests", call=f'if __name__ == "__main__":\n    {WORK}'))
     with subprocess.Popen([sys.executable, script], env=environment(), stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "going\n"
-        workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        workers = [line.split()[0] for line in children(str(parent.pid))]
+        workers += [line.split()[0] for worker in workers for line in children(worker)]
+        assert len(workers) == 2, "the fork server and its one worker"
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     for meeting in tmp_path.glob("pipefit-*"):  # what nobody was left to remove
         shutil.rmtree(meeting)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + START_SECONDS
     while living := [number for number in workers if alive(number)]:
         assert time.monotonic() < deadline, living
         time.sleep(0.1)
 
 
-def test_torchrun_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_torchrun_gives_the_losses_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same script, alone and under torchrun with a worker for each of three stages, prints the same losses."""
     script = [str(ROOT / "examples" / "train_loop.py"), "--steps", "3"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    runs = [
-        subprocess.run(
-            [sys.executable, *words, *script], env=environment(), capture_output=True, text=True, check=True, timeout=60
-        )
-        for words in ([], torchrun)
-    ]
-    assert "step 2: loss " in runs[0].stdout
-    assert runs[0].stdout == runs[1].stdout
+    monkeypatch.setattr(sys, "argv", script)
+    runpy.run_path(script[0], run_name="__main__")
+    alone = capsys.readouterr().out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    together = subprocess.run(
+        [*torchrun, *script], env=environment(), capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "step 2: loss " in alone
+    assert together.stdout == alone
 
 
 def environment() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -81,12 +81,10 @@ def failure(run: Callable[[], object], kind: type[BaseException]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """Collecting and counting look at what the test makes, not at all that was imported: in milliseconds."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def living() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipefit.actions import parse_action
 from pipefit.errors import PeerLost, UsageError
 from pipefit.message_order import Channel
 from pipefit.plans import Grid, Stage
+from pipefit.runtime.processes import forks
 from pipefit.runtime.transport import InProcess, Network, connect
 from pipefit.schedule import lower
 from pipefit.training import Training
@@ -142,7 +142,7 @@ def test_channels_cross_and_keep_their_order(tmp_path: Path) -> None:
     stages = tuple(Stage(start=n, stop=n + 1, grid=Grid.of(device)) for n, device in enumerate((2, 0, 1)))
     training = Training(batch_size=4, microbatches=4, clip_norm=1.0)
     plan = replace(make_plan(equal_profile(3), [1, 1, 1]), training=training, stages=stages)
-    context = mp.get_context("spawn")
+    context = forks()
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = context.Pipe(duplex=False)

@@ -1,9 +1,9 @@
 """The user's cache of what kernels take, so that no operation is measured twice.
 
-There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`. A file is
-always replaced as a whole: when workers write at the same time, the entries of one may be lost, and are measured again
-when they are needed. A file that cannot be read, or that belongs to another machine, counts as empty and is replaced.
-Where no file can be written, nothing is cached.
+There is a file for each kind of machine, in `pipefit/kernels` below XDG_CACHE_HOME, by default `~/.cache`: a line that
+names the machine, then a line for every time that something was measured. Workers add lines at the same time, each with
+one write, and read only what has been added since they last looked. A file that cannot be read, or that belongs to
+another machine, counts as empty and is replaced. Where no file can be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,38 +23,99 @@ from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Cache:
     """What is known of the kernels of one kind of machine."""
 
     def __init__(self, machine: Machine) -> None:
-        self._header = {"pipefit": "kernels", "version": _VERSION, "machine": asdict(machine)}
-        text = json.dumps(self._header)
-        self.path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        header = json.dumps({"pipefit": "kernels", "version": _VERSION, "machine": asdict(machine)}).encode()
+        self.path = _folder() / f"{hashlib.sha256(header).hexdigest()[:16]}.jsonl"
+        self._header = header + b"\n"
+        self._reader = _reader(self.path, self._header)
 
     def read(self) -> Mapping[str, Kernel]:
         """Every kernel in the file, by its operation."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return {}
-        return _read(self.path, json.dumps(self._header), status.st_mtime_ns, status.st_size)
+        return self._reader.read()
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         """Add these to the file."""
-        together = {**self.read(), **{kernel.operation: kernel for kernel in kernels}}
-        memory = KernelMemory(kernels=tuple(together.values()))
-        body = adapter(KernelMemory).dump_json(memory, exclude_defaults=True).decode()
-        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
+        memory = KernelMemory(kernels=tuple(kernels))
+        line = adapter(KernelMemory).dump_json(memory, exclude_defaults=True) + b"\n"
+        self._reader.read()
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                beside.write_text(f"{json.dumps(self._header)}\n{body}\n", encoding="utf-8")
-                beside.replace(self.path)
-            finally:
-                beside.unlink(missing_ok=True)
+            if self._reader.broken:
+                self._replace(line)
+            else:
+                self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        """Two workers may both begin the file: it then holds its first line twice."""
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line if os.fstat(file).st_size else self._header + line)
+        finally:
+            os.close(file)
+
+    def _replace(self, line: bytes) -> None:
+        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
+        try:
+            beside.write_bytes(self._header + line)
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+class _Reader:
+    """What has been read of a file so far."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self._path, self._header = path, header
+        self._file, self._end = 0, 0  # its inode, and how many of its bytes have been read
+        self._kernels: dict[str, Kernel] = {}
+        self._lock = threading.Lock()
+        self.broken = False
+
+    def read(self) -> Mapping[str, Kernel]:
+        """All that the file says now."""
+        with self._lock:
+            self._look()
+            return self._kernels
+
+    def _look(self) -> None:
+        try:
+            status = self._path.stat()
+            if status.st_ino != self._file or status.st_size < self._end:
+                self._file, self._end, self._kernels, self.broken = status.st_ino, 0, {}, False
+            if status.st_size > self._end and not self.broken:
+                self._read_on()
+        except FileNotFoundError:
+            self._file, self._end, self._kernels, self.broken = 0, 0, {}, False
+        except (OSError, ValueError):  # among them what pydantic and our own checks refuse
+            self._kernels, self.broken = {}, True
+
+    def _read_on(self) -> None:
+        """The lines that have been added; one that has no end yet is still being written."""
+        with self._path.open("rb") as file:
+            file.seek(self._end)
+            lines = file.read().splitlines(keepends=True)
+        if not self._end and lines[:1] != [self._header]:
+            raise ValueError("it does not begin as a cache of this machine does")
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            self._end += len(line)
+            if line != self._header:
+                memory: KernelMemory = adapter(KernelMemory).validate_json(line, strict=True)
+                self._kernels.update((kernel.operation, kernel) for kernel in memory.kernels)
+
+
+@lru_cache(maxsize=8)
+def _reader(path: Path, header: bytes) -> _Reader:
+    """The one reader of a file in this process."""
+    return _Reader(path, header)
 
 
 def _folder() -> Path:
@@ -61,16 +123,3 @@ def _folder() -> Path:
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path("~/.cache").expanduser()
     return base / "pipefit" / "kernels"
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, header: str, changed: int, size: int) -> Mapping[str, Kernel]:
-    """The kernels in a file as it was at that time and size."""
-    try:
-        first, _, rest = path.read_text(encoding="utf-8").partition("\n")
-        if first != header:
-            return {}
-        memory: KernelMemory = adapter(KernelMemory).validate_json(rest, strict=True)
-    except (OSError, ValueError):  # among them what pydantic and our own checks refuse
-        return {}
-    return {kernel.operation: kernel for kernel in memory.kernels}

@@ -11,7 +11,6 @@ For several machines, use `torchrun` with a script of your own around `pipefit.T
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import pickle
 import shutil
@@ -29,6 +28,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
+from pipefit.runtime.processes import Surroundings, forks
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
@@ -61,7 +61,7 @@ def train(
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
             one).
         timeout_seconds: the longest that an action, or making a batch, may take.
-        start_seconds: the longest that a worker may take to import torch and build its layers.
+        start_seconds: the longest that a worker may take to start and to build its layers.
         on_step: called with (step, mean loss) as each step ends.
 
     Raises:
@@ -131,7 +131,7 @@ class _Supervisor:
     losses: list[float] = field(default_factory=list)
 
     def start(self, task: bytes, seed: int, store: str) -> None:
-        context = mp.get_context("spawn")
+        context, surroundings = forks(), Surroundings.here()
         for rank in range(len(self.plan.ranks)):
             ours, theirs = context.Pipe(duplex=False)
             heartbeat = Heartbeat(context)
@@ -140,7 +140,10 @@ class _Supervisor:
                 timeout_seconds=self.timeout_seconds, start_seconds=self.start_seconds,
             )  # fmt: skip
             process = context.Process(
-                target=work, args=(assignment, theirs, heartbeat), daemon=True, name=f"pipefit-worker-{rank}"
+                target=work,
+                args=(assignment, surroundings, theirs, heartbeat),
+                daemon=True,
+                name=f"pipefit-worker-{rank}",
             )
             with _interrupts_held():
                 process.start()
@@ -277,7 +280,7 @@ def _death(code: int | None, action: int) -> _Death:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, which a terminal sends to all: the parent stops them instead."""
+    """Processes started inside, and their forks, ignore the Ctrl-C of a terminal; the parent stops them instead."""
     ensure_running()  # otherwise multiprocessing starts it inside, and removes the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime.processes import Surroundings
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
 
@@ -72,9 +73,10 @@ class Heartbeat:
         self._words[0] += 1
 
 
-def work(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> None:
+def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    surroundings.take_over()
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:

@@ -1,0 +1,67 @@
+"""Where worker processes come from: each is a fork of one process that has imported torch.
+
+Importing torch and what its optimizers need takes three seconds of processor time, and ending an interpreter that has
+imported them takes one more. Processes that start from nothing would pay that once each. Forks pay it once together,
+share the memory, and start in a tenth of a second. What forks them is multiprocessing's fork server, which starts
+with the first training and ends with the program. It computes nothing, so none of torch's threads and no context of a
+GPU exists when it forks.
+
+A fork has the environment and the standard error of the moment at which the server started. `Surroundings` takes the
+present ones along to a worker. What C libraries read when they are loaded, such as OMP_NUM_THREADS, stays as it was
+then, as it does in the program itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+_IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
+
+
+def forks() -> ForkServerContext:
+    """The context of multiprocessing in which workers start. If a fork server runs already, it is used as it is."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """A process's environment and the descriptor of its standard error, if that is open.
+
+    Pickled as an argument of a process that starts, it holds a descriptor of that process.
+    """
+
+    environment: dict[str, str]
+    stderr: int | None
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        stderr = None
+        with suppress(OSError):
+            os.fstat(2)
+            stderr = 2
+        return cls(environment=dict(os.environ), stderr=stderr)
+
+    def take_over(self) -> None:
+        """Make them those of this process."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        if self.stderr is not None:
+            os.dup2(self.stderr, 2)
+            os.close(self.stderr)
+
+    def __reduce__(self) -> tuple[Callable[..., Surroundings], tuple[Any, ...]]:
+        return _arrived, (self.environment, None if self.stderr is None else DupFd(self.stderr))
+
+
+def _arrived(environment: dict[str, str], stderr: Any) -> Surroundings:
+    return Surroundings(environment=environment, stderr=None if stderr is None else stderr.detach())
