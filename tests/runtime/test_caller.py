@@ -310,8 +310,9 @@ def test_profiles_by_training_runs_leave_the_module_as_it_was() -> None:
     assert whole_state(module) == before
 
 
-def test_a_module_in_evaluation_is_timed_in_training() -> None:
-    """What is measured is training, whatever mode the caller's module is in."""
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_is_timed_in_its_own_mode(training: bool) -> None:
+    """What is measured is the training that its owner would do."""
     modes: list[bool] = []
 
     class Told(Block):
@@ -319,9 +320,9 @@ def test_a_module_in_evaluation_is_timed_in_training() -> None:
             modes.append(self.training)
             return super().forward(x)
 
-    task = replace(by_hand(), module=Told().eval())
+    task = replace(by_hand(), module=Told().train(training))
     profile(task, microbatch_size=2, device="cpu")
-    assert all(modes)
+    assert set(modes) == {training}
 
 
 # ---------------------------------------------------------------- numbers of steps, seeds and seconds
