@@ -58,3 +58,21 @@ class FileError(PipefitError):
 
 class PipefitWarning(UserWarning):
     """What stops nothing and should be known: where a figure is not what it seems to be."""
+
+
+_LONGEST = 300  # characters of a foreign exception that a message of ours repeats
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of any exception's text; its type's name if it has none, or cannot be printed."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 - a `__str__` that fails must not hide the exception that it belongs to
+        lines = []
+    return lines[0][:_LONGEST] if lines else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Any exception's type and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

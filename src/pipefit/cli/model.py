@@ -16,7 +16,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import PipefitError, UsageError
+from pipefit.errors import PipefitError, UsageError, in_one_line
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -91,7 +91,7 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     except PipefitError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{source}:{name} raised {_told(error)}: --debug shows where") from error
+        raise UsageError(f"{source}:{name} raised {in_one_line(error)}: --debug shows where") from error
     if not isinstance(task, Task):
         raise UsageError(f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task")
     return task
@@ -110,9 +110,9 @@ def _module(source: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise UsageError(f"there is no module {error.name!r} here or in the environment: {_FORMS}") from error
-        raise UsageError(f"module {source} cannot be imported: {_told(error)}") from error
+        raise UsageError(f"module {source} cannot be imported: {in_one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"module {source} raised {_told(error)} on import: --debug shows where") from error
+        raise UsageError(f"module {source} raised {in_one_line(error)} on import: --debug shows where") from error
 
 
 def _attribute(module: Any, source: str, name: str) -> Any:
@@ -123,9 +123,3 @@ def _attribute(module: Any, source: str, name: str) -> Any:
             raise UsageError(f"module {source} has no {name!r}{f'; did you mean {closest[0]}?' if closest else ''}")
         found = getattr(found, part)
     return found
-
-
-def _told(error: BaseException) -> str:
-    """An exception in one line."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -22,7 +22,7 @@ from pipefit.capture.sample import sample
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, UsageError
+from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
@@ -113,9 +113,8 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
         raise UsageError(f"layer {name} ({type(module).__name__}) cannot be planned: {refusal}") from refusal
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
-        reason = (str(error).splitlines() or [""])[0][:300]
         raise UsageError(
-            f"layer {name} ({type(module).__name__}) cannot be run on {shapes}: {type(error).__name__}: {reason}"
+            f"layer {name} ({type(module).__name__}) cannot be run on {shapes}: {in_one_line(error)}"
         ) from error
 
 
