@@ -49,6 +49,8 @@ def _happen(accident: str) -> None:
             raise Untold(1, 2)
         case "hangs":
             time.sleep(1000)
+        case "slow":
+            time.sleep(1.5)
 
 
 def make(accident: str = "none", layers: int = 3) -> Task:
@@ -65,6 +67,18 @@ def make_batch(size: int) -> tuple[Tensor, Tensor]:
 def make_nothing() -> Task:
     """Fails before there is a task, in the second worker to come here later than in the first."""
     raise ValueError("no task today\nand more")
+
+
+def make_late(accident: str) -> Task:
+    """Worker 0 takes 1.5 seconds to make its batch, and then comes the accident, at its first layer."""
+    spots = [Spot(accident if number == 0 else "none") for number in range(3)]
+    return Task(nn.Sequential(*spots), batch=_late_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+
+
+def _late_batch(size: int) -> tuple[Tensor, Tensor]:
+    if mp.current_process().name == "pipefit-worker-0":
+        time.sleep(1.5)
+    return make_batch(size)
 
 
 def make_slowly() -> Task:

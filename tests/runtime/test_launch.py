@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import runpy
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,11 @@ ROOT = Path(__file__).parents[2]
 START_SECONDS = 30  # for a loaded machine; a worker needs about four
 
 
-def plan_of(layers: int = 3, memory: str = "1MiB") -> Plan:
+def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:
     """A plan of two stages: the last layer, the one with the accident, is in stage 1."""
     profile = pipefit.profile(accidents.make(layers=layers), microbatch_size=2)
     cluster = pipefit.load_cluster(f"emulated:2x{memory}")
-    return pipefit.plan(profile, cluster, batch_size=8, planner="uniform", allow_infeasible=True)
+    return pipefit.plan(profile, cluster, batch_size=2 * microbatches, planner="uniform", allow_infeasible=True)
 
 
 @pytest.fixture(autouse=True)
@@ -130,8 +133,58 @@ def test_a_worker_that_reports_is_heard(
 
 def test_a_worker_that_never_starts_is_named() -> None:
     """Within `start_seconds`, and although the other waits for it at the meeting."""
-    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 6 s"):
-        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=6)
+    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs while it started: no sign of life for 12 s"):
+        pipefit.train(accidents.make_slowly, plan_of(), steps=1, start_seconds=12)
+
+
+def test_waiting_for_a_slow_worker_is_no_failure() -> None:
+    """A worker may wait for others longer than `timeout_seconds`, as long as each of their actions takes less."""
+    losses, _ = pipefit.train(partial(accidents.make_late, "slow"), plan_of(microbatches=1), steps=1, timeout_seconds=2)
+    assert len(losses) == 1
+
+
+def test_a_worker_that_waits_is_not_the_one_that_hangs() -> None:
+    """Although it has been silent for longer: it waits since the step began, for a worker that hangs since later."""
+    with pytest.raises(WorkerFailed, match=r"^worker 0 \(device 0, .* hangs at 0F0: no sign of life for 2 s"):
+        pipefit.train(partial(accidents.make_late, "hangs"), plan_of(), steps=1, timeout_seconds=2)
+
+
+def test_a_slow_caller_does_not_make_workers_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `on_step` takes is no worker's time, however long it is."""
+    monkeypatch.setattr("pipefit.runtime.launch._GRACE_SECONDS", 0.1)
+    losses, _ = pipefit.train(
+        accidents.make, plan_of(), steps=2, timeout_seconds=2, on_step=lambda step, loss: time.sleep(3)
+    )
+    assert len(losses) == 2
+
+
+def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C pressed again, while the workers are being stopped, leaves no worker and no file behind."""
+
+    def stop(step: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(self: BaseProcess, timeout: float | None = None) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        self.join(timeout)
+
+    monkeypatch.setattr(BaseProcess, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipefit.train(accidents.make, plan_of(), steps=1000, on_step=stop)
+
+
+def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
+    """Without a file descriptor to spare, the message says why, and what to raise."""
+    plan, limits = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    ensure_running()
+    fewest = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, limits[1]))
+    try:
+        with pytest.raises(WorkerFailed, match=r"^worker 0 of 2 cannot be started: Too many open files; .*ulimit"):
+            pipefit.train(accidents.make, plan, steps=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_workers_have_the_surroundings_of_the_moment(

@@ -17,7 +17,7 @@ from pipefit.cluster import Cluster
 from pipefit.errors import FileError, OutOfMemory, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.program import parse_program
+from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify, trainer
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
@@ -87,6 +87,12 @@ def frozen() -> None:
     gc.freeze()
 
 
+def programs() -> int:
+    """How many programs are alive."""
+    gc.collect()
+    return sum(type(thing) is Program for thing in gc.get_objects())
+
+
 def living() -> int:
     """How many tensors are alive."""
     gc.collect()
@@ -122,6 +128,33 @@ def test_out_of_memory_says_where_and_what() -> None:
     assert "1 B over its" in message
     assert all(f"{category.value} " in message for category in peak.by_category)
     assert "(stage 1, layers 2 to 3)" in message
+
+
+def test_a_failed_step_begins_the_accumulation_again() -> None:
+    """What was accumulated is lost with the failed batch: the next update is made of as many whole batches as ever."""
+    task = fused()
+    broken, sound = (Trainer(task, three_stages(), accumulate=2) for _ in range(2))
+    fuse = broken.runners[1].stages[1].layers[0].module
+    fuse.at = "backward", 0
+    failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
+    fuse.at = None
+    for step in range(2):
+        batch = batch_of(task, sound.plan, step)
+        assert broken.step(batch) == sound.step(batch)
+    ours, theirs = broken.state_dict(), sound.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_evaluating_again_keeps_nothing_more() -> None:
+    """A program is made once for each number of microbatches, however often a batch of that size is evaluated."""
+    task = fused()
+    run = Trainer(task, three_stages())
+    batch = batch_of(task, run.plan)
+    run.evaluate(batch)
+    known = programs()
+    for _ in range(3):
+        run.evaluate(batch)
+    assert programs() == known
 
 
 def test_a_device_too_small_for_its_parameters_says_so() -> None:
@@ -185,8 +218,8 @@ def with_program(
     [
         ("device 0: 0LOAD0 0F0 0B0 0B0 0STEP", "microbatch 0 cannot go backward"),
         ("device 0: 0LOAD0 0B0 0STEP", "microbatch 0 cannot go backward"),
-        ("device 0: 0LOAD0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 have nothing to run again"),
-        ("device 0: 0LOAD0 0F0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 have nothing to run again"),
+        ("device 0: 0LOAD0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
+        ("device 0: 0LOAD0 0F0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
         ("device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP", "layers 0 to 1 of microbatch 0 have nothing to run"),
         ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[1:5] 0B0[0:1] 0STEP", "cannot go backward through layers 1 to 4"),
         ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[0:2] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
@@ -294,9 +327,9 @@ def test_events_and_samples_are_the_program() -> None:
 
 
 def test_a_supervisor_is_told_of_every_action() -> None:
-    """`on_action` hears the number of every action as it begins."""
+    """`on_action` hears the number of every action as it begins, and their count when all are done."""
     heard: list[int] = []
     task = fused()
     run = Trainer(task, plan_of(task, [5], microbatches=3), on_action=heard.append)
     run.step(batch_of(task, run.plan))
-    assert heard == list(range(len(lower(run.plan).actions[0])))
+    assert heard == list(range(len(lower(run.plan).actions[0]) + 1))

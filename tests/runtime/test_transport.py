@@ -27,7 +27,7 @@ SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
 
 
 @pytest.mark.parametrize("sender_first", [True, False])
-def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> None:
+def test_a_message_arrives_when_both_ends_have_started(sender_first: bool) -> None:
     """Whoever starts first waits; with the other one the buffers hold what was sent, and both ends may join."""
     transport, sent, buffer = InProcess(), torch.arange(4.0), torch.zeros(4)
     ends = [(SEND, [sent], 1), (RECEIVE, [buffer], 0)]
@@ -39,7 +39,7 @@ def test_a_letter_arrives_when_both_ends_have_started(sender_first: bool) -> Non
     assert torch.equal(buffer, sent)
 
 
-def test_a_delivered_letter_is_a_copy() -> None:
+def test_a_delivered_message_is_a_copy() -> None:
     """Sender and receiver share no memory, and the transport holds neither's tensors after delivery."""
     transport, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
     handle = transport.start(SEND, [sent], 1)
@@ -49,7 +49,7 @@ def test_a_delivered_letter_is_a_copy() -> None:
     assert (handle.sent, handle.buffers, transport.messages) == (None, None, {})
 
 
-def test_letters_do_not_mix() -> None:
+def test_messages_do_not_mix() -> None:
     """Every microbatch, direction and stage has a message of its own; a message may hold several tensors, or none."""
     transport = InProcess()
     buffers = {}
@@ -64,7 +64,7 @@ def test_letters_do_not_mix() -> None:
     assert transport.ready(handle)
 
 
-def test_an_abandoned_letter_is_never_delivered() -> None:
+def test_an_abandoned_message_is_never_delivered() -> None:
     """After a failed step what was under way is forgotten: the next step's message gets its own content."""
     transport = InProcess()
     transport.start(SEND, [torch.zeros(4)], 1)
@@ -82,6 +82,16 @@ class Broken:
     def wait(self, *timeout: timedelta) -> None:
         patience = f"{timeout[0].total_seconds():g} s" if timeout else "no time of ours"
         raise RuntimeError(f"Connection closed by peer after {patience}\nlong trace")
+
+
+class Late:
+    """A transfer that fails for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def wait(self, *timeout: timedelta) -> None:
+        raise RuntimeError(self.reason)
 
 
 def network(timeout: timedelta | None = timedelta(seconds=2)) -> Network:
@@ -104,7 +114,7 @@ def test_messages_inside_a_device_do_not_leave_it() -> None:
 
 
 def test_a_transfer_that_fails_is_a_lost_peer() -> None:
-    """The error names the action and the first line of the reason, and says that another worker is gone."""
+    """The error names the action and the first line of the reason; the one who says so is a victim."""
     with pytest.raises(PeerLost, match=r"0SEND_F3 failed: .* gone or hangs \(Connection closed by peer after 2 s\)"):
         network().join(SEND, [Broken()])  # type: ignore[list-item]
 
@@ -113,6 +123,14 @@ def test_a_join_on_a_gpu_gives_no_timeout() -> None:
     """With one, NCCL would make the process wait; without, only the device does."""
     with pytest.raises(PeerLost, match="after no time of ours"):
         network(timeout=None).join(SEND, [Broken()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("reason", "remedy"), [("Timed out waiting 2000ms", True), ("Broken pipe", False)])
+def test_a_timeout_says_how_to_wait_longer(reason: str, remedy: bool) -> None:
+    """A peer that did not answer in time may only be slow; one whose connection broke is not."""
+    with pytest.raises(PeerLost, match="gone or hangs") as caught:
+        network().join(SEND, [Late(reason)])  # type: ignore[list-item]
+    assert str(caught.value).endswith("raise timeout_seconds") == remedy
 
 
 def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ def command(
     steps: Steps = 10,
     seed: Annotated[int, typer.Option(min=0, help="Decides weights, data and dropout.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Longest wait for another worker.")
+        float,
+        typer.Option(
+            min=1, max=1e6, metavar="SECONDS", help="Longest that an action may take; over 120 s also the start."
+        ),
     ] = 60.0,
     metrics: Annotated[
         Path | None,
@@ -52,6 +55,7 @@ def command(
     factory = partial(resolve, model, settings, document.training.precision)
     factory()  # a mistake in MODEL is told here, before any worker starts
     from pipefit.runtime import train
+    from pipefit.runtime.launch import START_SECONDS
 
     with progress("training") as report, _metrics(metrics) as note:
 
@@ -65,6 +69,7 @@ def command(
             steps=steps,
             seed=seed,
             timeout_seconds=timeout,
+            start_seconds=max(timeout, START_SECONDS),
             on_step=on_step,
         )
     if output is not None:
@@ -79,19 +84,28 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
     """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
 
     Seconds are those since the step before ended; the first step's include the start of the workers.
+
+    Raises:
+        FileError: the file cannot be written, as on a full disk.
     """
+    from pipefit.errors import FileError
+
     if path is None:
         yield lambda step, loss: None
         return
     last = perf_counter()
-    with path.open("w", encoding="utf-8", buffering=1) as file:
+    with path.open("wb", buffering=0) as file:
 
         def note(step: int, loss: float) -> None:
             nonlocal last
             now = perf_counter()
             # a loss that is not finite has no number in JSON
             told = loss if isfinite(loss) else str(loss)
-            file.write(json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n")
+            line = json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n"
+            try:
+                file.write(line.encode())
+            except OSError as error:
+                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
             last = now
 
         yield note

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipefit.actions import Action, Kind
+from pipefit.actions import RECEIVES, Action
 from pipefit.capture import Chain, capture
-from pipefit.capture.caller import apart, recording
+from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
@@ -23,17 +23,16 @@ from pipefit.plans import Plan
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.runner import run_in_turn
 from pipefit.schedule import lower
 from pipefit.validation import seed_number
-
-_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
 class NoPeers:
     """A transport that stands for all other devices: what is received is zeros, and what is sent is dropped."""
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> None:
-        if action.kind in _RECEIVES:
+        if action.kind in RECEIVES:
             for tensor in tensors:
                 tensor.zero_()
 
@@ -61,7 +60,7 @@ class LoneStages:
         self.task, self.seed = task, seed_number(seed)
         with recording("profiling"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            training = replace(task, module=in_mode(apart(task).build(), True))
+            training = replace(task, module=in_mode(on_a_copy(task).build(), True))
             self.chain: Chain = capture(training, *sample(task, microbatch_size))
         self.shared: Sequence[Shared] = self.chain.shared
 
@@ -92,8 +91,7 @@ class LoneStages:
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)
                     cut = cut_batch(plan.training, *flat)
-                    for _ in runner.step(cut.inputs, cut.targets):
-                        pass
+                    run_in_turn([runner], cut.inputs, cut.targets)
         finally:
             for layer in (layer for each in runner.stages.values() for layer in each.layers):
                 layer.module.to("cpu")

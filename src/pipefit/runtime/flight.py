@@ -36,14 +36,15 @@ class Piece:
 class Flight:
     """One microbatch in one stage.
 
-    `layers` are the stage's layers for microbatches of this size, and `boundaries` the values before every layer of the
-    model and after the last. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at
-    the boundary that the backward has reached.
+    `layers` are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the
+    model and after the last, and `weight` is the factor on the microbatch's loss. `values` wait for the next piece.
+    `gradients` has one gradient, or None, for each value at the boundary that the backward has reached.
     """
 
     microbatch: int
     layers: Sequence[ChainLayer]
     boundaries: Sequence[Sequence[Value]]
+    weight: float
     values: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)

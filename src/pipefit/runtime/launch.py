@@ -1,9 +1,10 @@
 """Launches the workers of a plan on this machine and supervises them.
 
 There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can read.
-Every wait has a timeout, in the workers and here. When training fails, the other workers soon fail too, because their
-messages do not arrive. The parent reports only the root cause: a worker whose process died; else one that reported an
-error of its own; else one that hangs; among several of a kind, the earliest. All other workers are stopped.
+Workers wait for each other without a timeout; the parent decides that one hangs, because it knows at which action each
+one is, and whether that is an action that waits for others. When training fails, other workers soon fail too, because
+their connections break. The parent reports only the root cause: a worker whose process died; else one that reported an
+error of its own; among several of a kind, the earliest. All other workers are stopped.
 
 The workers find each other through a file in a new directory, so that no port is needed that another program may use.
 For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
@@ -17,29 +18,31 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
-from multiprocessing.resource_tracker import ensure_running
 from typing import Any
 
+from pipefit.actions import Action
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
+from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.processes import Surroundings, forks
-from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, MEETING, STARTING, Assignment, Heartbeat, work
+from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 OnStep = Callable[[int, float], None]
+START_SECONDS = 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
-_GRACE_SECONDS = 3.0  # for the other workers to report, once one has failed
+_GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
 _PHASES = {
     STARTING: "while it started",
-    MEETING: "while it waited for the others to start",
+    RENDEZVOUS: "while it waited for the others to start",
     BUILDING: "while it built its layers",
     BETWEEN_STEPS: "while it made its batch",
 }
@@ -52,7 +55,7 @@ def train(
     steps: int,
     seed: int = 0,
     timeout_seconds: float = 60.0,
-    start_seconds: float = 120.0,
+    start_seconds: float = START_SECONDS,
     on_step: OnStep | None = None,
 ) -> tuple[list[float], Trace]:
     """Train for `steps` steps with one worker process per device; the losses and the measured trace of all devices.
@@ -60,13 +63,14 @@ def train(
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
             one).
-        timeout_seconds: the longest that an action, or making a batch, may take.
-        start_seconds: the longest that a worker may take to start and to build its layers.
+        timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
+            as long as they take.
+        start_seconds: the longest that a worker may take to start, and to build its layers.
         on_step: called with (step, mean loss) as each step ends.
 
     Raises:
         OutOfMemory: a device passed its cap; the message says where.
-        WorkerFailed: a worker died, hung or raised; the message names it.
+        WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
         FileError: the plan was made for another model.
         UsageError: the task cannot be sent to the workers, or a number is out of range.
     """
@@ -75,14 +79,13 @@ def train(
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor = _Supervisor(plan, steps, timeout_seconds, start_seconds, on_step)
-    pickled, meeting = _pickled(task), tempfile.mkdtemp(prefix="pipefit-")
+    supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, on_step), _pickled(task)
     try:
-        supervisor.start(pickled, seed, os.path.join(meeting, "store"))
+        supervisor.start(pickled, seed)
         supervisor.until_done()
     finally:
-        supervisor.stop()
-        shutil.rmtree(meeting, ignore_errors=True)
+        with interrupts_held():
+            supervisor.stop()
     return supervisor.losses, supervisor.trace()
 
 
@@ -112,13 +115,13 @@ class _Worker:
     result: tuple[DeviceTrace, tuple[float, ...]] | None = None
     error: PipefitError | None = None
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """Read the heartbeat: note the time if the worker has begun another action."""
         if self.heartbeat.beats != self.beats:
-            self.beats, self.last_sign = self.heartbeat.beats, time.monotonic()
+            self.beats, self.last_sign = self.heartbeat.beats, now
 
 
-@dataclass(slots=True)
+@dataclass
 class _Supervisor:
     """The parent's side: starts the workers, collects their reports, and finds the root cause of a failure."""
 
@@ -129,26 +132,39 @@ class _Supervisor:
     on_step: OnStep | None
     workers: list[_Worker] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    directory: str | None = None  # of the file through which the workers find each other
 
-    def start(self, task: bytes, seed: int, store: str) -> None:
-        context, surroundings = forks(), Surroundings.here()
-        for rank in range(len(self.plan.ranks)):
-            ours, theirs = context.Pipe(duplex=False)
-            heartbeat = Heartbeat(context)
-            assignment = Assignment(
-                task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store,
-                timeout_seconds=self.timeout_seconds, start_seconds=self.start_seconds,
-            )  # fmt: skip
-            process = context.Process(
-                target=work,
-                args=(assignment, surroundings, theirs, heartbeat),
-                daemon=True,
-                name=f"pipefit-worker-{rank}",
-            )
-            with _interrupts_held():
-                process.start()
-                self.workers.append(_Worker(process, ours, heartbeat))
-            theirs.close()
+    def start(self, task: bytes, seed: int) -> None:
+        """Start all workers.
+
+        Raises:
+            WorkerFailed: the system does not let us start one.
+        """
+        ranks = len(self.plan.ranks)
+        for rank in range(ranks):
+            try:
+                self._start(task, rank, seed)
+            except OSError as error:
+                raise WorkerFailed(
+                    f"worker {rank} of {ranks} cannot be started: {error.strerror or error}; plan for fewer devices, "
+                    "or raise the limit (ulimit -a shows those of open files and processes; df, free disk space)"
+                ) from error
+
+    def _start(self, task: bytes, rank: int, seed: int) -> None:
+        """Start one worker; `stop` will find it, whatever happens meanwhile."""
+        if self.directory is None:
+            self.directory = tempfile.mkdtemp(prefix="pipefit-")
+        store, context = os.path.join(self.directory, "store"), forks()
+        assignment = Assignment(task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store)
+        ours, theirs = context.Pipe(duplex=False)
+        heartbeat = Heartbeat(context)
+        process = context.Process(
+            target=work, args=(assignment, Surroundings.here(), theirs, heartbeat), daemon=True,
+            name=f"pipefit-worker-{rank}",
+        )
+        with theirs, interrupts_held():
+            process.start()
+            self.workers.append(_Worker(process, ours, heartbeat))
 
     def until_done(self) -> None:
         """Wait until every worker has delivered its trace.
@@ -158,16 +174,17 @@ class _Supervisor:
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
             heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
+            hangs = self._hanging(heard, time.monotonic())  # before `on_step` is called, which may take any time
             for worker in waiting:
-                worker.look()
                 if worker.pipe in heard:
                     self._hear(worker)
-            now = time.monotonic()
-            if any(w.error or now - w.last_sign > self._patience(w) + 2 * _GRACE_SECONDS for w in waiting):
+            if any(worker.error for worker in waiting):
                 self._raise_cause()
+            if hangs is not None:
+                raise self._hang(hangs)
 
     def stop(self) -> None:
-        """No worker outlives the call."""
+        """Stop all workers, and remove their file. No worker outlives the call."""
         for worker in self.workers:
             if worker.result is None:
                 worker.process.kill()
@@ -176,6 +193,8 @@ class _Supervisor:
             worker.process.kill()  # in case it has delivered its trace but does not end
             worker.process.join()
             worker.pipe.close()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def trace(self) -> Trace:
         results = {worker.result[0].device: worker.result[0] for worker in self.workers if worker.result}
@@ -225,43 +244,82 @@ class _Supervisor:
             for worker in pending:
                 if worker.pipe in heard:
                     self._hear(worker)
-        rank, worker = min(enumerate(self.workers), key=lambda item: _cause_rank(item[1]))
-        raise self._error_of(rank, worker)
+        failed = [rank for rank, worker in enumerate(self.workers) if worker.error is not None]
+        raise self._error_of(min(failed, key=lambda rank: _cause_rank(self.workers[rank])))
 
-    def _error_of(self, rank: int, worker: _Worker) -> PipefitError:
-        """The error to raise: the worker's own, with its name and what it was doing."""
-        error = worker.error
-        if error is not None and not isinstance(error, WorkerFailed):
+    def _error_of(self, rank: int) -> PipefitError:
+        """The error of a worker that failed, with the worker's name and what it was doing."""
+        error = self.workers[rank].error
+        assert error is not None
+        if not isinstance(error, WorkerFailed):
             return error  # its message says where
-        number, names = worker.heartbeat.action, self.plan.profile.layers
-        stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
-        layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
-        who = f"worker {rank} (device {stages[0].device}, layers {layers})"
-        at = _PHASES.get(number) or f"at {lower(self.plan).actions[stages[0].device][number]}"
-        if error is None:
-            return WorkerFailed(
-                f"{who} hangs {at}: no sign of life for {self._patience(worker):g} s; all workers were stopped"
-            )
-        failure = WorkerFailed(f"{who} failed {at}: {error}; all workers were stopped")
+        failure = WorkerFailed(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         return failure
 
-    def _patience(self, worker: _Worker) -> float:
-        return self.start_seconds if worker.heartbeat.action < BETWEEN_STEPS else self.timeout_seconds
+    def _name(self, rank: int) -> str:
+        names, stages = self.plan.profile.layers, [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
+        layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
+        return f"worker {rank} (device {stages[0].device}, layers {layers})"
+
+    # ---------------------------------------------------------------- where workers are
+
+    @cached_property
+    def _actions(self) -> list[Sequence[Action]]:
+        """The actions of every worker."""
+        of_devices = lower(self.plan).actions
+        return [of_devices[self.plan.stages[stages[0]].device] for stages in self.plan.ranks]
+
+    def _place(self, rank: int) -> str:
+        """What a worker is doing."""
+        number, actions = self.workers[rank].heartbeat.action, self._actions[rank]
+        if number == len(actions):
+            return "at the end of a step"
+        return _PHASES.get(number) or f"at {actions[number]}"
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a worker is where it waits for others, so that its silence says nothing about itself."""
+        number, actions = self.workers[rank].heartbeat.action, self._actions[rank]
+        return number == RENDEZVOUS or number == len(actions) or (number >= 0 and actions[number].wait)
+
+    def _limit(self, rank: int) -> tuple[float, str]:
+        """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""
+        if self.workers[rank].heartbeat.action < BETWEEN_STEPS:
+            return self.start_seconds, "start_seconds"
+        return self.timeout_seconds, "timeout_seconds"
+
+    def _hanging(self, heard: Sequence[object], now: float) -> int | None:
+        """The worker that hangs, if one does: it is silent for too long, and does not wait for others.
+
+        If all are silent for too long and wait, the one that has done so for the longest.
+        """
+        silent, unfinished = [], 0
+        for rank, worker in enumerate(self.workers):
+            worker.look(now)
+            unfinished += worker.result is None
+            if worker.result is None and worker.pipe not in heard and now - worker.last_sign > self._limit(rank)[0]:
+                silent.append(rank)
+        silent.sort(key=lambda rank: (self._waits(rank), self.workers[rank].last_sign))
+        return silent[0] if silent and (not self._waits(silent[0]) or len(silent) == unfinished) else None
+
+    def _hang(self, rank: int) -> WorkerFailed:
+        seconds, name = self._limit(rank)
+        return WorkerFailed(
+            f"{self._name(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; all workers were "
+            f"stopped; if it only needs more time, raise {name} (on the command line --timeout)"
+        )
 
 
 def _cause_rank(worker: _Worker) -> tuple[int, float]:
-    """A key for the likeliest root cause: the worker with the smallest key.
+    """A key for the likeliest root cause among workers that failed: the one with the smallest key.
 
-    A process that died comes first, then a worker's own error, then a worker that hangs, and last one that only lost
-    its peer or has ended; within each of these, the one that was heard of least recently.
+    A process that died comes first, then a worker's own error, and last one that only lost its peer; within each of
+    these, the one that was heard of least recently.
     """
     if isinstance(worker.error, _Death):
         return 0, worker.last_sign
-    if worker.error is not None and not isinstance(worker.error, PeerLost):
-        return 1, worker.last_sign
-    return (2 if worker.error is None and worker.result is None else 3), worker.last_sign
+    return (2 if isinstance(worker.error, PeerLost) else 1), worker.last_sign
 
 
 class _Death(WorkerFailed):
@@ -273,17 +331,8 @@ def _death(code: int | None, action: int) -> _Death:
         return _Death("killed by signal 9, as the system does when memory runs out")
     if code is not None and code < 0:
         return _Death(f"killed by signal {-code} ({signal.strsignal(-code)})")
+    if code is None:
+        return _Death("it closed its pipe without a report, and did not end")
     if code == 1 and action == STARTING:
         return _Death('it could not be started; a script must call train under `if __name__ == "__main__":`')
     return _Death(f"its process exited with code {code}")
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes started inside, and their forks, ignore the Ctrl-C of a terminal; the parent stops them instead."""
-    ensure_running()  # otherwise multiprocessing starts it inside, and removes the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

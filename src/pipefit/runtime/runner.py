@@ -44,7 +44,8 @@ class DeviceRunner:
         transport: exchanges tensors with the other devices.
         meter: counts the device's memory; None for no counting.
         clock: seconds since the training began.
-        on_action: called with the number of each action as it begins; for supervision.
+        on_action: called with the number of each action as it begins, and with their count when all are done; for
+            supervision.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class DeviceRunner:
         self.record = Record()
         self._specializations: Sequence[Specialization] = ()
         self._flights: dict[tuple[int, int], Flight] = {}
-        self._instructions_of: dict[int, tuple[Program, Instructions]] = {}
+        self._instructions_of: dict[int, tuple[Program, Instructions]] = {}  # by the program's id; it is kept alive
         self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that are recomputed
+        self._weights: Sequence[float] = ()
         self._inputs: Sequence[Microbatch] = ()
         self._targets: Sequence[Microbatch] = ()
         try:
@@ -100,8 +102,7 @@ class DeviceRunner:
         self._again = {(a.stage, a.microbatch) for a, _, _ in instructions if a.kind is Kind.RECOMPUTE}
         self._specializations = specializations or (self.usual,) * len(inputs)
         self._inputs, self._targets = inputs, targets
-        for stage in self.stages.values():
-            stage.weights = list(weights) if weights is not None else [1.0 / len(inputs)] * len(inputs)
+        self._weights = weights or (1.0 / len(inputs),) * len(inputs)
         for number, (action, text, stream) in enumerate(instructions):
             if self.on_action is not None:
                 self.on_action(number)
@@ -109,6 +110,8 @@ class DeviceRunner:
                 while not self.transfers.ready(action):
                     yield
             self._timed(action, text, stream)
+        if self.on_action is not None:
+            self.on_action(len(instructions))
         self._inputs = self._targets = ()
         self.record.next_step()
         for stage in self.stages.values():
@@ -116,11 +119,10 @@ class DeviceRunner:
 
     def _instructions(self, program: Program) -> Instructions:
         """The actions of this device in `program`, with text and stream; made once for each program."""
-        known = self._instructions_of.get(id(program))
-        if known is None or known[0] is not program:
+        if id(program) not in self._instructions_of:
             instructions = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
-            known = self._instructions_of[id(program)] = program, instructions
-        return known[1]
+            self._instructions_of[id(program)] = program, instructions
+        return self._instructions_of[id(program)][1]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
         """The trace of this device so far."""
@@ -152,7 +154,6 @@ class DeviceRunner:
                 left = _LEFT.get(action.kind, Category.BOUNDARY)
                 self.record.samples.append(meter.end(self.record.steps, began, left))
         except torch.OutOfMemoryError as error:
-            self.abandon()
             raise OutOfMemory(f"{error} ({self._where()})") from error
         if action.kind is not Kind.LOAD:
             self.record.events.append(
@@ -173,7 +174,7 @@ class DeviceRunner:
         """
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or action.part is not None or (action.kind is Kind.STEP and action.microbatch is not None):
-            raise UsageError(f"the runtime cannot execute {action} yet")
+            raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
         handler(self, action)
 
     # ---------------------------------------------------------------- data and messages
@@ -219,9 +220,8 @@ class DeviceRunner:
             flight.gradients = [tensors.pop(0) if value.requires_grad else None for value in outputs]
 
     def _sent(self, action: Action) -> None:
-        self._tag(
-            self.transfers.join(action), Category.ACTIVATIONS
-        )  # those that a layer has saved stay, as activations
+        # Tensors that a layer has saved stay, as activations; the others are freed here.
+        self._tag(self.transfers.join(action), Category.ACTIVATIONS)
 
     def _peer(self, action: Action) -> int:
         return self.program.placement[action.neighbour][0]
@@ -267,8 +267,12 @@ class DeviceRunner:
         flight = self._flights.get(key)
         if flight is None:
             specialization = self._specializations[action.microbatch]
-            flight = Flight(action.microbatch, specialization.layers[action.stage], specialization.boundaries)
-            self._flights[key] = flight
+            flight = self._flights[key] = Flight(
+                action.microbatch,
+                specialization.layers[action.stage],
+                specialization.boundaries,
+                self._weights[action.microbatch],
+            )
         return flight
 
     # ---------------------------------------------------------------- the end of a step

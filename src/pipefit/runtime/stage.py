@@ -65,7 +65,6 @@ class StageRunner:
         groups = parameter_groups(layers, task.groups)
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
-        self.weights = [1.0 / microbatches] * microbatches
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -113,7 +112,10 @@ class StageRunner:
         """
         piece = flight.pieces.get(first)
         if piece is None or piece.end != end or piece.has_graph:
-            raise UsageError(f"layers {first} to {end - 1} of microbatch {flight.microbatch} have nothing to run again")
+            raise UsageError(
+                f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
+                "to run just these forward first, and once"
+            )
         with _copied_buffers(flight.layers[first - self.start : end - self.start]) as copies:
             self._with_graph(flight, piece, piece.inputs, piece.targets)
         piece.copies = copies
@@ -237,7 +239,7 @@ class StageRunner:
         if not loss.requires_grad:
             return None
         scale = self.agreement.scale if self.agreement is not None else None
-        part = self.weights[flight.microbatch] * (scale.value if scale else 1.0)
+        part = flight.weight * (scale.value if scale else 1.0)
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
 
     def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from pipefit.capture.caller import recording, refuse_gradients
 from pipefit.capture.sample import in_mode, pair, sample
 from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, UsageError
+from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -41,7 +41,7 @@ from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import InProcess, Transport, connect
+from pipefit.runtime.transport import InProcess, Transport, connect, or_slow
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -58,7 +58,8 @@ class Trainer:
         timeout_seconds: how long a worker waits for another before it gives up.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
-        on_action: called with the number of each action as it begins; for supervision.
+        on_action: called with the number of each action as it begins, and with their count when all are done; for
+            supervision.
 
     Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
     this process has; and, on emulated devices, of operations whose kernels could not be measured.
@@ -79,12 +80,14 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         on_action: Callable[[int], None] | None = None,
     ) -> None:
+        seed_number(seed)
         whole("accumulate", accumulate, 1)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
-        self._batches = 0
+        self._accumulated = 0  # batches since the last update
         self._peaks: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
+        self._evaluations: dict[int, Program] = {}
         self._kernels = Kernels(torch.get_num_threads())
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
@@ -95,7 +98,7 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
         with recording("training"), torch.random.fork_rng(devices=[]):  # leaves the caller's generator as it is
-            torch.manual_seed(seed_number(seed))
+            torch.manual_seed(seed)
             training = replace(task, module=in_mode(task.build(), True))
             self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, task, chain)
@@ -130,10 +133,11 @@ class Trainer:
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
-        A batch may be smaller than the plan's, as the last one of an epoch often is. With `accumulate`, only
-        the last of so many batches makes an update. Gradients from before the first of them are dropped, as in a loop
-        that calls `zero_grad`. The step trains under `torch.no_grad()` too. It leaves torch's random generators as they
-        were, so that workers which draw their batches at random all draw the same.
+        A batch may be smaller than the plan's, as the last one of an epoch often is. With `accumulate`, only the last
+        of so many batches makes an update. Gradients from before the first of them are dropped, as in a loop that calls
+        `zero_grad`; after a step that failed, the next batch is the first again. The step trains under
+        `torch.no_grad()` too. It leaves torch's random generators as they were, so that workers which draw their
+        batches at random all draw the same.
 
         Raises:
             UsageError: the batch is larger than the plan's, unlike those the model was captured with, or waits for
@@ -145,11 +149,11 @@ class Trainer:
         with recording("training"):
             given = self._cut(pair(batch, "a step takes"))
             refuse_gradients(batch, self.task.name)
-            if self._batches % self.accumulate == 0:
+            if self._accumulated == 0:
                 self._drop_gradients()
-            self._batches += 1
-            update = self._batches % self.accumulate == 0
+            update = self._accumulated + 1 == self.accumulate
             loss = self._run(given, self._program(len(given.sizes), update), self.accumulate, training=True)
+            self._accumulated = 0 if update else self._accumulated + 1
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         if self.callbacks:
@@ -164,8 +168,7 @@ class Trainer:
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(stage.evaluating())
-            program = lower_evaluation(self.plan, microbatches=len(given.sizes))
-            return self._run(given, program, 1, training=False)
+            return self._run(given, self._evaluation(len(given.sizes)), 1, training=False)
 
     @property
     def trace(self) -> Trace:
@@ -218,6 +221,12 @@ class Trainer:
             self._programs[key] = lower(self.plan, microbatches=microbatches, update=update)
         return self._programs[key]
 
+    def _evaluation(self, microbatches: int) -> Program:
+        """The program that evaluates so many microbatches; each is made once, because runners keep what they ran."""
+        if microbatches not in self._evaluations:
+            self._evaluations[microbatches] = lower_evaluation(self.plan, microbatches=microbatches)
+        return self._evaluations[microbatches]
+
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> float:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss."""
         samples = sum(cut.sizes)
@@ -225,11 +234,11 @@ class Trainer:
         specializations = [self.specializations.of(size, training=training) for size in cut.sizes]
         options: dict[str, Any] = {"program": program, "weights": weights, "specializations": specializations}
         with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
-            if self.distributed:
-                for _ in self.runners[0].step(cut.inputs, cut.targets, **options):
-                    pass
-            else:
+            try:
                 run_in_turn(self.runners, cut.inputs, cut.targets, **options)
+            except BaseException:
+                self._accumulated = 0  # the gradients are lost
+                raise
         self._kernels.keep()
         self._kernels.tell_unknown()
         return self._mean_loss([size / samples for size in cut.sizes])
@@ -253,7 +262,7 @@ class Trainer:
                 dist.all_reduce(shared)
             except RuntimeError as error:
                 raise PeerLost(
-                    f"a worker did not report its loss and peaks ({str(error).splitlines()[0][:200]})"
+                    f"a worker did not report its loss and peaks ({first_line(error)}){or_slow(error)}"
                 ) from error
         loss, *peaks = shared.tolist()
         self._peaks = {self.plan.stages[n[0]].device: int(peak) for n, peak in zip(ranks, peaks, strict=True)}
@@ -298,7 +307,9 @@ def backend_of(plan: Plan) -> str:
 def _distributed(plan: Plan, timeout_seconds: float) -> bool:
     """Whether this process is one of several workers; joins their process group if a launcher has set one up."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend_of(plan), timeout=timedelta(seconds=timeout_seconds))
+        backend = backend_of(plan)
+        # NCCL's timeout would end the process that waits, not the one that hangs (see `transport.connect`).
+        dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
         atexit.register(_part)
     if not dist.is_initialized():
         return False

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.actions import SENDS, Action, Kind, Placement, message_partner
-from pipefit.errors import PeerLost, UsageError
+from pipefit.actions import SENDS, Action, Placement, message_partner
+from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -77,13 +77,16 @@ class _Sum:
 
 @dataclass(slots=True)
 class InProcess:
-    """The transport inside one process: a message is delivered when both ends have started."""
+    """The transport inside one process: a message is delivered when both ends have started.
+
+    A failed step leaves messages behind of which one end has started; `abandon` drops them.
+    """
 
     messages: dict[Action, _Message] = field(default_factory=dict)
     sums: dict[Action, _Sum] = field(default_factory=dict)
 
     def start(self, action: Action, tensors: list[Tensor], peer: int) -> _Message:
-        sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        sending = action.kind in SENDS
         key = action if sending else message_partner(action)
         assert key is not None
         message = self.messages.pop(key, None)
@@ -141,13 +144,16 @@ class Network:
         try:
             return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
         except RuntimeError as error:
-            raise PeerLost(f"{action} failed: device {peer} is gone ({_first_line(error)})") from error
+            raise PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)})") from error
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
         try:
             return [_under_way(dist.all_reduce(tensor, group=self.groups[members], async_op=True))]
         except RuntimeError as error:
-            raise PeerLost(f"{action} failed: another stage is gone ({_first_line(error)})") from error
+            raise PeerLost(
+                f"{action} failed: the device of stage {' or '.join(str(m) for m in members if m != action.stage)} is "
+                f"gone ({first_line(error)})"
+            ) from error
 
     def ready(self, handle: list[dist.Work] | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
@@ -160,7 +166,8 @@ class Network:
                 self._wait(work)
             except RuntimeError as error:
                 raise PeerLost(
-                    f"{action} failed: the device at its other end is gone or hangs ({_first_line(error)})"
+                    f"{action} failed: the device at its other end is gone or hangs ({first_line(error)})"
+                    f"{or_slow(error)}"
                 ) from error
         return None
 
@@ -225,7 +232,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         )
         network.warm_up(device)
     except RuntimeError as error:
-        raise PeerLost(f"the workers did not find each other ({_first_line(error)})") from error
+        raise PeerLost(f"the workers did not find each other ({first_line(error)}){or_slow(error)}") from error
     return network
 
 
@@ -247,6 +254,12 @@ def _members(plan: Plan) -> dict[tuple[int, ...], None]:
     return members
 
 
+def or_slow(error: BaseException) -> str:
+    """The end of a `PeerLost` message: what to try if another worker may only be slow, as after a timeout."""
+    text = first_line(error).lower()
+    return "; if it is only slow, raise timeout_seconds" if "timed out" in text or "timeout" in text else ""
+
+
 def _check_queues() -> None:
     """Check that a GPU's messages and computations do not share one queue, in which a receive could block its sender.
 
@@ -263,7 +276,3 @@ def _check_queues() -> None:
 def _under_way(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this worker is in the group"
     return work
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

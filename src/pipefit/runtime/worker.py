@@ -24,14 +24,17 @@ import torch
 import torch.distributed as dist
 
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
 from pipefit.plans import Plan
 from pipefit.runtime.processes import Surroundings
 from pipefit.runtime.trainer import Trainer, backend_of
 from pipefit.trace import DeviceTrace
 
-# What a heartbeat says while the worker is at no action; actions are numbered from 0.
-STARTING, MEETING, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1
+# What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
+# a step, where losses are exchanged.
+STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1
+
+_FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +49,7 @@ class Assignment:
     rank: int
     steps: int
     seed: int
-    timeout_seconds: float
-    start_seconds: float
-    store: str
+    store: str  # a file that does not exist yet, through which the workers find each other
 
 
 class Heartbeat:
@@ -88,9 +89,8 @@ def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, h
     pipe.close()
     if word[0] == "error":
         sys.stdout.flush()
-        os._exit(
-            1
-        )  # the others learn of it at once; destroying a process group in the middle of its work may hang or abort
+        # The others learn of it at once. Destroying a process group in the middle of its work may hang or abort.
+        os._exit(1)
 
 
 def _end_with_parent() -> None:
@@ -106,8 +106,8 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
     reports_losses = len(assignment.plan.stages) - 1 in ranks[assignment.rank]
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
     task = _task(assignment.task)
-    heartbeat.at(MEETING)
-    meeting = _Meeting(assignment) if len(ranks) > 1 else None
+    heartbeat.at(RENDEZVOUS)
+    rendezvous = _Rendezvous(assignment) if len(ranks) > 1 else None
     heartbeat.at(BUILDING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent has warned already
@@ -115,19 +115,19 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             task,
             assignment.plan,
             seed=assignment.seed,
-            timeout_seconds=assignment.timeout_seconds,
+            timeout_seconds=_FOREVER.total_seconds(),
             on_action=heartbeat.at,
         )
-    if meeting is not None:
-        heartbeat.at(MEETING)
-        meeting.wait("ready")
+    if rendezvous is not None:
+        heartbeat.at(RENDEZVOUS)
+        rendezvous.wait("ready")
     for step in range(assignment.steps):
         heartbeat.at(BETWEEN_STEPS)
         torch.manual_seed(assignment.seed + step)
         loss = trainer.step(task.batch(assignment.plan.training.batch_size))
         if reports_losses:
             pipe.send(("step", step, loss))
-    if meeting is not None:
+    if rendezvous is not None:
         dist.destroy_process_group()
     trace = trainer.trace
     return trace.devices[assignment.plan.stages[ranks[assignment.rank][0]].device], trace.step_seconds
@@ -138,7 +138,8 @@ def _task(pickled: bytes) -> Task:
         factory = pickle.loads(pickled)  # noqa: S301 - our own parent's
     except Exception as error:
         raise UsageError(
-            f"a worker cannot load the task ({_told(error)}): its function must be in a module that can be imported"
+            f"a worker cannot load the task ({in_one_line(error)}): its function must be in a module that can be "
+            "imported"
         ) from error
     task = factory()
     if not isinstance(task, Task):
@@ -146,42 +147,32 @@ def _task(pickled: bytes) -> Task:
     return task
 
 
-class _Meeting:
-    """Where the workers find each other.
-
-    They wait here for the slowest, so that the time that a worker takes to start does not count as hanging later.
-    """
+class _Rendezvous:
+    """Where the workers find each other, and wait for the slowest to start."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
-        self.patience = timedelta(seconds=assignment.start_seconds)
         self.store = dist.FileStore(assignment.store, self.world)  # type: ignore[attr-defined]  # exported without its name
         os.environ["LOCAL_RANK"] = str(assignment.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
-        backend, timeout = backend_of(assignment.plan), timedelta(seconds=assignment.timeout_seconds)
+        backend = backend_of(assignment.plan)
         self.wait("here")
         try:
-            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=timeout)
+            dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
         except RuntimeError as error:
-            raise PeerLost(f"the workers did not find each other ({_told(error)})") from error
+            raise PeerLost(f"the workers did not find each other ({in_one_line(error)})") from error
 
     def wait(self, name: str) -> None:
         """Return when every worker has come to this point."""
         self.store.set(f"{name} {self.rank}", "")
         try:
-            self.store.wait([f"{name} {rank}" for rank in range(self.world)], self.patience)
+            self.store.wait([f"{name} {rank}" for rank in range(self.world)], _FOREVER)
         except RuntimeError as error:
-            raise PeerLost("another worker did not start in time") from error
+            raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
 
 
 def _report(error: Exception) -> tuple[type[PipefitError], str]:
     """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
-    return WorkerFailed, _told(error)
-
-
-def _told(error: Exception) -> str:
-    """Type and first line of an exception, even of one whose `__str__` fails."""
-    text = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0][:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return WorkerFailed, in_one_line(error)
