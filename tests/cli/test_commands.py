@@ -8,19 +8,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import pipefit
-from pipefit.cli import main
+from pipefit import profiles, training
+from pipefit.cli import main, options
+from pipefit.cli.train import _metrics
 from pipefit.cluster import Cluster
+from pipefit.errors import FileError
 from pipefit.files import dumps, load, save
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import PLANNERS
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule import SCHEDULES, lower
-from pipefit.schedule.whole_stages import whole_stages
+from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
 from pipelines import make_plan, random_profile
@@ -188,3 +192,32 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
     )
     assert done.stdout in ("{", "")
     assert done.stderr == ""
+
+
+def test_options_offer_all_that_there_is() -> None:
+    """The choices of an option are those of the code behind it, which help must not wait for."""
+    (offered, _) = get_args(options.Recompute)
+    assert get_args(offered) == RECOMPUTE
+    assert set(get_args(options.Precision)) == set(get_args(training.Precision))
+    assert get_args(options.Target) == get_args(profiles.Target)
+
+
+def test_a_full_disk_is_a_sentence() -> None:
+    """Output that does not fit ends the command with 6 and what to do, whatever the interpreter still has to write."""
+    path = str(Path(pipefit.__file__).parents[1])
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipefit.cli", "show", "dgx1-v100"],
+            env={"PYTHONPATH": path}, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    sentence = "pipefit: the output cannot be written: No space left on device; free some, or write it elsewhere\n"
+    assert (done.returncode, done.stderr) == (6, sentence)
+
+
+def test_metrics_on_a_full_disk_name_the_file() -> None:
+    """A line of metrics that cannot be written is a failure of the file, and says which step it was."""
+    with (
+        _metrics(Path("/dev/full")) as note,
+        pytest.raises(FileError, match=r"^/dev/full cannot .*: No space .* step 3"),
+    ):
+        note(3, 1.0)

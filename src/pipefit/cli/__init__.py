@@ -5,6 +5,7 @@ What a command needs is imported when it runs, so that help costs no more than t
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -20,6 +21,7 @@ from pipefit.cli import certify, compare, demo, doctor, fit, plan, profile, show
 from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
 
 app = typer.Typer(
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return _print_version()
     try:
-        with _warnings_told():
+        with _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -60,12 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_usage_sentence(error), error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", 130, debug)
-    except BrokenPipeError:  # the reader of a pipe left, as head does; what follows must not complain either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of a pipe left, as head does
+        _close_stdout()
         return 1
+    except OSError as error:
+        if error.errno not in _FULL:
+            return _unexpected(error, debug)
+        _close_stdout()
+        return _fail(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6, debug)
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
-        what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
-        return _fail(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1, debug)
+        return _unexpected(error, debug)
 
 
 def _fill_streams() -> None:
@@ -86,8 +92,8 @@ def _take(words: list[str], flag: str) -> bool:
 
 
 @contextmanager
-def _warnings_told() -> Iterator[None]:
-    """Our own warnings are sentences on stderr, as failures are."""
+def _warnings_on_stderr() -> Iterator[None]:
+    """Inside, our own warnings are sentences on stderr, as failures are."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", PipefitWarning)
         usual = warnings.showwarning
@@ -100,6 +106,17 @@ def _warnings_told() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def _close_stdout() -> None:
+    """Whatever is still to be written to stdout goes nowhere, so that the interpreter's end does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unexpected(error: Exception, debug: bool) -> int:
+    """A sentence instead of a traceback, for what nobody foresaw."""
+    what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
+    return _fail(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1, debug)
 
 
 def _fail(sentence: str, code: int, debug: bool) -> int:

@@ -13,7 +13,7 @@ Precision = Literal[
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
 Recompute = Annotated[
-    Literal["never", "except_last", "always"],
+    Literal["never", "except_last", "except_one", "always"],
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
 ]
 
