@@ -173,7 +173,7 @@ def test_1f1b_is_refused_where_a_stages_place_matters(tmp_path: Path, microbatch
     if microbatches == 1:
         assert profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp()).training == training
         return
-    with pytest.raises(UsageError, match="under 1f1b its memory depends on its place"):
+    with pytest.raises(UsageError, match="under 1f1b a stage's memory depends on its place"):
         profile_incrementally(*asked, store=tmp_path / "runs.json", run=MadeUp())
 
 

@@ -104,6 +104,6 @@ def _register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) 
 
 
 def _nearness(layer: str, name: str) -> int:
-    """How many leading parts two paths share; all of them counts as more than any number."""
+    """How many leading parts two paths share; if one path begins with the whole of the other, a very large number."""
     pairs = zip(layer.split("."), name.split("."), strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), 1 << 30)

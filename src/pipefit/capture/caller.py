@@ -1,7 +1,7 @@
-"""What a caller may have around a call or in a batch, and what must not change because of it.
+"""What the caller's own contexts, batches and modules may be, and how the caller's module is left as it is.
 
-Training records a graph under `torch.no_grad()` too. What a pipeline cannot honour is refused by name: inference mode
-and autocast around a call, gradients that the caller's own tensors wait for.
+Training records a graph under `torch.no_grad()` too. What a pipeline cannot do is refused by name: training inside
+inference mode or autocast, gradients for the tensors of a batch, modules that were made in inference mode.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
             )
 
 
-def apart(task: Task) -> Task:
-    """`task` over a copy of a module that exists, without its gradients: whatever is done to it, the caller's own stays
-    as it is. A function builds a module for us alone anyway.
+def on_a_copy(task: Task) -> Task:
+    """`task` with a copy of its module, without gradients, so that the caller's own module stays as it is.
+
+    A task whose module is a function is returned as it is: every call builds a new module.
     """
     if not isinstance(task.module, nn.Module):
         return task

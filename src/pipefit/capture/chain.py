@@ -23,7 +23,8 @@ from pipefit.profiles import Measurement, Packing
 class ChainLayer:
     """One layer: its name in the model, the module, and what names in its state dict are called in the model's.
 
-    `autocast` is what it computes in under autocast; None without. `packing` is how the module takes its inputs.
+    `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
+    inputs: bare, or in a tuple or list.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Chain:
     packing: Packing = field(kw_only=True, default="bare")
 
     def measured(self, measurement: Measurement) -> Chain:
-        """The chain with what only a run tells: how each module, and the loss, takes what the one before returns."""
+        """The chain with the packings that profiling found: the form in which modules, and the loss, take inputs."""
         layers = tuple(
             replace(layer, packing=cost.packing) for layer, cost in zip(self.layers, measurement.costs, strict=True)
         )

@@ -19,8 +19,8 @@ from pipefit.capture.flow import Flow
 from pipefit.capture.task import Granularity
 
 _FAR_MORE = 4  # times the bytes of the next cut
-_LITTLE = 1000  # a piece with less than this share of the parameters may lose its cut for that
-_HALF = 100  # a part of a block with less than this share of the largest one's parameters is no half of it
+_LITTLE = 1000  # only a cut next to a piece with less than one in so many of all parameters is given up for that
+_HALF = 100  # a part of a block with less than one in so many of the largest part's parameters joins a neighbour
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 

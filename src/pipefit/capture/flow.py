@@ -30,8 +30,8 @@ class Flow:
     model: str
 
     @cached_property
-    def again(self) -> frozenset[fx.Node]:
-        """Operations that every layer repeats for itself instead of receiving their results."""
+    def repeated(self) -> frozenset[fx.Node]:
+        """Operations that each layer repeats if it needs their results, instead of receiving those."""
         changed, once = self._changed, set[fx.Node]()
         found: dict[fx.Node, frozenset[fx.Node]] = {}  # with the values that must cross for it
         for node in self.graph.nodes:
@@ -55,7 +55,7 @@ class Flow:
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
         """The operations that exactly one layer does, in order."""
-        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.again)
+        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node not in self.repeated)
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -129,14 +129,14 @@ class Flow:
     def _expanded(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         found: set[fx.Node] = set()
         for node in nodes:
-            found |= self._seen_through[node] if node in self.again else {node}
+            found |= self._sources_of_repeated[node] if node in self.repeated else {node}
         return frozenset(found)
 
     @cached_property
-    def _seen_through(self) -> dict[fx.Node, frozenset[fx.Node]]:
+    def _sources_of_repeated(self) -> dict[fx.Node, frozenset[fx.Node]]:
         found: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.graph.nodes:
-            if node in self.again:
+            if node in self.repeated:
                 sources = (found.get(source, frozenset((source,))) for source in node.all_input_nodes)
                 found[node] = frozenset().union(*sources)
         return found

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 from pipefit.capture.flat import Context, context, role, value
 from pipefit.capture.flow import Flow, dense_order
+from pipefit.capture.structure import Values
 
-Values = tuple[Tensor, ...]
 Entered = list[AbstractContextManager[Any]]
 
 
@@ -46,7 +46,7 @@ class GraphLayer(nn.Module):
 
 @functools.cache
 def layer_class(name: str) -> type[GraphLayer]:
-    """`GraphLayer` under the name of the class whose work it does: what reports call the layer."""
+    """A subclass of `GraphLayer` with the name of the original module's class, which reports show."""
     return type(name, (GraphLayer,), {"__doc__": GraphLayer.__doc__})
 
 
@@ -106,8 +106,8 @@ class _Writer:
             elif (meaning := role(node)) is not None:
                 self._known[node] = self.graph.get_attr(self.names[meaning.name])
             else:
-                assert node in self.flow.again, f"{node} does not cross"
-                self._again(node)
+                assert node in self.flow.repeated, f"{node} does not cross"
+                self._repeat(node)
         return self._known[node]
 
     def operation(self, node: fx.Node) -> None:
@@ -136,11 +136,11 @@ class _Writer:
             return node
         return self.graph.call_function(torch.ops.aten.permute.default, (node, order))
 
-    def _again(self, node: fx.Node) -> None:
+    def _repeat(self, node: fx.Node) -> None:
         """Writes the repeated operation `node` after those that it needs; not recursively, as masks are long chains."""
         pending = [node]
         while pending:
-            missing = [s for s in pending[-1].all_input_nodes if s in self.flow.again and s not in self._known]
+            missing = [s for s in pending[-1].all_input_nodes if s in self.flow.repeated and s not in self._known]
             if missing:
                 pending += missing
             elif (ready := pending.pop()) not in self._known:

@@ -1,7 +1,7 @@
 """From a task's module to its chain: by hand, or through `torch.export`.
 
 An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module is traced once, for
-the shapes of a sample, and cut at the seams between its own modules. Nothing is computed and nothing is allocated.
+the shapes of a sample, and cut between its own modules. Nothing is computed and nothing is allocated.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class Tree:
         if self.plain and len(leaves) == len(self.taken) and _is_flat(tree):
             return tuple(leaves)
         if spec != self.spec:
-            raise UsageError(f"{self.what} changed: the model was captured with {_told(self.spec)}, not {_told(spec)}")
+            raise UsageError(
+                f"{self.what} changed: the model was captured with {_described(self.spec)}, not {_described(spec)}"
+            )
         for number, (leaf, constant) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(leaf, Tensor):
                 continue
@@ -74,7 +76,7 @@ class Tree:
         return tuple(leaves[number] for number in self.taken)
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
-        """What the user knows, from the flat tuple."""
+        """A tree of this shape with the tensors `values` in it."""
         leaves = list(self.leaves)
         for number, tensor in zip(self.taken, values, strict=True):
             leaves[number] = tensor
@@ -114,7 +116,7 @@ def _text(leaf: Any) -> str:
     return f"{str(leaf.dtype).removeprefix('torch.')} ({shape}{',' * (leaf.ndim < 2)}){laid_out}"
 
 
-def _told(spec: pytree.TreeSpec) -> str:
+def _described(spec: pytree.TreeSpec) -> str:
     kind = "a tensor" if spec.type is None else f"a {getattr(spec.type, '__name__', spec.type)}"
     if spec.type is dict:
         return f"{kind} with {', '.join(map(str, spec.context))}"

@@ -17,8 +17,12 @@ from functools import cached_property
 
 import torch
 
+<<<<<<< HEAD
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture.caller import apart
+=======
+from pipefit.capture.caller import on_a_copy
+>>>>>>> b1d106b (Plain words in capture, profiler and zoo; what a layer's forward keeps is found in three named steps)
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory
@@ -65,11 +69,11 @@ def profile_incrementally(
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    told = _Told(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
+    layer_bytes = _LayerBytes(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
     for stages in planned:
-        told.attempt(stages)
-    isolated = tuple(map(told.alone, range(layers)))
-    added = (isolated[0], *map(told.added, range(1, layers)))
+        layer_bytes.attempt(stages)
+    isolated = tuple(map(layer_bytes.alone, range(layers)))
+    added = (isolated[0], *map(layer_bytes.added, range(1, layers)))
     return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training, recompute=recompute)
 
 
@@ -80,7 +84,7 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
         OutOfMemory: a device passed its cap.
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
-        trainer = Trainer(apart(task), plan)
+        trainer = Trainer(on_a_copy(task), plan)
         torch.manual_seed(0)
         for _ in range(steps):
             trainer.step(task.batch(plan.training.batch_size))
@@ -97,7 +101,7 @@ def plan_of(
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 
-class _Told:
+class _LayerBytes:
     """Single layers' bytes, derived from the runs; makes further runs if planned ones did not fit."""
 
     def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:

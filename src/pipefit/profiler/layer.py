@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.feedback import feeds_back
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
-from pipefit.runtime.boundary import GraphEnds, Values, backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
 
@@ -48,6 +49,30 @@ class _Held:
         self.tensor = tensor.detach()
 
 
+class _Storages:
+    """The storages behind a layer's tensors: of parameters and buffers, of its inputs, and its own.
+
+    `own` has the bytes of its own storages, in the order in which they were first asked about.
+    """
+
+    def __init__(self, meter: PassMeter, statics: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._meter, self.own = meter, list[int]()
+        self._origins = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in statics}
+        self._origins |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
+
+    def origin(self, tensor: Tensor) -> Origin:
+        """Whose storage a tensor has."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._origins:
+            self._origins[key] = self.add(self._meter.storages([tensor])[0].nbytes)
+        return self._origins[key]
+
+    def add(self, nbytes: int) -> Origin:
+        """One more storage of the layer's own."""
+        self.own.append(nbytes)
+        return Origin(kind="own", index=len(self.own) - 1)
+
+
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
 
@@ -67,7 +92,7 @@ class LayerMeter:
         """The cost of the layer. Afterwards, `outputs` are tensors like those that it returned."""
         with self.meter:
             self.meter.tag(self.statics, Category.PARAMETERS)
-            storages, saved, origins = self._anatomy()
+            storages, saved, origins = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
             forward_peak, backward_first, forward, backwards = self._microbatch()
             _, backward_later, _, _ = self._microbatch()
@@ -110,7 +135,7 @@ class LayerMeter:
 
     # ---------------------------------------------------------------- the runs
 
-    def _anatomy(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
+    def _kept_by_forward(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
         """What exists after a forward: own storages, saved tensors, and the origins of the outputs."""
         packed: list[ReferenceType[_Held]] = []
 
@@ -121,47 +146,22 @@ class LayerMeter:
 
         before = self.meter.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
-        where: dict[int, Origin] = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in self.statics}
-        where |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
-        own: list[int] = []
-
-        def origin(tensor: Tensor) -> Origin:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in where:
-                where[storage._cdata] = Origin(kind="own", index=len(own))
-                own.append(self.meter.storages([tensor])[0].nbytes)
-            return where[storage._cdata]
-
+        storages = _Storages(self.meter, self.statics, inputs)
         graph = GraphEnds()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
-        operations = savers(values)
-        kept = [(index, held.tensor) for index, known in enumerate(packed) if (held := known()) is not None]
-        saved = [
-            SavedTensor(
-                index=index,
-                operation=names.pop(0) if (names := operations.get(_identity(t))) else "",
-                shape=tuple(t.shape),
-                nbytes=t.numel() * t.element_size(),
-                dtype=dtype_name(t.dtype),
-                origin=origin(t),
-            )
-            for index, t in kept
-        ]
-        origins = tuple(origin(value) for value in values)
-        hidden = self.meter.total - before - sum(own) - sum(t.untyped_storage().nbytes() for t in inputs)
+        saved = _saved([known() for known in packed], savers(values), storages)
+        origins = tuple(map(storages.origin, values))
+        hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on the context of a custom function, which the hooks do not see
-            saved.append(
-                SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=Origin(kind="own", index=len(own)))
-            )
-            own.append(hidden)
-        self.outputs = tuple(_like(value) for value in values)
+            saved.append(SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=storages.add(hidden)))
+        self.outputs = tuple(map(_like, values))
         leave(graph, values)
         graph.root = None
         del values
         self.meter.forget_graphs()
-        return tuple(own), tuple(saved), origins
+        return tuple(storages.own), tuple(saved), origins
 
     def _checkpoint(self) -> tuple[Peak, bool]:
         """The peak of a forward that saves nothing, and whether it changes its inputs in place."""
@@ -248,6 +248,24 @@ def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | 
         early = meter.total
         stepper.step()
     return meter.total, early
+
+
+def _saved(
+    packed: Sequence[_Held | None], operations: dict[object, list[str]], storages: _Storages
+) -> list[SavedTensor]:
+    """The tensors that autograd still keeps, in the order in which they were saved; None stands for one it dropped."""
+    kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
+    return [
+        SavedTensor(
+            index=index,
+            operation=names.pop(0) if (names := operations.get(_identity(tensor))) else "",
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            dtype=dtype_name(tensor.dtype),
+            origin=storages.origin(tensor),
+        )
+        for index, tensor in kept
+    ]
 
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture import capture
-from pipefit.capture.caller import apart
+from pipefit.capture.caller import on_a_copy
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
@@ -38,7 +38,7 @@ def add_seconds(
     """`profile` with the seconds of every kind of layer on `device`, at each of its microbatch sizes."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("there is no CUDA device here to measure on: use --device fake, or --device cpu")
-    copied = apart(task)
+    copied = on_a_copy(task)
     copied = replace(copied, module=in_mode(copied.build(), True))
     with threads_of(threads):
         measured = tuple(_Clock(copied, m, device, progress).measure() for m in profile.measurements)

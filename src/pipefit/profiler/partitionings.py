@@ -49,7 +49,10 @@ def partitionings(layers: int, devices: int) -> list[Edges]:
         UsageError: fewer than three devices, on which no layer within the model can be alone.
     """
     if devices < 3 and devices < layers:
-        raise UsageError(f"incremental profiling needs at least three devices, not {devices}: a layer, and its sides")
+        raise UsageError(
+            f"incremental profiling needs at least three devices, not {devices}: one "
+            "for a layer alone, and one each for the layers before and behind it"
+        )
     if devices < _FEWEST or layers <= _FEWEST:
         return _on_three(layers)
     used = min(devices, max(_FEWEST, layers // 2))

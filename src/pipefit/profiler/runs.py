@@ -88,8 +88,8 @@ def conditions(
     met = [surroundings(training.schedule, stage, stages, training.microbatches, recompute) for stage in range(stages)]
     if len(set(met)) > 1:
         raise UsageError(
-            f"two numbers a layer cannot tell a stage's place in the pipeline, and under {training.schedule} its "
-            "memory depends on its place: profile, plan and train under gpipe"
+            f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two numbers for "
+            "each layer cannot express: profile, plan and train under gpipe"
         )
     taken = profile.assumptions
     return Conditions(
@@ -182,7 +182,7 @@ class Runs:
             found = json.loads(self.path.read_text())
             made = validated(Conditions, found["conditions"], f"the conditions in {self.path}")
             outcomes = dict(map(_outcome, found["runs"]))
-        except (OSError, ValueError, KeyError, TypeError, FileError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, FileError) as error:
             raise FileError(f"{self.path} is no record of profiling runs ({error}): delete it to begin anew") from None
         unlike = made.differences(self.conditions, self.profile.layers)
         if unlike:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Values = tuple[Tensor, ...]
+from pipefit.capture.structure import Values
 
 
 @dataclass(slots=True)

@@ -74,7 +74,10 @@ def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor) -> None:
     found = tensors.get(name)
     if found is None or found.shape != into.shape:
         have = "is missing" if found is None else f"has shape {tuple(found.shape)}"
-        raise UsageError(f"the state does not fit the model: {name} {have}, and {tuple(into.shape)} is needed")
+        raise UsageError(
+            f"the state does not fit the model: {name} {have}, and {tuple(into.shape)} is needed: load it into the "
+            "model that it was taken from"
+        )
     with torch.no_grad():
         into.copy_(found)
 

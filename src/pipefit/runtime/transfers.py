@@ -40,8 +40,9 @@ class Transfers:
         planned = [(value.shape, value.dtype) for value in values]
         if sent != planned:
             raise UsageError(
-                f"{action} would send {_told(sent)}, but by the plan device {peer} allocates {_told(planned)}: the "
-                "model made other tensors than when it was profiled; profile and plan it again with such inputs"
+                f"{action} would send {_described(sent)}, but by the plan device {peer} allocates "
+                f"{_described(planned)}: the model made other tensors than when it was profiled; profile and plan it "
+                "again with such inputs"
             )
         self._under_way[action] = tensors, self._transport.start(action, tensors, peer)
 
@@ -70,6 +71,6 @@ class Transfers:
         self._waiting.clear()
 
 
-def _told(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
+def _described(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
     """Shapes and dtypes, as people read them."""
     return ", ".join(f"{'x'.join(map(str, shape)) or 'one number'} of {dtype}" for shape, dtype in tensors) or "nothing"

@@ -45,8 +45,9 @@ def amoebanet(
 ) -> Task:
     """AmoebaNet-D with `layers` normal cells on square images (batch, 3, image_size, image_size).
 
-    `pooling` is what the 3 x 3 maximum pools do: `average` instead, as torchgpipe's benchmark has it, which mCAP and
-    others measured, saves less for the backward. `lr` None is the optimizer's usual rate; SGD decays weights by 1e-4.
+    `pooling="average"` makes average pools of the 3 x 3 maximum pools, which save less for the backward. So does
+    torchgpipe's benchmark, whose model mCAP and others measured. `lr` None is the optimizer's usual rate; SGD decays
+    weights by 1e-4.
 
     Raises:
         UsageError: a setting has a wrong value.

@@ -79,7 +79,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to the stream."""
+    """Pre-norm: causal attention and the feed-forward pair each read a normalised copy and add to what they read."""
 
     def __init__(self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ def _chain(
     chain["head"] = nn.Linear(hidden, vocabulary, bias=False)
     model = nn.Sequential(chain)
     initialise(model)
-    _calm_residuals(model, layers)
+    _scale_residuals(model, layers)
     return model
 
 
-def _calm_residuals(model: nn.Module, layers: int) -> None:
-    """Scales down the 2 x layers projections onto the residual stream: activations then do not grow with depth."""
+def _scale_residuals(model: nn.Module, layers: int) -> None:
+    """Scale down the 2 x layers projections onto the residual stream, so that activations do not grow with depth."""
     for block in model.modules():
         if isinstance(block, Block):
             for projection in (block.attention.out, block.feedforward.down):
