@@ -93,6 +93,7 @@ def test_labels_may_stay_outside() -> None:
         ("llama", {"num_hiden_layers": 2}, "did you mean num_hidden_layers"),
         ("gpt2", {"sequence": 4096}, "from 1 to 1024"),
         ("gpt2", {"optimizer": "lion"}, "adamw"),
+        ("gpt2", {"lr": -1.0}, "lr must be a finite number above 0, or None, not -1.0"),
         ("clip_text_model", {}, "pass the module to pipefit.Task"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,32 @@ from pipefit.errors import UsageError
 from pipefit.profiler import profile
 from pipefit.profiles import LayerCost, ModelProfile
 from pipefit.zoo import build
+
+
+class Placed(nn.Linear):
+    """A layer that notes whenever it is put onto a device."""
+
+    places: ClassVar[list[int]] = []
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 4)
+        self.number = number
+
+    def to(self, *args: Any, **kwargs: Any) -> Placed:
+        self.places.append(self.number)
+        return super().to(*args, **kwargs)
+
+
+def test_the_device_holds_one_layer_at_a_time() -> None:
+    """Each layer goes to the device and comes back to the host before the next one goes there."""
+    task = Task(
+        lambda: nn.Sequential(*map(Placed, range(3))),
+        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+        loss=F.mse_loss,
+    )
+    Placed.places.clear()
+    profile(task, microbatch_size=2, device="cpu")
+    assert Placed.places == [0, 0, 1, 1, 2, 2]
 
 
 def without_seconds(found: ModelProfile) -> ModelProfile:

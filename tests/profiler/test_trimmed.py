@@ -102,7 +102,7 @@ def test_a_record_of_whole_runs_is_refused(tmp_path: Path) -> None:
 def test_the_place_in_1f1b_is_not_known(tmp_path: Path) -> None:
     """A schedule under which it matters is refused, before any run."""
     task = small()
-    with pytest.raises(UsageError, match="under 1f1b its memory depends"):
+    with pytest.raises(UsageError, match="under 1f1b a stage's memory depends"):
         profile_trimmed(
             task, profile(task, microbatch_size=2), Cluster.emulated((4, 1 << 30)),
             Training(batch_size=4, microbatches=2, schedule="1f1b"), store=tmp_path / "runs.json",

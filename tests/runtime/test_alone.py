@@ -16,7 +16,7 @@ from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
-from pipefit.runtime.assembly import local_device, meter_of
+from pipefit.runtime.hardware import local_device, meter_of
 from random_cases import plan_for, random_case
 from tiny import plan_of, task_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,21 @@ def test_a_part_kept_in_evaluation_stays_there() -> None:
     trainer = Trainer(task, plan)
     trainer.step(data(0))
     assert trainer.state_dict()["2.running_mean"].eq(0).all()
+
+
+def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, GPU number `n` runs the stages that the plan puts on device `n`, whatever their order."""
+    asked: list[int] = []
+
+    def note(cluster: Cluster, number: int) -> torch.device:
+        asked.append(number)
+        return torch.device("cpu")
+
+    monkeypatch.setattr("pipefit.runtime.trainer.local_device", note)
+    task, plan = make()
+    places = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, (2, 0, 1), strict=True))
+    Trainer(task, replace(plan, stages=places))
+    assert asked == [2, 0, 1]
 
 
 def test_metrics_go_to_a_file_line_by_line(tmp_path: Path) -> None:

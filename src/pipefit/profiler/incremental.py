@@ -17,12 +17,8 @@ from functools import cached_property
 
 import torch
 
-<<<<<<< HEAD
 from pipefit.additive_costs import AdditiveCosts
-from pipefit.capture.caller import apart
-=======
 from pipefit.capture.caller import on_a_copy
->>>>>>> b1d106b (Plain words in capture, profiler and zoo; what a layer's forward keeps is found in three named steps)
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory

@@ -68,6 +68,7 @@ class _Clock:
                 timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values)
             with torch.no_grad():
                 values = layer(values)
+            layer.module.to("cpu")  # so that the device holds one layer at a time
         loss = self._time(
             measurement.loss, self._loss(len(values)), nn.Module(), (*values, *(t.to(self.device) for t in targets))
         )

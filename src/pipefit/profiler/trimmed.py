@@ -27,7 +27,7 @@ from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.alone import LoneStages
-from pipefit.runtime.assembly import local_device, meter_of
+from pipefit.runtime.hardware import local_device, meter_of
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 

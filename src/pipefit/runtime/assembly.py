@@ -11,19 +11,33 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Shared, give_own_copies
 from pipefit.capture.task import Task
-from pipefit.cluster import Cluster
 from pipefit.cost.storages import StageStorages
-from pipefit.errors import UsageError
 from pipefit.meter import MemoryMeter
-from pipefit.meter.cpu import Meter
-from pipefit.meter.cuda import CudaMeter
-from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What all devices of a run have in common: what stages are built from, and what connects and observes them.
+
+    `absent` are the trained parameters of layers that a dry run leaves out.
+    """
+
+    task: Task
+    chain: Chain
+    plan: Plan
+    program: Program
+    shared: Sequence[Shared]
+    transport: Transport
+    clock: Callable[[], float]
+    seed: int
+    on_action: Callable[[int], None] | None = None
+    absent: int = 0
 
 
 def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -> dict[int, nn.Parameter]:
@@ -72,25 +86,6 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What all devices of a run have in common: what stages are built from, and what connects and observes them.
-
-    `absent` are the trained parameters of layers that a dry run leaves out.
-    """
-
-    task: Task
-    chain: Chain
-    plan: Plan
-    program: Program
-    shared: Sequence[Shared]
-    transport: Transport
-    clock: Callable[[], float]
-    seed: int
-    on_action: Callable[[int], None] | None = None
-    absent: int = 0
-
-
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
     """The runner of the device with these stages, whose layers are moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
@@ -123,29 +118,3 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
         clock=site.clock,
         on_action=site.on_action,
     )
-
-
-def local_device(cluster: Cluster, number: int) -> torch.device:
-    """Where this machine runs one of the cluster's devices: on its GPU of that number, or on the CPU.
-
-    Raises:
-        UsageError: it has no such GPU.
-    """
-    if cluster.backend != "cuda":
-        return torch.device("cpu")
-    if number >= torch.cuda.device_count():
-        raise UsageError(
-            f"{cluster.name} needs GPU {number} of this machine, which shows {torch.cuda.device_count()}: choose a "
-            "cluster of fewer devices, or emulated ones"
-        )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def meter_of(cluster: Cluster, number: int, device: torch.device, kernels: Kernels) -> MemoryMeter | None:
-    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
-    if device.type == "cuda":
-        return CudaMeter(device)
-    if cluster.backend == "cpu":
-        return None
-    return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, kernels=kernels)

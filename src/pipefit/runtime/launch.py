@@ -2,9 +2,8 @@
 
 There is one process for each device in use. Each has a pipe to the parent and a heartbeat that the parent can read.
 Workers wait for each other without a timeout; the parent decides that one hangs, because it knows at which action each
-one is, and whether that is an action that waits for others. When training fails, other workers soon fail too, because
-their connections break. The parent reports only the root cause: a worker whose process died; else one that reported an
-error of its own; among several of a kind, the earliest. All other workers are stopped.
+one is, and whether that is an action that waits for others. The parent reports only the root cause of a failure
+(`pipefit.runtime.root_cause`), and stops all other workers.
 
 The workers find each other through a file in a new directory, so that no port is needed that another program may use.
 For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
@@ -15,10 +14,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -26,11 +24,12 @@ from typing import Any
 
 from pipefit.actions import Action
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitError, UsageError, WorkerFailed
+from pipefit.errors import PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.processes import Surroundings, forks
+from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
 from pipefit.trace import DeviceTrace, Trace
@@ -64,7 +63,7 @@ def train(
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
             one).
         timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
-            as long as they take.
+            as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
         start_seconds: the longest that a worker may take to start, and to build its layers.
         on_step: called with (step, mean loss) as each step ends.
 
@@ -174,7 +173,7 @@ class _Supervisor:
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
             heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
-            hangs = self._hanging(heard, time.monotonic())  # before `on_step` is called, which may take any time
+            hangs = hanging(list(self._sightings(heard, time.monotonic())))  # before `on_step`, which may take any time
             for worker in waiting:
                 if worker.pipe in heard:
                     self._hear(worker)
@@ -217,7 +216,7 @@ class _Supervisor:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(timeout=1)
-            worker.error = _death(worker.process.exitcode, worker.heartbeat.action)
+            worker.error = died(worker.process.exitcode, starting=worker.heartbeat.action == STARTING)
             return
         finally:
             worker.last_sign = time.monotonic()
@@ -244,8 +243,8 @@ class _Supervisor:
             for worker in pending:
                 if worker.pipe in heard:
                     self._hear(worker)
-        failed = [rank for rank, worker in enumerate(self.workers) if worker.error is not None]
-        raise self._error_of(min(failed, key=lambda rank: _cause_rank(self.workers[rank])))
+        failures = {n: (w.error, w.last_sign) for n, w in enumerate(self.workers) if w.error is not None}
+        raise self._error_of(root_cause(failures))
 
     def _error_of(self, rank: int) -> PipefitError:
         """The error of a worker that failed, with the worker's name and what it was doing."""
@@ -289,19 +288,17 @@ class _Supervisor:
             return self.start_seconds, "start_seconds"
         return self.timeout_seconds, "timeout_seconds"
 
-    def _hanging(self, heard: Sequence[object], now: float) -> int | None:
-        """The worker that hangs, if one does: it is silent for too long, and does not wait for others.
-
-        If all are silent for too long and wait, the one that has done so for the longest.
-        """
-        silent, unfinished = [], 0
+    def _sightings(self, heard: Sequence[object], now: float) -> Iterator[Sighting]:
+        """What is seen of the workers that have not finished; a worker with a report to read is not silent."""
         for rank, worker in enumerate(self.workers):
             worker.look(now)
-            unfinished += worker.result is None
-            if worker.result is None and worker.pipe not in heard and now - worker.last_sign > self._limit(rank)[0]:
-                silent.append(rank)
-        silent.sort(key=lambda rank: (self._waits(rank), self.workers[rank].last_sign))
-        return silent[0] if silent and (not self._waits(silent[0]) or len(silent) == unfinished) else None
+            if worker.result is None:
+                yield Sighting(
+                    rank=rank,
+                    silent_seconds=0.0 if worker.pipe in heard else now - worker.last_sign,
+                    limit_seconds=self._limit(rank)[0],
+                    waits=self._waits(rank),
+                )
 
     def _hang(self, rank: int) -> WorkerFailed:
         seconds, name = self._limit(rank)
@@ -309,30 +306,3 @@ class _Supervisor:
             f"{self._name(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; all workers were "
             f"stopped; if it only needs more time, raise {name} (on the command line --timeout)"
         )
-
-
-def _cause_rank(worker: _Worker) -> tuple[int, float]:
-    """A key for the likeliest root cause among workers that failed: the one with the smallest key.
-
-    A process that died comes first, then a worker's own error, and last one that only lost its peer; within each of
-    these, the one that was heard of least recently.
-    """
-    if isinstance(worker.error, _Death):
-        return 0, worker.last_sign
-    return (2 if isinstance(worker.error, PeerLost) else 1), worker.last_sign
-
-
-class _Death(WorkerFailed):
-    """A process that ended without a report."""
-
-
-def _death(code: int | None, action: int) -> _Death:
-    if code == -signal.SIGKILL:
-        return _Death("killed by signal 9, as the system does when memory runs out")
-    if code is not None and code < 0:
-        return _Death(f"killed by signal {-code} ({signal.strsignal(-code)})")
-    if code is None:
-        return _Death("it closed its pipe without a report, and did not end")
-    if code == 1 and action == STARTING:
-        return _Death('it could not be started; a script must call train under `if __name__ == "__main__":`')
-    return _Death(f"its process exited with code {code}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pipefit.trace import DeviceTrace, Event, MemorySample
 
@@ -21,7 +22,8 @@ class Record:
     def step_peak_bytes(self) -> int:
         """The peak of the last step; 0 without a meter."""
         last = self.steps - 1
-        return max((s.total_bytes for s in reversed(self.samples) if s.step == last), default=0)
+        of_last = takewhile(lambda sample: sample.step == last, reversed(self.samples))
+        return max((sample.total_bytes for sample in of_last), default=0)
 
     def next_step(self) -> None:
         """Begin the next step. Every so many steps, those that are neither first nor latest are dropped."""

@@ -32,10 +32,11 @@ from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.runtime.assembly import Site, assemble, local_device, meter_of
+from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
+from pipefit.runtime.hardware import backend_of, local_device, meter_of
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.specializations import Specializations
@@ -96,7 +97,8 @@ class Trainer:
         program = lower(plan)
         transport: Transport = InProcess()
         if self.distributed:  # before building, which may take longer on one worker than on another
-            transport = connect(plan, program, _device(plan, self.rank), timedelta(seconds=timeout_seconds))
+            here = _device(plan, self.rank, distributed=True)
+            transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
         with recording("training"), torch.random.fork_rng(devices=[]):  # leaves the caller's generator as it is
             torch.manual_seed(seed)
             training = replace(task, module=in_mode(task.build(), True))
@@ -119,7 +121,7 @@ class Trainer:
             assemble(
                 site,
                 ranks[number],
-                device=(device := _device(plan, number)),
+                device=(device := _device(plan, number, distributed=self.distributed)),
                 meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
             )
             for number in ([self.rank] if self.distributed else range(len(ranks)))
@@ -288,22 +290,6 @@ class Trainer:
         )
 
 
-def backend_of(plan: Plan) -> str:
-    """The backend of `torch.distributed` for the workers of a plan.
-
-    Raises:
-        UsageError: the plan is for GPUs, and this machine has none.
-    """
-    if plan.cluster.backend != "cuda":
-        return "gloo"
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"the plan is for {plan.cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
-            f"here, plan for emulated devices, such as emulated:{len(plan.stages)}x256MiB"
-        )
-    return "nccl"
-
-
 def _distributed(plan: Plan, timeout_seconds: float) -> bool:
     """Whether this process is one of several workers; joins their process group if a launcher has set one up."""
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -327,6 +313,7 @@ def _part() -> None:
         dist.destroy_process_group()
 
 
-def _device(plan: Plan, rank: int) -> torch.device:
-    """Where this process runs a rank's stages: a worker on its own device, a single process on the rank's."""
-    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", rank)))
+def _device(plan: Plan, rank: int, *, distributed: bool) -> torch.device:
+    """Where this process runs a rank's stages: on the plan's device, unless a launcher has given the worker another."""
+    planned = plan.stages[plan.ranks[rank][0]].device
+    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", planned)) if distributed else planned)

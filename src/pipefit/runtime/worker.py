@@ -26,8 +26,9 @@ import torch.distributed as dist
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
 from pipefit.plans import Plan
+from pipefit.runtime.hardware import backend_of
 from pipefit.runtime.processes import Surroundings
-from pipefit.runtime.trainer import Trainer, backend_of
+from pipefit.runtime.trainer import Trainer
 from pipefit.trace import DeviceTrace
 
 # What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
@@ -39,7 +40,7 @@ _FOREVER = timedelta(days=1000)  # a worker waits for others as long as its pare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a worker is to do.
+    """What a worker is to do, on the plan's device of its rank.
 
     The task is pickled by itself, so that a worker which cannot load it can still report that.
     """
@@ -153,7 +154,6 @@ class _Rendezvous:
     def __init__(self, assignment: Assignment) -> None:
         self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
         self.store = dist.FileStore(assignment.store, self.world)  # type: ignore[attr-defined]  # exported without its name
-        os.environ["LOCAL_RANK"] = str(assignment.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
         backend = backend_of(assignment.plan)
         self.wait("here")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.zoo.optimizers import optimizer_of
+from pipefit.zoo.optimizers import OptimizerName, optimizer_of
+from pipefit.zoo.settings import Rate, rule_of
 
 _LONGEST = 512  # tokens of a made-up sample, unless told; fewer where the model has fewer positions
 _EVERY = 7  # a masked language model is asked for every seventh token
@@ -45,6 +46,7 @@ def hf(
         sequence: tokens in a sample; by default 512, or as many as the model has positions.
         attention: `sdpa` (the default, where the model has it) or `eager`.
         optimizer: `adamw`, `adam` or `sgd`.
+        lr: its rate; None is its usual one.
 
     Raises:
         UsageError: transformers is not installed; no such architecture or setting; a value that cannot be.
@@ -52,8 +54,9 @@ def hf(
     transformers = _transformers()
     config = _config(transformers, name, settings)
     kind, architecture = _kind(name)
-    if optimizer not in ("adamw", "adam", "sgd"):
-        raise UsageError(f"hf:{name}: optimizer must be 'adamw', 'adam' or 'sgd', not {optimizer!r}")
+    for setting, value, hint in (("optimizer", optimizer, OptimizerName), ("lr", lr, Rate | None)):
+        if not (rule := rule_of(hint)).accepts(value):
+            raise UsageError(f"hf:{name}: {setting} must be {rule.words}, not {value!r}")
     lengths = [getattr(config, key) for key in _POSITIONS if isinstance(getattr(config, key, None), int)]
     longest = min(lengths or [_LONGEST])
     length = min(longest, _LONGEST) if sequence is None else sequence

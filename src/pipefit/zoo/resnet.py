@@ -8,6 +8,7 @@ parameters. (He et al., "Deep Residual Learning for Image Recognition", 2016; th
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -69,13 +70,11 @@ def resnet101(
         UsageError: a setting has a wrong value, or the last group's images would be single pixels.
     """
     _check_image("resnet101", image_size, groups=len(_RESNET101))
-    return Task(
-        partial(_chain, blocks=_RESNET101, num_classes=num_classes, width=width, inplace=inplace),
-        batch=partial(noise_batch, shape=(3, image_size, image_size), classes=num_classes),
-        loss=class_loss,
-        optimizer=optimizer_of(optimizer, lr, sgd_rate=_SGD_RATE, sgd_decay=_SGD_DECAY),
-        name="resnet101",
-    )
+    task = resnet(
+        blocks=_RESNET101, num_classes=num_classes, image_size=image_size, width=width, inplace=inplace,
+        optimizer=optimizer, lr=lr,
+    )  # fmt: skip
+    return replace(task, name="resnet101")
 
 
 class Bottleneck(nn.Module):

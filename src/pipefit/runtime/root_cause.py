@@ -1,0 +1,71 @@
+"""Who is to blame when training fails or stands still: the worker that failed by itself, or the one that hangs.
+
+When one worker fails, others fail soon after it, because their connections break; while one hangs, others wait for it
+in silence. Both are told apart from the culprit by what the parent sees of every worker.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipefit.errors import PeerLost, PipefitError, WorkerFailed
+
+
+class ProcessDied(WorkerFailed):
+    """A process that ended without a report."""
+
+
+def died(code: int | None, *, starting: bool) -> ProcessDied:
+    """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs."""
+    if code is None:
+        return ProcessDied("it closed its pipe without a report, and did not end")
+    if code == -signal.SIGKILL:
+        return ProcessDied("killed by signal 9, as the system does when memory runs out")
+    if code < 0:
+        return ProcessDied(f"killed by signal {-code} ({signal.strsignal(-code)})")
+    if code == 1 and starting:
+        return ProcessDied('it could not be started; a script must call train under `if __name__ == "__main__":`')
+    return ProcessDied(f"its process exited with code {code}")
+
+
+def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
+    """The rank whose failure caused the others, of `failures`: error and time by rank.
+
+    A process that died comes before a worker's own error, and that before one that only lost its peer; among several of
+    a kind, the earliest.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        error, when = failures[rank]
+        return (0 if isinstance(error, ProcessDied) else 2 if isinstance(error, PeerLost) else 1), when
+
+    return min(failures, key=order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What the parent sees of an unfinished worker: since when it is silent, and how long it may be where it is.
+
+    `waits` says that it is where it waits for others, so that its silence says nothing about itself.
+    """
+
+    rank: int
+    silent_seconds: float
+    limit_seconds: float
+    waits: bool
+
+
+def hanging(unfinished: Sequence[Sighting]) -> int | None:
+    """The rank that hangs, of all workers that have not finished; None if they may still come on.
+
+    It is silent for longer than it may be, and does not wait for others. Where all are silent for too long and all
+    wait, it is the one that has done so for the longest.
+    """
+    silent = [worker for worker in unfinished if worker.silent_seconds > worker.limit_seconds]
+    blamed = [worker for worker in silent if not worker.waits]
+    if not blamed and len(silent) == len(unfinished):
+        blamed = silent
+    longest = max(blamed, key=lambda worker: worker.silent_seconds, default=None)
+    return None if longest is None else longest.rank
