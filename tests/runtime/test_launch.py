@@ -29,7 +29,7 @@ from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, Wor
 from pipefit.plans import Plan
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 30  # for a loaded machine; a worker needs about four
+START_SECONDS = 60  # for a loaded machine; a worker needs about four
 
 
 def plan_of(layers: int = 3, memory: str = "1MiB", microbatches: int = 4) -> Plan:

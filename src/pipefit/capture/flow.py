@@ -9,7 +9,7 @@ operations finds what crosses every cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,25 +32,17 @@ class Flow:
     @cached_property
     def repeated(self) -> frozenset[fx.Node]:
         """Operations that each layer repeats if it needs their results, instead of receiving those."""
-        changed, once = self._changed, set[fx.Node]()
-        found: dict[fx.Node, frozenset[fx.Node]] = {}  # with the values that must cross for it
+        needed: dict[fx.Node, frozenset[fx.Node]] = {}  # for each of them, the values that must cross for it
+        sent: set[fx.Node] = set()  # not repeated, because their results are smaller than those values
         for node in self.graph.nodes:
-            if node.op != "call_function" or self._group[node] in changed or not _repeatable(node):
+            values = self._to_repeat(node, needed, sent)
+            if values is None:
                 continue
-            needed: set[fx.Node] = set()
-            for source in node.all_input_nodes:
-                if source in found:
-                    needed |= found[source]
-                elif source not in once and not self._given(source, changed):
-                    break
-                elif source in once or _kind(source) == "input":
-                    needed.add(source)
+            if isinstance(value(node), Tensor) and sum(map(nbytes, values)) > nbytes(node):
+                sent.add(node)
             else:
-                if not isinstance(value(node), Tensor) or sum(map(nbytes, needed)) <= nbytes(node):
-                    found[node] = frozenset(needed)
-                else:
-                    once.add(node)  # smaller than its inputs: sending it is cheaper than repeating it
-        return frozenset(found)
+                needed[node] = values
+        return frozenset(needed)
 
     @cached_property
     def order(self) -> tuple[fx.Node, ...]:
@@ -119,12 +111,33 @@ class Flow:
                 found.setdefault(root, []).append(node)
         return found
 
-    def _given(self, node: fx.Node, changed: Iterable[fx.Node]) -> bool:
+    def _to_repeat(
+        self, node: fx.Node, needed: Mapping[fx.Node, frozenset[fx.Node]], sent: Set[fx.Node]
+    ) -> frozenset[fx.Node] | None:
+        """The values that must cross a cut for `node` to be repeated behind it; None if it cannot be repeated.
+
+        `needed` has them for the operations before it that can be, and `sent` has those that are sent instead.
+        """
+        if node.op != "call_function" or self._group[node] in self._changed or not _repeatable(node):
+            return None
+        found: set[fx.Node] = set()
+        for source in node.all_input_nodes:
+            if source in needed:
+                found |= needed[source]
+            elif source in sent:
+                found.add(source)
+            elif not self._given(source):
+                return None
+            elif _kind(source) == "input":
+                found.add(source)
+        return frozenset(found)
+
+    def _given(self, node: fx.Node) -> bool:
         """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""
         kind = _kind(node)
         if kind == "input":
             return isinstance(tensor := value(node), Tensor) and not tensor.is_floating_point()
-        return kind in ("buffer", "constant") and self._group[node] not in changed
+        return kind in ("buffer", "constant") and self._group[node] not in self._changed
 
     def _expanded(self, nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         found: set[fx.Node] = set()

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+Place = tuple[int, str]  # the number of a layer, and the parameter's name there
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One parameter, and every place that uses it: the number of the layer and the parameter's name there."""
+    """One parameter, and every place that uses it."""
 
     parameter: nn.Parameter
-    places: tuple[tuple[int, str], ...]
+    places: tuple[Place, ...]
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -23,7 +25,7 @@ class Shared:
 
 def shared_parameters(modules: Sequence[nn.Module]) -> tuple[Shared, ...]:
     """The parameters that more than one of `modules` uses, in the order in which they are first met."""
-    places: dict[int, list[tuple[int, str]]] = {}
+    places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -19,7 +19,7 @@ from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
-from pipefit.capture.shared import Shared, shared_parameters
+from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
@@ -154,8 +154,7 @@ class _Survey:
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
-        found = shared_parameters([layer.module for layer in chain.layers])
-        return tuple(self._shared_parameter(chain, shared) for shared in found)
+        return tuple(self._shared_parameter(chain, shared) for shared in chain.shared)
 
     def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
         parameter, (layer, name) = shared.parameter, shared.places[0]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from pipefit.capture.chain import Chain
-from pipefit.capture.shared import Shared, give_own_copies
+from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
 from pipefit.meter import MemoryMeter
@@ -51,33 +51,38 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     return own
 
 
+def _uses(site: Site) -> Iterator[tuple[int, Place, nn.Parameter]]:
+    """Every use of a trainable parameter: the number of the layer, the parameter's first place, and the parameter."""
+    first = {place: found.places[0] for found in site.shared for place in found.places}
+    for number, layer in enumerate(site.chain.layers):
+        for local, parameter in layer.module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                yield number, first.get((number, local), (number, local)), parameter
+
+
 def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     """A device's part of the agreement before an update; the first stage with a shared parameter reports it."""
-    plan, chain, shared = site.plan, site.chain, site.shared
-    first = {place: found.places[0] for found in shared for place in found.places}
-    foreign = {
+    plan, layers = site.plan, site.chain.layers
+    elsewhere = {
         found.places[0]
-        for found, holders in zip(shared, plan.holders, strict=True)
+        for found, holders in zip(site.shared, plan.holders, strict=True)
         if holders and holders[0] not in stages
     }
-    layers_here = {n for stage in stages for n in range(plan.stages[stage].start, plan.stages[stage].stop)}
+    here = {n for stage in stages for n in range(plan.stages[stage].start, plan.stages[stage].stop)}
     names: dict[str, None] = {}
-    own: dict[str, nn.Parameter] = {}
+    reported: dict[str, nn.Parameter] = {}
     trainable: dict[int, nn.Parameter] = {}
-    for number, layer in enumerate(chain.layers):
-        for local, parameter in layer.module.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad:
-                continue
-            where = first.get((number, local), (number, local))
-            name = chain.layers[where[0]].originals.get(where[1], where[1])
-            names[name] = None
-            if number in layers_here:
-                trainable[id(parameter)] = parameter
-                if where not in foreign:
-                    own[name] = parameter
+    for number, place, parameter in _uses(site):
+        layer, local = place
+        name = layers[layer].originals.get(local, local)
+        names[name] = None
+        if number in here:
+            trainable[id(parameter)] = parameter
+            if place not in elsewhere:
+                reported[name] = parameter
     return Agreement(
         list(names),
-        own,
+        reported,
         list(trainable.values()),
         clip_norm=plan.training.clip_norm,
         scale=LossScale() if plan.training.scales_loss else None,

@@ -26,7 +26,6 @@ from torch import Tensor
 from pipefit.capture import capture
 from pipefit.capture.caller import recording, refuse_gradients
 from pipefit.capture.sample import in_mode, pair, sample
-from pipefit.capture.shared import shared_parameters
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.meter.kernels import Kernels
@@ -104,14 +103,13 @@ class Trainer:
             training = replace(task, module=in_mode(task.build(), True))
             self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
         check_model(plan, task, chain)
-        shared = shared_parameters([layer.module for layer in chain.layers])
         ranks = plan.ranks
         site = Site(
             task=task,
             chain=chain,
             plan=plan,
             program=program,
-            shared=shared,
+            shared=chain.shared,
             transport=transport,
             clock=self._clock,
             seed=seed,
