@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipefit.capture.caller import refuse_compiled, refuse_inference
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
+from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
@@ -45,6 +47,21 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         return found
     layers = tuple(replace(layer, autocast=task.autocast) for layer in found.layers)
     return replace(found, layers=layers, autocast=task.autocast)
+
+
+def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
+    """The chain of a task's module in training mode, for microbatches of so many samples.
+
+    The module is built after `torch.manual_seed(seed)`, so that every worker builds the same; the caller's generator is
+    left as it was.
+
+    Raises:
+        UsageError: the module cannot be captured, or a batch is not as it should be.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        training = replace(task, module=in_mode(task.build(), True))
+        return capture(training, *sample(task, microbatch_size))
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:

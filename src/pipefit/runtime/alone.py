@@ -6,17 +6,13 @@ pipeline, and no other part of the model needs a device. The values that it comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from pipefit.actions import RECEIVES, Action
-from pipefit.capture import Chain, capture
 from pipefit.capture.caller import on_a_copy, recording
-from pipefit.capture.sample import in_mode, pair, sample
-from pipefit.capture.shared import Shared
+from pipefit.capture.model import build_chain
+from pipefit.capture.sample import pair
 from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
@@ -58,11 +54,9 @@ class LoneStages:
 
     def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0) -> None:
         self.task, self.seed = task, seed_number(seed)
-        with recording("profiling"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            training = replace(task, module=in_mode(on_a_copy(task).build(), True))
-            self.chain: Chain = capture(training, *sample(task, microbatch_size))
-        self.shared: Sequence[Shared] = self.chain.shared
+        with recording("profiling"):
+            self.chain = build_chain(on_a_copy(task), microbatch_size, seed=seed)
+        self.shared = self.chain.shared  # before a stage is given copies of its own
 
     def train(self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int = 2) -> int:
         """The peak in bytes of a stage of `plan` in so many steps on `device`; then its layers go back to the host.

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.capture import capture
 from pipefit.capture.caller import recording, refuse_gradients
-from pipefit.capture.sample import in_mode, pair, sample
+from pipefit.capture.model import build_chain
+from pipefit.capture.sample import pair
 from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.meter.kernels import Kernels
@@ -55,7 +55,8 @@ class Trainer:
             `torch.manual_seed(seed)`, so that every worker builds the same.
         plan: made for this task, or for one with the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
-        timeout_seconds: how long a worker waits for another before it gives up.
+        timeout_seconds: how long a worker waits for another before it gives up. On GPUs NCCL's own limit of ten minutes
+            holds instead.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
@@ -98,10 +99,8 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
-        with recording("training"), torch.random.fork_rng(devices=[]):  # leaves the caller's generator as it is
-            torch.manual_seed(seed)
-            training = replace(task, module=in_mode(task.build(), True))
-            self.chain = chain = capture(training, *sample(task, plan.training.microbatch_size))
+        with recording("training"):
+            self.chain = chain = build_chain(task, plan.training.microbatch_size, seed=seed)
         check_model(plan, task, chain)
         ranks = plan.ranks
         site = Site(
