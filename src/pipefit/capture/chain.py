@@ -95,7 +95,9 @@ class Chain:
             return self.targets.flatten(targets)
         if targets is None:
             return ()
-        raise UsageError("the targets are new: the model was captured without any")
+        raise UsageError(
+            "the targets are new: the model was captured without any; pass None, or let the task's batches have targets"
+        )
 
     def rebuild(self, values: Values) -> Any:
         """What the model returns, from the values of the last layer."""

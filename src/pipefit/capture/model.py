@@ -34,7 +34,10 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     refuse_inference(module, task.name)
     refuse_compiled(module, task.name)
     if isinstance(inputs, tuple | list | dict) and not inputs:
-        raise UsageError(f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut")
+        raise UsageError(
+            f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut; "
+            "pass at least one tensor"
+        )
     wanted = None if targets is None else Tree.of("the targets", targets)
     if isinstance(module, nn.Sequential):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
@@ -77,7 +80,7 @@ def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:
     met: set[int] = set()
     parts = [(name, part) for name, part in module._modules.items() if part is not None]
     if not parts:
-        raise UsageError(f"{name} has no layers")
+        raise UsageError(f"{name} has no layers: its nn.Sequential is empty")
     return tuple(ChainLayer(name, _own_module(part, met), _prefixed(name, part)) for name, part in parts)
 
 

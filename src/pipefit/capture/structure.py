@@ -63,7 +63,8 @@ class Tree:
             return tuple(leaves)
         if spec != self.spec:
             raise UsageError(
-                f"{self.what} changed: the model was captured with {_described(self.spec)}, not {_described(spec)}"
+                f"{self.what} changed: the model was captured with {_described(self.spec)}, not {_described(spec)}; "
+                "give all batches one form"
             )
         for number, (leaf, constant) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(leaf, Tensor):
@@ -71,7 +72,7 @@ class Tree:
             if number in self.taken or type(leaf) is not type(constant) or leaf != constant:
                 raise UsageError(
                     f"{self.what} changed: {leaf!r} where the model was captured with "
-                    f"{'a tensor' if number in self.taken else repr(constant)}"
+                    f"{'a tensor' if number in self.taken else repr(constant)}; give all batches one form"
                 )
         return tuple(leaves[number] for number in self.taken)
 

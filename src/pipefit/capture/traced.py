@@ -90,7 +90,7 @@ def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
         return Tree.of("the outputs", value(loss))
     taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
     if not taken:
-        raise UsageError(f"{task.name} returns no tensor: there is nothing to take a loss of")
+        raise UsageError(f"{task.name} returns no tensor: there is nothing to take a loss of; return one")
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     end.args = (tuple(leaves[number] for number in taken),)
     return Tree("the outputs", spec, taken, constants)

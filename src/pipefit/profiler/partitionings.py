@@ -51,7 +51,7 @@ def partitionings(layers: int, devices: int) -> list[Edges]:
     if devices < 3 and devices < layers:
         raise UsageError(
             f"incremental profiling needs at least three devices, not {devices}: one "
-            "for a layer alone, and one each for the layers before and behind it"
+            "for a layer alone, and one each for the layers before and behind it; trimmed runs do with one device"
         )
     if devices < _FEWEST or layers <= _FEWEST:
         return _on_three(layers)

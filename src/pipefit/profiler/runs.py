@@ -200,7 +200,7 @@ class Runs:
             beside.replace(self.path)
         except OSError as error:
             beside.unlink(missing_ok=True)
-            raise FileError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise FileError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
 
 
 def _outcome(run: dict[str, Any]) -> tuple[Stages, Outcome]:

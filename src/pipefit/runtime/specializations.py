@@ -120,7 +120,10 @@ def _rebind(new: ChainLayer, old: ChainLayer) -> nn.Module:
         part = new.module.get_submodule(path)
         tensor = original.get(new.originals.get(name, ""), local.get(name))
         if tensor is None:
-            raise UsageError(f"{new.name} needs {name} in this mode, which it does not have in training")
+            raise UsageError(
+                f"{new.name} needs {name} in this mode, which it does not have in training: evaluate with a module of "
+                "your own"
+            )
         place = part._parameters if attribute in part._parameters else part._buffers
         place[attribute] = tensor  # type: ignore[assignment]
     return new.module

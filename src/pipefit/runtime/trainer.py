@@ -41,7 +41,7 @@ from pipefit.runtime.runner import run_in_turn
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import InProcess, Transport, connect, or_slow
+from pipefit.runtime.transport import InProcess, Transport, advice, connect
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -261,7 +261,7 @@ class Trainer:
                 dist.all_reduce(shared)
             except RuntimeError as error:
                 raise PeerLost(
-                    f"a worker did not report its loss and peaks ({first_line(error)}){or_slow(error)}"
+                    f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}"
                 ) from error
         loss, *peaks = shared.tolist()
         self._peaks = {self.plan.stages[n[0]].device: int(peak) for n, peak in zip(ranks, peaks, strict=True)}
@@ -299,7 +299,7 @@ def _distributed(plan: Plan, timeout_seconds: float) -> bool:
     if dist.get_world_size() != len(plan.ranks):
         raise UsageError(
             f"the plan uses {len(plan.ranks)} devices, but {dist.get_world_size()} workers were started: "
-            "start one for each device"
+            f"start one for each device, as torchrun --nproc-per-node {len(plan.ranks)} does"
         )
     return True
 

@@ -144,7 +144,7 @@ class Network:
         try:
             return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
         except RuntimeError as error:
-            raise PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)})") from error
+            raise PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}") from error
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
         try:
@@ -152,7 +152,7 @@ class Network:
         except RuntimeError as error:
             raise PeerLost(
                 f"{action} failed: the device of stage {' or '.join(str(m) for m in members if m != action.stage)} is "
-                f"gone ({first_line(error)})"
+                f"gone ({first_line(error)}); {advice(error)}"
             ) from error
 
     def ready(self, handle: list[dist.Work] | _Message) -> bool:
@@ -166,8 +166,8 @@ class Network:
                 self._wait(work)
             except RuntimeError as error:
                 raise PeerLost(
-                    f"{action} failed: the device at its other end is gone or hangs ({first_line(error)})"
-                    f"{or_slow(error)}"
+                    f"{action} failed: the device at its other end is gone or hangs ({first_line(error)}); "
+                    f"{advice(error)}"
                 ) from error
         return None
 
@@ -232,7 +232,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         )
         network.warm_up(device)
     except RuntimeError as error:
-        raise PeerLost(f"the workers did not find each other ({first_line(error)}){or_slow(error)}") from error
+        raise PeerLost(f"the workers did not find each other ({first_line(error)}); {advice(error)}") from error
     return network
 
 
@@ -254,10 +254,11 @@ def _members(plan: Plan) -> dict[tuple[int, ...], None]:
     return members
 
 
-def or_slow(error: BaseException) -> str:
-    """The end of a `PeerLost` message: what to try if another worker may only be slow, as after a timeout."""
+def advice(error: BaseException) -> str:
+    """The end of a `PeerLost` message: another worker may only be slow, after a timeout; else it has failed."""
     text = first_line(error).lower()
-    return "; if it is only slow, raise timeout_seconds" if "timed out" in text or "timeout" in text else ""
+    late = "timed out" in text or "timeout" in text
+    return "if it is only slow, raise timeout_seconds" if late else "the output of its own worker says why"
 
 
 def _check_queues() -> None:
