@@ -220,7 +220,7 @@ def with_program(
         ("device 0: 0LOAD0 0B0 0STEP", "microbatch 0 cannot go backward"),
         ("device 0: 0LOAD0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
         ("device 0: 0LOAD0 0F0 0R0 0B0 0STEP", "layers 0 to 4 of microbatch 0 cannot be recomputed"),
-        ("device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP", "layers 0 to 1 of microbatch 0 have nothing to run"),
+        ("device 0: 0LOAD0 0N0[0:3] 0F0[3:5] 0R0[0:2] 0B0 0STEP", "layers 0 to 1 of microbatch 0 cannot be recomputed"),
         ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[1:5] 0B0[0:1] 0STEP", "cannot go backward through layers 1 to 4"),
         ("device 0: 0LOAD0 0F0[0:2] 0F0[2:5] 0B0[0:2] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),
         ("device 0: 0LOAD0 0F0[0:2] 0B0[0:2] 0F0[2:5] 0B0[2:5] 0STEP", "cannot go backward through layers 0 to 1"),

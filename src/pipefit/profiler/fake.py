@@ -149,8 +149,9 @@ class _Survey:
 
         meter = LayerMeter(call, layer.module, values, self.kernels)
         with _named(layer.name, layer.module, values):
-            self.kinds.append(replace(meter.measure(self.optimizer), packing=layer.packing))
-        return len(self.kinds) - 1, meter.outputs, packing
+            cost, outputs = meter.measure(self.optimizer)
+        self.kinds.append(replace(cost, packing=layer.packing))
+        return len(self.kinds) - 1, outputs, packing
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
@@ -178,4 +179,5 @@ class _Survey:
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
         with _named("(loss)", nn.Module(), [*values, *targets]):
-            return replace(meter.measure(self.optimizer), packing=chain.packing)
+            cost, _ = meter.measure(self.optimizer)
+        return replace(cost, packing=chain.packing)

@@ -37,6 +37,42 @@ class Peak(NamedTuple):
     workspace: int
 
 
+class _Kept(NamedTuple):
+    """What exists after a forward. `outputs` are tensors like those that it returned."""
+
+    storages: tuple[int, ...]  # bytes of the layer's own
+    saved: tuple[SavedTensor, ...]
+    output_origins: tuple[Origin, ...]
+    outputs: Values
+
+
+class _Gradients(NamedTuple):
+    """The origins of the inputs' gradients, and the bytes of the storages among them that are the layer's own."""
+
+    origins: tuple[GradientOrigin, ...]
+    storages: tuple[int, ...]
+
+
+class _Microbatch(NamedTuple):
+    """Forward and backward of one microbatch."""
+
+    forward_peak: Peak
+    forward: Work
+    spans: tuple[Span, ...]  # of the backward
+    backward: Work
+    gradients: _Gradients
+
+
+class _Updates(NamedTuple):
+    """The first optimizer step and a later one, and bytes of the optimizer's state: after and before any step."""
+
+    first: Peak
+    later: Peak
+    state_bytes: int
+    early_state_bytes: int
+    work: Work
+
+
 class _Held:
     """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
 
@@ -84,59 +120,56 @@ class LayerMeter:
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.statics = [*module.parameters(), *module.buffers()]
-        self.outputs: Values = ()
-        self.input_gradients: tuple[GradientOrigin, ...] = ()
-        self.gradient_storages: tuple[int, ...] = ()
 
-    def measure(self, optimizer: MakeOptimizer) -> LayerCost:
-        """The cost of the layer. Afterwards, `outputs` are tensors like those that it returned."""
+    def measure(self, optimizer: MakeOptimizer) -> tuple[LayerCost, Values]:
+        """The cost of the layer, and tensors like those that it returned."""
         with self.meter:
             self.meter.tag(self.statics, Category.PARAMETERS)
-            storages, saved, origins = self._kept_by_forward()
+            kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
-            forward_peak, backward_first, forward, backwards = self._microbatch()
-            _, backward_later, _, _ = self._microbatch()
+            first, later = self._microbatch(), self._microbatch()
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-            first, later, state, early, update = self._update(optimizer)
+            updates = self._update(optimizer)
         feedback = feeds_back(
             self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
         )
-        return LayerCost(
+        cost = LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
             buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
             inputs=tuple(map(_value, self.like)),
-            outputs=tuple(map(_value, self.outputs)),
-            output_origins=origins,
-            storages=storages,
-            saved=saved,
-            forward_peak_bytes=forward_peak.nbytes,
-            forward_workspace_bytes=forward_peak.workspace,
+            outputs=tuple(map(_value, kept.outputs)),
+            output_origins=kept.output_origins,
+            storages=kept.storages,
+            saved=kept.saved,
+            forward_peak_bytes=first.forward_peak.nbytes,
+            forward_workspace_bytes=first.forward_peak.workspace,
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
             feeds_back=feedback,
-            backward_first=backward_first,
-            backward_later=backward_later,
+            backward_first=first.spans,
+            backward_later=later.spans,
             gradient_bytes=gradient_bytes,
-            input_gradients=self.input_gradients,
-            gradient_storages=self.gradient_storages,
-            state_bytes=state,
-            early_state_bytes=early,
-            update_first_peak_bytes=first.nbytes,
-            update_first_workspace_bytes=first.workspace,
-            update_peak_bytes=later.nbytes,
-            update_workspace_bytes=later.workspace,
-            forward=forward,
-            backward=backwards,
-            update=update,
+            input_gradients=later.gradients.origins,
+            gradient_storages=later.gradients.storages,
+            state_bytes=updates.state_bytes,
+            early_state_bytes=updates.early_state_bytes,
+            update_first_peak_bytes=updates.first.nbytes,
+            update_first_workspace_bytes=updates.first.workspace,
+            update_peak_bytes=updates.later.nbytes,
+            update_workspace_bytes=updates.later.workspace,
+            forward=first.forward,
+            backward=first.backward,
+            update=updates.work,
         )
+        return cost, kept.outputs
 
     # ---------------------------------------------------------------- the runs
 
-    def _kept_by_forward(self) -> tuple[tuple[int, ...], tuple[SavedTensor, ...], tuple[Origin, ...]]:
-        """What exists after a forward: own storages, saved tensors, and the origins of the outputs."""
+    def _kept_by_forward(self) -> _Kept:
+        """Run a forward, and see what exists after it."""
         packed: list[ReferenceType[_Held]] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -156,12 +189,12 @@ class LayerMeter:
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on the context of a custom function, which the hooks do not see
             saved.append(SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=storages.add(hidden)))
-        self.outputs = tuple(map(_like, values))
+        kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
         graph.root = None
         del values
         self.meter.forget_graphs()
-        return tuple(storages.own), tuple(saved), origins
+        return kept
 
     def _checkpoint(self) -> tuple[Peak, bool]:
         """The peak of a forward that saves nothing, and whether it changes its inputs in place."""
@@ -173,8 +206,8 @@ class LayerMeter:
         self.meter.drop_graph()
         return self._peak(), versions != [value._version for value in inputs]
 
-    def _microbatch(self) -> tuple[Peak, tuple[Span, ...], Work, Work]:
-        """Forward and backward of one microbatch: forward peak, backward spans, and the work of both."""
+    def _microbatch(self) -> _Microbatch:
+        """Run a forward and its backward."""
         graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         arrived = self.meter.storages(inputs)
@@ -191,11 +224,10 @@ class LayerMeter:
         del incoming
         backward(graph)
         work, spans = self.meter.work, self.meter.spans
-        self._trace_gradients(graph.outgoing, given)
-        return peak, spans, forward, work
+        return _Microbatch(peak, forward, spans, work, self._gradients(graph.outgoing, given))
 
-    def _trace_gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> None:
-        """Record the origins of the inputs' gradients: storages of their own, or those of the outputs' gradients."""
+    def _gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> _Gradients:
+        """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`."""
         own: list[Tracked] = []
         origins = []
         for gradient in outgoing or [None] * len(self.like):
@@ -210,14 +242,13 @@ class LayerMeter:
             if tracked not in own:
                 own.append(tracked)
             origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
-        self.input_gradients = tuple(origins)
-        self.gradient_storages = tuple(tracked.nbytes for tracked in own)
+        return _Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
 
-    def _update(self, optimizer: MakeOptimizer) -> tuple[Peak, Peak, int, int, Work]:
-        """Two optimizer steps: peaks of the first and of later ones, state bytes, those before any step, work."""
+    def _update(self, optimizer: MakeOptimizer) -> _Updates:
+        """Make two optimizer steps."""
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         if not trainable:
-            return Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0)
+            return _Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
         before = self.meter.total
         stepper = optimizer([[{"params": trainable}]])
         early = self.meter.total - before
@@ -226,7 +257,7 @@ class LayerMeter:
         first, state = self._peak(), self.meter.total - before
         self.meter.start()
         stepper.step()
-        return first, self._peak(), state, early, self.meter.work
+        return _Updates(first, self._peak(), state, early, self.meter.work)
 
     def _peak(self) -> Peak:
         """The peak of the pass so far."""

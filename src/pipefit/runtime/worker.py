@@ -154,8 +154,10 @@ class _Rendezvous:
     def __init__(self, assignment: Assignment) -> None:
         self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
         self.store = dist.FileStore(assignment.store, self.world)  # type: ignore[attr-defined]  # exported without its name
+        plan = assignment.plan
+        os.environ["LOCAL_RANK"] = str(plan.stages[plan.ranks[self.rank][0]].device)  # whatever we have inherited
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
-        backend = backend_of(assignment.plan)
+        backend = backend_of(plan)
         self.wait("here")
         try:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
