@@ -53,7 +53,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
 
 
 def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
-    """The chain of a task's module in training mode, for microbatches of so many samples.
+    """The chain of a task's module as it trains, for microbatches of so many samples.
 
     The module is built after `torch.manual_seed(seed)`, so that every worker builds the same; the caller's generator is
     left as it was.

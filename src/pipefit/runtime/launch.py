@@ -215,7 +215,7 @@ class _Supervisor:
         try:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
-            worker.process.join(timeout=1)
+            worker.process.join(timeout=_GRACE_SECONDS)  # a process that used a GPU takes a while to end
             worker.error = died(worker.process.exitcode, starting=worker.heartbeat.action == STARTING)
             return
         finally:
