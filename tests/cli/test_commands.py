@@ -14,7 +14,7 @@ import pytest
 
 import pipefit
 from pipefit import profiles, training
-from pipefit.cli import main, options
+from pipefit.cli import doctor, main, options
 from pipefit.cli.train import _metrics
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError
@@ -192,6 +192,17 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
     )
     assert done.stdout in ("{", "")
     assert done.stderr == ""
+
+
+def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a command with 130 and a word on stderr."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "pipefit: stopped\n"
 
 
 def test_options_offer_all_that_there_is() -> None:

@@ -21,6 +21,7 @@ from pipefit.cli import certify, compare, demo, doctor, fit, plan, profile, show
 from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable
 
+_STOPPED = 130  # what shells say of a command that Ctrl-C ended
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
 
@@ -55,13 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
+        if code == _STOPPED:  # typer has made an exit code of the interrupt
+            return _fail("stopped", _STOPPED, debug)
         return code if isinstance(code, int) else 0
     except PipefitError as error:
         return _fail(str(error), error.exit_code, debug)
     except typer.TyperException as error:
         return _fail(_usage_sentence(error), error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped", 130, debug)
+        return _fail("stopped", _STOPPED, debug)
     except BrokenPipeError:  # the reader of a pipe left, as head does
         _close_stdout()
         return 1

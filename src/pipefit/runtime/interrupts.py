@@ -15,22 +15,24 @@ def interrupts_held() -> Iterator[None]:
 
     Processes that are started inside ignore Ctrl-C for good. A terminal sends it to all, and the parent stops them.
     """
-    ensure_running()  # otherwise multiprocessing starts it inside, and removes the block
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
     usual, pressed = signal.getsignal(signal.SIGINT), False
 
     def press(number: int, frame: object) -> None:
         nonlocal pressed
         pressed = True
 
-    # The handler, too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
+    # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
     ours = threading.current_thread() is threading.main_thread() and usual is not None
     if ours:
         signal.signal(signal.SIGINT, press)
     try:
-        yield
+        ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if ours:
             signal.signal(signal.SIGINT, usual)
         if pressed:
