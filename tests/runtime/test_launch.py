@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import runpy
 import resource
+import runpy
 import shutil
 import signal
 import subprocess

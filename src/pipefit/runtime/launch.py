@@ -158,7 +158,9 @@ class _Supervisor:
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
         process = context.Process(
-            target=work, args=(assignment, Surroundings.here(), theirs, heartbeat), daemon=True,
+            target=work,
+            args=(assignment, Surroundings.here(), theirs, heartbeat),
+            daemon=True,
             name=f"pipefit-worker-{rank}",
         )
         with theirs, interrupts_held():

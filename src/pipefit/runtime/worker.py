@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -77,6 +78,7 @@ class Heartbeat:
 
 def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
     surroundings.take_over()
     with suppress(OSError):
