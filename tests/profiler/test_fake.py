@@ -196,7 +196,7 @@ def test_a_large_model_needs_no_memory() -> None:
 
 
 def test_an_existing_module_is_left_alone() -> None:
-    """A module of the user's keeps tensors, numbers and mode; its profile is that of training, whatever the mode."""
+    """A module of the user's keeps tensors, numbers and mode; its profile is that of training in this mode."""
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval()
     tensors, before = dict(module.state_dict(keep_vars=True)), {k: v.clone() for k, v in module.state_dict().items()}
     task = Task(module, batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)), loss=F.mse_loss)
@@ -205,7 +205,7 @@ def test_an_existing_module_is_left_alone() -> None:
     assert all(after[name] is tensor and torch.equal(tensor, before[name]) for name, tensor in tensors.items())
     assert not module.training and all(parameter.grad is None for parameter in module.parameters())
     built = Task(
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4)).eval(),
         batch=task.batch,
         loss=task.loss,
     )

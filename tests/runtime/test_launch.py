@@ -175,7 +175,7 @@ def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.
 
 
 def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
-    """Without a file descriptor to spare, the message says why, and what to raise."""
+    """Without a file descriptor to spare, the message says why, and what to raise. With some, the next run trains."""
     plan, limits = plan_of(), resource.getrlimit(resource.RLIMIT_NOFILE)
     ensure_running()
     fewest = len(os.listdir("/proc/self/fd"))
@@ -185,6 +185,8 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
             pipefit.train(accidents.make, plan, steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    losses, _ = pipefit.train(accidents.make, plan, steps=1)
+    assert len(losses) == 1
 
 
 def test_workers_have_the_surroundings_of_the_moment(

@@ -28,7 +28,7 @@ from pipefit.errors import PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
-from pipefit.runtime.processes import Surroundings, forks
+from pipefit.runtime.processes import Surroundings, forks, start
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower
@@ -164,7 +164,7 @@ class _Supervisor:
             name=f"pipefit-worker-{rank}",
         )
         with theirs, interrupts_held():
-            process.start()
+            start(process)
             self.workers.append(_Worker(process, ours, heartbeat))
 
     def until_done(self) -> None:

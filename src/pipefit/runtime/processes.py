@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+_ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
 _IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
 
 
@@ -30,6 +33,25 @@ def forks() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process of the context.
+
+    The fork server ends when a request fails halfway, as for want of a file descriptor. While it is ending it refuses
+    requests; once it is gone, another one starts by itself.
+
+    Raises:
+        OSError: the system does not let us.
+    """
+    for _ in range(round(_ENDING_SECONDS / _PAUSE_SECONDS)):
+        try:
+            process.start()
+        except ConnectionRefusedError:
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            return
+    process.start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
