@@ -1,6 +1,6 @@
 """How long, and with how much memory, pipefit captures and profiles models far too large for this machine.
 
-    python benchmarks/bench_capture.py [--json]
+    python benchmarks/bench_capture.py [--json FILE]
 
 Each is built, captured and profiled over fake tensors in a process of its own; the peak is that process's resident set,
 torch and transformers included.
@@ -14,7 +14,10 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+from measured_on import machine
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -64,7 +67,7 @@ def measure(name: str) -> dict[str, Any]:
 def main() -> None:
     """Measure every model, each in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write rows and machine here")
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -76,8 +79,7 @@ def main() -> None:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(output.splitlines()[-1]))
     if options.json:
-        print(json.dumps(rows))
-        return
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(
             f"{row['model']}: {row['layers']} layers, {row['parameters'] / 1e9:.2f} B parameters: "

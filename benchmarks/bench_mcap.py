@@ -21,6 +21,7 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 
+from measured_on import machine
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.cluster import Cluster
 from pipefit.planner import plan
@@ -134,7 +135,8 @@ def main() -> None:
             print(line(row), flush=True)
             found.append(row)
     if asked.json is not None:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        document = {"machine": machine(), "rows": [asdict(row) for row in found]}
+        asked.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

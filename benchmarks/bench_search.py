@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +33,10 @@ from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import made_up
+from measured_on import machine
 from pipefit.cluster import Cluster
 from pipefit.planner import best_split, plan, true_peaks
 from pipefit.planner.exhaustive import LIMIT
@@ -143,14 +139,7 @@ def main() -> None:
     summary = summarise(rows)
     print(f"\n{SUMMARY_HEADINGS}", *map(summary_line, summary), sep="\n")
     if options.json is not None:
-        versions = {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
-        document = {
-            "machine": platform.platform(),
-            "threads": os.environ.get("OMP_NUM_THREADS", "as many as cores"),
-            "versions": versions,
-            "summary": summary,
-            "rows": [asdict(row) for row in rows],
-        }
+        document = {"machine": machine(), "summary": summary, "rows": [asdict(row) for row in rows]}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
