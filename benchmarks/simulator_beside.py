@@ -13,27 +13,45 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 HERE = Path(__file__).resolve()
 PROGRAMS = ("plain 1f1b", "offload in every layer")
-READINGS = ("peaks", "peaks, new costs", "peaks and seconds", "trace", "lower")
+READINGS = ("peaks", "new costs", "peaks and seconds", "trace", "lower")
 
 Seconds = Callable[[str, str], float]  # of a program and a reading
 
 
-def least_seconds(other: Path, repeat: int) -> dict[tuple[str, str], tuple[float, float]]:
-    """The least seconds of `repeat` turns, ours and those of the version in `other`, by program and reading."""
-    found = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The least seconds of both versions for one reading of a program, and the ratio of ours to the other's."""
+
+    program: str
+    reading: str
+    seconds: float
+    others_seconds: float
+    ratio: float
+
+    def __str__(self) -> str:
+        seconds = f"{self.seconds:.4f} s beside {self.others_seconds:.4f} s"
+        return f"{self.program:24} {self.reading:18} {seconds}: {self.ratio:.2f} times"
+
+
+def least_seconds(other: Path, repeat: int) -> list[Beside]:
+    """Every reading of every program, in `repeat` turns of this version and of the one in `other`."""
+    found = []
     with ExitStack() as stack:
         versions = [stack.enter_context(version(checkout)) for checkout in (HERE.parents[1], other.resolve())]
         for program in PROGRAMS:
             for reading in READINGS:
                 turns = [[ask(program, reading) for ask in versions] for _ in range(repeat)]
                 ours, theirs = map(min, zip(*turns, strict=True))
-                found[program, reading] = ours, theirs
+                found.append(
+                    Beside(program=program, reading=reading, seconds=ours, others_seconds=theirs, ratio=ours / theirs)
+                )
     return found
 
 
@@ -87,7 +105,7 @@ def works(version: Any) -> dict[tuple[str, str], Callable[[], object]]:
 
         found |= {
             (name, "peaks"): lambda simulation=simulation: simulation().peak_bytes,
-            (name, "peaks, new costs"): lambda simulation=simulation: simulation(version.Costs.of(plan)).peak_bytes,
+            (name, "new costs"): lambda simulation=simulation: simulation(version.Costs.of(plan)).peak_bytes,
             (name, "peaks and seconds"): figures,
             (name, "trace"): lambda program=program: version.simulate(plan, program=program, steps=1),
             (name, "lower"): lambda lowered=lowered: lowered(plan),
