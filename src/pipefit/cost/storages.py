@@ -58,12 +58,12 @@ class StageStorages:
     """
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
-        costs = measurement.costs
+        costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
         self.measurement, self.start, self.stop = measurement, start, stop
-        self.last = stop == len(costs)
-        self.costs: tuple[LayerCost, ...] = (*costs[start:stop], measurement.loss) if self.last else costs[start:stop]
-        self.inputs: tuple[Value, ...] = costs[start].inputs
-        self.outputs: tuple[Value, ...] = costs[stop - 1].outputs
+        self.last = stop == len(measurement.layers)
+        self.costs: tuple[LayerCost, ...] = (*costs, measurement.loss) if self.last else costs
+        self.inputs: tuple[Value, ...] = costs[0].inputs
+        self.outputs: tuple[Value, ...] = costs[-1].outputs
         self.targets: tuple[Value, ...] = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.sizes: list[int] = []  # bytes of every storage, by its number
         self.target_storages: tuple[int, ...] = ()
