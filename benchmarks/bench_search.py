@@ -6,15 +6,15 @@ programming over any predictor, here ours. The questions: VGG-11 and AmoebaNet-D
 models of 96 layers, under GPipe and 1F1B; and four kinds of made-up chain (`tests/made_up.py`) under 1F1B with four
 microbatches for each device.
 
-    PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--json FILE]
+    PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_search.py [--skip SEARCH ...] [--bayesian N] [--json FILE]
 
-Half an hour; a few minutes without `bayesian` and `best_split`. Peaks are the simulator's, over two steps. "over
-optimum" is the fullest device's against that of `exact`; "all as low" says whether all devices have the peaks of
-`exact`, which makes the next fullest device as empty as can be, too, and so on. Seconds are by the wall clock, the best
-of as many runs as fit in two seconds, at most a hundred: "search" is the search alone, "plan" the whole call, which
-checks the question and simulates the answer's step time. With more threads than one, those of the Gaussian process wait
-for each other, ten times as long where cores are busy. What is looked at are candidate stages in `exact` and
-`bisection`, whole splits in the others. Bayesian optimisation has one seed.
+Ten minutes, half of them for `bayesian`, which is asked the first N questions of every size, with one seed. Peaks are
+the simulator's, over two steps. "over optimum" is the fullest device's against that of `exact`; "all as low" says
+whether all devices have the peaks of `exact`, which makes the next fullest device as empty as can be, too, and so on.
+Seconds are by the wall clock, the best of as many runs as fit in two seconds, at most a hundred: "search" is the search
+alone, "plan" the whole call, which checks the question and simulates the answer's step time. With more threads than
+one, those of the Gaussian process wait for each other, ten times as long where cores are busy. What is looked at are
+candidate stages in `exact` and `bisection`, whole splits in the others.
 """
 
 from __future__ import annotations
@@ -127,13 +127,15 @@ def main() -> None:
     """Print both tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--skip", nargs="+", choices=SEARCHES[1:], default=[], help="searches to leave out")
+    parser.add_argument("--bayesian", type=int, default=2, help="questions of every size for Bayesian optimisation")
     parser.add_argument("--json", type=Path, help="write summary, versions and rows here")
     options = parser.parse_args()
     rows: list[Row] = []
     print(HEADINGS)
     for layers, devices in SIZES:
-        for case in cases(layers, devices):
-            for row in compared(case, options.skip):
+        for number, case in enumerate(cases(layers, devices)):
+            skip = options.skip if number < options.bayesian else [*options.skip, "bayesian"]
+            for row in compared(case, skip):
                 rows.append(row)
                 print(line(row), flush=True)
     summary = summarise(rows)
