@@ -1,20 +1,27 @@
 """How long, and with how much memory, pipefit captures and profiles models far too large for this machine.
 
-    python benchmarks/bench_capture.py [--json]
+    python benchmarks/bench_capture.py [--json FILE]
 
-Each is built, captured and profiled over fake tensors in a process of its own; the peak is that process's resident set,
-torch and transformers included.
+Each is built, captured and profiled over fake tensors in a process of its own: first captured alone; then profiled as a
+GPU would run it; then for this CPU, where what kernels take inside is measured, each operation once; then the same with
+what was measured kept in the cache. Every profile captures again. Seconds are the process's own on the CPU; the peak is
+the largest resident set by then, torch and transformers included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+from measured_on import machine
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -29,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_layer": 48, "n_embd": 1600, "n_head": 25, "sequence": 1024},
 }
+STEPS = {"profile for CUDA": "cuda", "profile for this CPU": "cpu", "the same again": "cpu"}
 TITLES = {"llama": "Llama, 7 B", "gpt2": "GPT-2 XL, 1.5 B"}
 
 
@@ -43,28 +51,31 @@ def measure(name: str) -> dict[str, Any]:
     task = hf(name, **MODELS[name])
     like = sample(task, 1)
     with FakeTarget("cpu") as fake:
-        began = time.perf_counter()
+        began = time.process_time()
         chain = fake_chain(task, fake, like)
-        captured = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    began = time.perf_counter()
-    found = profile(task, microbatch_size=1)
-    return {
+        found = {"capture": spent(began)}
+    row = {
         "model": TITLES[name],
         "layers": len(chain.layers),
         "parameters": sum({id(p): p.numel() for layer in chain.layers for p in layer.module.parameters()}.values()),
-        "kinds": len(found.measurements[0].kinds),
-        "capture_seconds": captured,
-        "capture_peak_bytes": peak,
-        "profile_seconds": time.perf_counter() - began,
-        "profile_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+    for step, target in STEPS.items():
+        began = time.process_time()
+        kinds = len(profile(task, microbatch_size=1, target=target).measurements[0].kinds)
+        found[step] = spent(began)
+    return row | {"kinds": kinds, "steps": found}
+
+
+def spent(began: float) -> dict[str, float]:
+    """Seconds on the CPU since `began`, and the largest resident set so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": time.process_time() - began, "peak_bytes": peak}
 
 
 def main() -> None:
     """Measure every model, each in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write rows and machine here")
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -73,17 +84,16 @@ def main() -> None:
     rows = []
     for name in MODELS:
         command = [sys.executable, __file__, "--one", name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        with tempfile.TemporaryDirectory() as empty:
+            environment = os.environ | {"XDG_CACHE_HOME": empty}
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         rows.append(json.loads(output.splitlines()[-1]))
     if options.json:
-        print(json.dumps(rows))
-        return
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(
-            f"{row['model']}: {row['layers']} layers, {row['parameters'] / 1e9:.2f} B parameters: "
-            f"capture {row['capture_seconds']:.1f} s, {row['capture_peak_bytes'] / 2**30:.2f} GiB; "
-            f"capture and profile {row['profile_seconds']:.1f} s, {row['profile_peak_bytes'] / 2**30:.2f} GiB"
-        )
+        print(f"{row['model']}: {row['layers']} layers, {row['parameters'] / 1e9:.2f} B parameters")
+        for step, its in row["steps"].items():
+            print(f"    {step:21} {its['seconds']:6.1f} s {its['peak_bytes'] / 2**30:6.2f} GiB")
 
 
 if __name__ == "__main__":

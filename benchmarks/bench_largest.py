@@ -9,9 +9,11 @@ run for real at every F, so its splits vary from run to run.
 Before a run, the simulator's peaks for its plan say whether it will fit: of the plans said to fit all must train, and
 of the others all must run out of memory. Each largest F is also dry-run, and its peaks compared with those of the run.
 
-    PYTHONPATH=src python benchmarks/bench_largest.py [--json FILE]
+    PYTHONPATH=src python benchmarks/bench_largest.py [--recompute never except_last always except_one]
+        [--partitioners exact torchgpipe ...] [--json FILE]
 
-About ten minutes on two cores.
+About ten minutes on two cores. The JSON is written anew after each setting; `exact` and torchgpipe are always among the
+partitioners.
 """
 
 from __future__ import annotations
@@ -238,33 +240,44 @@ def small_job() -> Job:
 def main() -> None:
     """Run, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    every = splitters(Timed())
+    parser.add_argument("--recompute", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    parser.add_argument("--partitioners", nargs="+", choices=every, default=[*every])
     parser.add_argument("--json", type=Path, help="write rows, runs, totals and the machine here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # profiles assume one thread
-    began, job, timed = time.perf_counter(), small_job(), Timed()
-    runs, rows, chosen = Runs(job), list[Largest](), splitters(timed)
-    for recompute in SCHEDULES:
+    began, job = time.perf_counter(), small_job()
+    chosen = {name: split for name, split in every.items() if name in {OURS, TORCHGPIPE, *options.partitioners}}
+    runs, rows = Runs(job), list[Largest]()
+    for recompute in options.recompute:
         found = compare(job, chosen, recompute, runs)
         print(plain([table(recompute, found)]), f"parameters, ours {ratios(found)}", sep="\n\n", end="\n\n", flush=True)
         rows += found
-    of = totals(rows, list(runs.made.values())) | {"seconds": time.perf_counter() - began}
+        of = totals(rows, list(runs.made.values())) | {"seconds": time.perf_counter() - began}
+        write(options.json, job, rows, runs, of)
     print(
         f"{of['plans']} plans: of {of['said_to_fit']} said to fit {of['said_to_fit_and_trained']} trained, of "
         f"{of['said_not_to_fit']} said not to fit {of['said_not_to_fit_and_ran_out']} ran out of memory; planned peaks "
         f"off by at most {of['largest_error_of_a_planned_peak']:.2%}; dry runs equal to training on every device in "
         f"{of['largest_with_the_peaks_of_the_dry_run']} of {of['largest']}; {of['seconds']:.0f} s"
     )
-    if options.json is not None:
-        document = {
-            "ratios": {name: ratios(r for r in rows if r.recompute == name) for name in SCHEDULES},
-            "totals": of,
-            "job": {key: str(value) for key, value in asdict(job).items()},
-            "machine": machine(),
-            "rows": [*map(asdict, rows)],
-            "runs": [*map(asdict, runs.made.values())],
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write(path: Path | None, job: Job, rows: Sequence[Largest], runs: Runs, of: dict[str, Any]) -> None:
+    """Everything that was found by now, as JSON where a file was named."""
+    if path is None:
+        return
+    settings = dict.fromkeys(row.recompute for row in rows)
+    document = {
+        "ratios": {name: ratios(row for row in rows if row.recompute == name) for name in settings},
+        "totals": of,
+        "job": {key: str(value) for key, value in asdict(job).items()},
+        "machine": machine(),
+        "rows": [*map(asdict, rows)],
+        "runs": [*map(asdict, runs.made.values())],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

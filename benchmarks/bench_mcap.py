@@ -1,8 +1,9 @@
 """Claim: mCAP's Bayesian optimisation finds what its brute force finds, by its own predictor (mCAP, section 3.4).
 
 The two searches as the paper runs them, over the two numbers a layer of incremental runs: VGG-11 with mCAP's batch and
-AmoebaNet-D(36, 544), each on four devices, under GPipe, all microbatches but the last recomputed. Runs are simulated:
-their peaks are those of real ones. Three seeds of the optimisation, 75 evaluations each.
+AmoebaNet-D(36, 544), each on four devices, as torchgpipe trains them: all microbatches but the last recomputed,
+backwards from the last to the first. Runs are simulated: their peaks are those of real ones. Three seeds of the
+optimisation, 75 evaluations each.
 
     PYTHONPATH=src OMP_NUM_THREADS=1 python benchmarks/bench_mcap.py [--seeds N] [--json FILE]
 
@@ -21,6 +22,7 @@ from itertools import pairwise
 from math import comb
 from pathlib import Path
 
+from measured_on import machine
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.cluster import Cluster
 from pipefit.planner import plan
@@ -33,7 +35,7 @@ from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.zoo import build
 
-RECOMPUTE = "except_last"
+SCHEDULE, RECOMPUTE = "torchgpipe", "except_last"
 MODELS = (("vgg11", {}, 92, 12), ("amoebanet", {"layers": 36, "filters": 544}, 8, 4))
 DEVICES = 4
 COLUMNS = ("model", "search", "looked at", "split", "estimate GiB", "over", "true over", "seconds")
@@ -72,7 +74,7 @@ def measured(model: str, options: dict[str, int], how: Training, cluster: Cluste
 
 def rows(model: str, options: dict[str, int], size: int, microbatches: int, *, seeds: int) -> list[Row]:
     """Brute force, and the optimisation with every seed."""
-    how = Training(batch_size=size * microbatches, microbatches=microbatches, schedule="gpipe")
+    how = Training(batch_size=size * microbatches, microbatches=microbatches, schedule=SCHEDULE)
     cluster = Cluster.emulated((DEVICES, 1 << 50))
     known = measured(model, options, how, cluster)
     costs, layers = known.additive, len(known.layers)
@@ -134,7 +136,8 @@ def main() -> None:
             print(line(row), flush=True)
             found.append(row)
     if asked.json is not None:
-        asked.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        document = {"machine": machine(), "rows": [asdict(row) for row in found]}
+        asked.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -214,9 +214,12 @@ def main() -> None:
     for name, value in predicted.items():
         print(f"{name:24} predicted {value * 1e3:.1f} ms a step, {errors[name]:+.1%}")
     if options.json:
+        from measured_on import machine
+
         with open(options.json, "w") as file:
             json.dump(
                 {
+                    "machine": machine(),
                     "parameters": parameters,
                     "settings": SETTINGS,
                     "seconds": seconds,

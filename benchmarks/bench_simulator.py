@@ -5,11 +5,13 @@
     runs recomputed            in every stage two runs of three layers go forward twice
     4 bundles a stage          in every stage four times three saved tensors move away together, and come back early
 
-    PYTHONPATH=src python benchmarks/bench_simulator.py [--json PATH] [--repeat N]
+    PYTHONPATH=src python benchmarks/bench_simulator.py [--beside CHECKOUT] [--json PATH] [--repeat N]
 
 Three readings of one step of each program: the peaks alone; peaks and step time; and the whole trace. Seconds are the
 CPU's, the least of N repeats: a simulation waits for nothing, so that a busy machine distorts them less than it
-does the clock. Beside them, for information only, stands their ratio to the committed figures.
+does the clock. With `--beside`, the first two programs are simulated by the version in another checkout too, in turns
+(`simulator_beside.py`): "new costs" are the peaks of the first plan of a profile, for which nothing is kept yet, and
+"lower" is what makes the program, before any simulation.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from time import process_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from measured_on import machine
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.places import parse_place
 from pipefit.plans import Plan, Stage
@@ -32,11 +33,11 @@ from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.simulator import Costs, Simulation, simulate
 from pipelines import equal_profile, make_cluster, make_plan, offload_all
+from simulator_beside import least_seconds
 
 LAYERS, STAGES, MICROBATCHES = 100, 8, 64
 STEPS = 1
 RUNS, BUNDLES, TOGETHER = 2, 4, 3  # of a stage: recomputed runs, bundles; layers of a run, tensors of a bundle
-COMMITTED = Path(__file__).parent / "results" / "simulator.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,35 +127,32 @@ def _figures(simulation: Simulation) -> tuple[object, object]:
     return simulation.peak_bytes, simulation.step_seconds
 
 
-def committed() -> dict[tuple[str, str], float]:
-    """Microseconds per action by program and reading, as committed."""
-    rows = json.loads(COMMITTED.read_text(encoding="utf-8"))["rows"] if COMMITTED.exists() else []
-    return {(row["program"], row["reading"]): row["us_per_action"] for row in rows}
-
-
-def line(row: Row, before: dict[tuple[str, str], float]) -> str:
+def line(row: Row) -> str:
     """One line of the table."""
-    earlier = before.get((row.program, row.reading))
-    ratio = "" if earlier is None else f"   {row.us_per_action / earlier:.2f} of the committed"
     return (
         f"{row.program:24} {row.reading:18} {row.actions:6} actions  {row.seconds:.4f} s  "
-        f"{row.us_per_action:.2f} us per action{ratio}"
+        f"{row.us_per_action:.2f} us per action"
     )
 
 
 def main() -> None:
     """Print the table; with --json, write it too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, help="the checkout of an older version to simulate with, in turns")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
-    before, rows = committed(), []
+    rows = []
     for name, plan, program in programs():
         for row in measure(name, plan, program, options.repeat):
-            print(line(row, before), flush=True)
+            print(line(row), flush=True)
             rows.append(row)
+    beside = [] if options.beside is None else least_seconds(options.beside, options.repeat)
+    print(*beside, sep="\n")
     if options.json:
-        document = {"machine": machine(), "rows": [asdict(row) for row in rows]}
+        from measured_on import machine  # imports torch, whose objects would slow the garbage collector down
+
+        document = {"machine": machine(), "rows": [*map(asdict, rows)], "beside": [*map(asdict, beside)]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

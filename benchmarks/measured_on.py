@@ -1,9 +1,10 @@
-"""What figures were measured with, for the JSON beside them: versions, processor, cores. Not a benchmark itself."""
+"""What figures were measured with and when, for the JSON beside them. Not a benchmark itself."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 
 
 def machine() -> dict[str, str | int]:
-    """Versions, and the machine."""
+    """The day, the versions, and the machine."""
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "numpy": version("numpy"),
         "python": platform.python_version(),

@@ -112,16 +112,17 @@ class Action(NamedTuple):
     wait: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.stage}{'WAIT_' if self.wait else ''}{self.kind.value}"
-        if self.microbatch is not None:
-            text += str(self.microbatch)
-        if self.layers is not None:
-            text += f"[{self.layers[0]}:{self.layers[1]}]"
-        if self.subject is not None:
-            text += str(self.subject) if isinstance(self.subject, Bundle) else f"[{self.subject}]"
-        if self.part is not None:
-            text += f"{{{self.part[0]}:{self.part[1]}}}"
-        return text if self.place is None else f"{text}@{self.place}"
+        kind, stage, microbatch, layers, subject, place, part, wait = self
+        text = f"{stage}WAIT_{kind}" if wait else f"{stage}{kind}"
+        if microbatch is not None:
+            text += str(microbatch)
+        if layers is not None:
+            text += f"[{layers[0]}:{layers[1]}]"
+        if subject is not None:
+            text += str(subject) if isinstance(subject, Bundle) else f"[{subject}]"
+        if part is not None:
+            text += f"{{{part[0]}:{part[1]}}}"
+        return text if place is None else f"{text}@{place}"
 
     @property
     def start(self) -> Action:

@@ -67,7 +67,7 @@ class Place(tuple[Share, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "+".join(str(m) if len(self) == 1 and parts == 1 else f"{m}*{parts}" for m, parts in self)
+        return _text(self)
 
     def __repr__(self) -> str:
         return f"Place({self})"
@@ -91,6 +91,12 @@ class Place(tuple[Share, ...]):
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """In files a place is its text."""
         return _as_text(parse_place)
+
+
+@lru_cache(maxsize=1 << 12)
+def _text(place: Place) -> str:
+    """The text form; kept, because a program's many copies have few places."""
+    return "+".join(str(m) if len(place) == 1 and parts == 1 else f"{m}*{parts}" for m, parts in place)
 
 
 _MEMBER = re.compile(r"(device|host|disk)(\d*)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, product
 from random import Random
 
 import pytest
@@ -70,6 +71,34 @@ def test_a_middle_stage_posts_receives_ahead_and_joins_sends_behind() -> None:
     )
 
 
+def test_an_early_recomputation_changes_no_message() -> None:
+    """The first of two stages under 1F1B, recomputed one compute action early: sends and receives as without it."""
+    plan = chain_plan("1f1b", 2, (0, 1, 2))
+    early = replace(plan, decisions=(recomputed(0, ahead=1),))
+    assert " ".join(map(str, lower(early).actions[0])) == (
+        "0LOAD0 0N0 0SEND_F0 0R0 0RECV_B0 0LOAD1 0N1 0WAIT_SEND_F0 0SEND_F1 0R1 0RECV_B1 0WAIT_RECV_B0 0B0 "
+        "0WAIT_SEND_F1 0WAIT_RECV_B1 0B1 0STEP"
+    )
+
+
+@pytest.mark.parametrize("order", [(0, 0), (0, 0, 0), (0, 1, 0, 1)])
+@pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe"])
+def test_stages_of_a_device_may_be_recomputed_early(schedule: str, order: tuple[int, ...]) -> None:
+    """However early which stage is recomputed, no device waits at a send for a receive of its own that comes later, nor
+    do two devices for each other: no such program can be made.
+    """
+    plan = plan_of(plain(Random(0), len(order)), training(schedule, 3), range(len(order) + 1), order=order)
+    for aheads in product((None, 0, 1, 2), repeat=len(order)):
+        decisions = tuple(recomputed(stage, ahead=ahead) for stage, ahead in enumerate(aheads) if ahead is not None)
+        actions = chain.from_iterable(lower(replace(plan, decisions=decisions)).actions)
+        assert sum(action.kind is Kind.RECOMPUTE for action in actions) == 3 * len(decisions)
+
+
+def recomputed(stage: int, *, ahead: int) -> Decision:
+    """A stage of one layer goes forward twice."""
+    return Decision(stage=stage, subject=Run(start=stage, stop=stage + 1), what=What.RECOMPUTE, ahead=ahead)
+
+
 def test_what_a_backward_answers_is_joined_before_it() -> None:
     """The last but one stage of 1F1B sends, and goes backward at once: its gradients prove that the send arrived."""
     first = lower(chain_plan("1f1b", 1, (0, 1, 2))).actions[0]
@@ -85,8 +114,8 @@ def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: f
         SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=4, state_bytes=0)
         for users in ((0, 1), (1, 3))
     )
-    chain = replace(plain(Random(0), 4), shared=shared)
-    program = lower(plan_of(chain, training("gpipe", 1, clip_norm=clip_norm), (0, 2, 3, 4)))
+    layers = replace(plain(Random(0), 4), shared=shared)
+    program = lower(plan_of(layers, training("gpipe", 1, clip_norm=clip_norm), (0, 2, 3, 4)))
     kinds = (Kind.REDUCE, Kind.AGREE, Kind.STEP)
     agree = "{0}AGREE {0}WAIT_AGREE " if clip_norm else ""
     summed = "{0}REDUCE[1.shared] {0}WAIT_REDUCE[1.shared] "

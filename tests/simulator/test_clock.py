@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -45,6 +47,20 @@ def test_steps_follow_one_another_without_a_barrier() -> None:
     assert [sum(trace.step_seconds[: step + 1]) for step in range(3)] == pytest.approx(ends)
     second = min(e.start_seconds for e in trace.devices[1].events if e.step == 1)
     assert second <= ends[0] + 1.0
+
+
+def test_a_simulation_is_freed_with_the_last_reference_to_it() -> None:
+    """Whoever simulates by the hundred leaves nothing behind that only a garbage collection would find."""
+    plan = make_plan(equal_profile(4, kept_bytes=8), [2, 2], microbatches=2)
+    simulation = Simulation(plan, program=offload_all(plan))
+    simulation.trace()
+    parts = [weakref.ref(simulation), weakref.ref(simulation._timed_program)]
+    gc.disable()
+    try:
+        del simulation
+        assert [part() for part in parts] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_durations_follow_the_device_they_run_on() -> None:

@@ -24,6 +24,8 @@ class Flights:
     def __init__(self, storages: StageStorages) -> None:
         self.storages = storages
         self._known: dict[object, Residency] = {}
+        self._sent: set[Done] = set() if storages.last else {(Kind.SEND_FORWARD, True)}
+        self._sent |= {(Kind.SEND_BACKWARD, True)} if storages.start else set()
         self.start = self._interned(begin())
 
     def apply(
@@ -47,9 +49,7 @@ class Flights:
 
     def is_over(self, residency: Residency) -> bool:
         """Whether nothing of the microbatch is left, so that the next step may use its number again."""
-        wanted: set[Done] = set() if self.storages.last else {(Kind.SEND_FORWARD, True)}
-        wanted |= {(Kind.SEND_BACKWARD, True)} if self.storages.start else set()
-        return not residency.held and residency.back == 0 and wanted <= residency.done
+        return not residency.held and residency.back == 0 and self._sent <= residency.done
 
     def _interned(self, residency: Residency) -> Residency:
         return self._known.setdefault(residency.key(), residency)
@@ -261,10 +261,11 @@ def _layers(transition: Transition, piece: Piece) -> tuple[int, int]:
 
 def _check_present(transition: Transition, first: int, end: int) -> None:
     """Refuse a backward that needs a saved tensor which is not on the device."""
+    needed = sum(transition.holders.saved(position) for position in range(first, end))
     for instance, (state, place) in transition.residency.away.items():
         holders = transition.residency.held[instance]
-        savers = [p for p in range(transition.storages.count) if holders & transition.holders.saved(p)]
-        if any(first <= position < end for position in savers):
+        if holders & needed:
+            savers = [p for p in range(transition.storages.count) if holders & transition.holders.saved(p)]
             layers = " and ".join(dict.fromkeys(str(transition.layer(position)) for position in savers))
             transition.refuse(
                 f"needs a saved tensor of layer {layers} that is {state} (@{place}): "

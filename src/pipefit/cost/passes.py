@@ -26,14 +26,17 @@ class Working:
     def __init__(self, storages: StageStorages, residency: Residency) -> None:
         self.storages, self.holders = storages, Holders(storages)
         self.held, self.away = dict(residency.held), dict(residency.away)
-        self.before = self.categories()
+        if residency.categories is None:
+            residency.categories = self.categories()
+        self.before = self.after = residency.categories
         self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
         """Bytes of an instance; a negative instance stands for the copies of the buffers of some layers."""
         if instance < 0:
             return buffer_bytes(self.storages, *_run_of(self.storages, instance))
-        return self.storages.sizes[instance % len(self.storages.sizes)]
+        sizes = self.storages.sizes
+        return sizes[instance % len(sizes)]
 
     def hold(self, instance: int, holder: int) -> None:
         """Add a holder to an instance, which is allocated with its first holder."""
@@ -63,10 +66,11 @@ class Working:
     def categories(self) -> tuple[int, int]:
         """Bytes of the activations and of the boundary buffers on the device."""
         activations = boundary = 0
+        gone = {instance for instance, moved in self.away.items() if moved.state is Whereabouts.AWAY}
+        saved = self.holders.activations
         for instance, holders in self.held.items():
-            moved = self.away.get(instance)
-            if moved is None or moved.state is not Whereabouts.AWAY:
-                if holders & self.holders.activations:
+            if instance not in gone:
+                if holders & saved:
                     activations += self.size(instance)
                 else:
                     boundary += self.size(instance)
@@ -74,13 +78,13 @@ class Working:
 
     def effect(self, *, gradients: int = 0, boundary: int = 0) -> Effect:
         """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
-        after = self.categories()
+        self.after = self.categories()
         return effect(
             peak_bytes=self.peak,
             workspace=self.workspace,
             gradients=gradients,
-            activations=after[0] - self.before[0],
-            boundary=after[1] - self.before[1] + boundary,
+            activations=self.after[0] - self.before[0],
+            boundary=self.after[1] - self.before[1] + boundary,
         )
 
 
@@ -198,7 +202,7 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
 
 def _released(layer: LayerStorages, span: Span) -> set[int]:
     """The storages of saved inputs that the layer has released before `span`; two values may share one."""
-    kept = {layer.inputs[k] for k in layer.cost.saved_inputs if k not in span.released}
+    kept = {layer.inputs[k] for k in layer.saved_inputs if k not in span.released}
     return {layer.inputs[k] for k in span.released} - kept
 
 

@@ -72,7 +72,7 @@ class Residency:
     are moved, until they are back.
     """
 
-    __slots__ = ("at", "away", "back", "done", "held", "known", "pieces", "values")
+    __slots__ = ("at", "away", "back", "categories", "done", "held", "known", "pieces", "values")
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Residency:
     ) -> None:
         self.held, self.at, self.values, self.pieces = held, at, values, pieces
         self.back, self.done, self.away = back, done, away
+        self.categories: tuple[int, int] | None = None  # bytes, as `Working.categories`; None until they are asked for
         self.known: dict[object, tuple[Residency, Effect | None]] = {}  # the answers for actions
 
     def key(self) -> object:

@@ -29,6 +29,7 @@ class LayerStorages(NamedTuple):
     cost: LayerCost
     inputs: tuple[int, ...]  # one for every input value; values may share one
     saves: tuple[int, ...]  # what its backward needs, each once
+    saved_inputs: tuple[int, ...]  # the numbers of the inputs whose storages are among these
     outputs: tuple[int, ...]  # one for every output value
 
 
@@ -57,12 +58,12 @@ class StageStorages:
     """
 
     def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
-        costs = measurement.costs
+        costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
         self.measurement, self.start, self.stop = measurement, start, stop
-        self.last = stop == len(costs)
-        self.costs: tuple[LayerCost, ...] = (*costs[start:stop], measurement.loss) if self.last else costs[start:stop]
-        self.inputs: tuple[Value, ...] = costs[start].inputs
-        self.outputs: tuple[Value, ...] = costs[stop - 1].outputs
+        self.last = stop == len(measurement.layers)
+        self.costs: tuple[LayerCost, ...] = (*costs, measurement.loss) if self.last else costs
+        self.inputs: tuple[Value, ...] = costs[0].inputs
+        self.outputs: tuple[Value, ...] = costs[-1].outputs
         self.targets: tuple[Value, ...] = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.sizes: list[int] = []  # bytes of every storage, by its number
         self.target_storages: tuple[int, ...] = ()
@@ -117,7 +118,8 @@ class StageStorages:
             self._saved_places.append(places)
             saves = tuple(dict.fromkeys(places.values()))
             values = tuple(self._find(origin, own, inputs) for origin in cost.output_origins)
-            layers.append(LayerStorages(cost, inputs, saves, values))
+            saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
+            layers.append(LayerStorages(cost, inputs, saves, saved_inputs, values))
         return tuple(layers)
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
@@ -191,9 +193,15 @@ class StageStorages:
 
     def gradients(self, boundary: int) -> int:
         """Bytes of the gradients of the values at a boundary; the first stage's inputs have none."""
-        if boundary == 0 and not self.start:
-            return 0
-        return sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
+        return self._gradient_bytes[boundary]
+
+    @cached_property
+    def _gradient_bytes(self) -> list[int]:
+        found = [
+            sum({g.storage: self._gradient_sizes[g.storage] for g in self._present(boundary)}.values())
+            for boundary in range(self.count + 1)
+        ]
+        return found if self.start else [0, *found[1:]]
 
     def arrived_gradients(self, boundary: int) -> int:
         """Bytes of the gradients at a boundary that exist before the backward of the position before it begins.

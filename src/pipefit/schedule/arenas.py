@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
-from pipefit.places import MemberKind
+from pipefit.places import MemberKind, Place
 
 
 class Arena(NamedTuple):
@@ -37,21 +38,20 @@ def arenas(devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], 
         moved_bytes: how many bytes an OFFLOAD or RELOAD moves.
     """
     found: list[Arena] = []
+    slots_of = cache(_slots)
     for borrower, actions in enumerate(devices):
         in_use, most = Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # by lender and slot size
         for action in actions:
-            for slot in _slots(action, moved_bytes):
+            if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
+                continue
+            for slot in slots_of(action.place, moved_bytes(action)):
                 in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
                 most[slot] = max(most[slot], in_use[slot])
         found += [Arena(lender, borrower, slots, nbytes) for (lender, nbytes), slots in sorted(most.items()) if nbytes]
     return tuple(found)
 
 
-def _slots(action: Action, moved_bytes: Callable[[Action], int]) -> list[tuple[int, int]]:
-    """The slots, as lender and size, that an action takes (the start of an OFFLOAD) or gives back (a joined RELOAD)."""
-    if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
-        return []
-    if all(member.kind is not MemberKind.DEVICE for member in action.place.members):
-        return []
-    shares = action.place.split(moved_bytes(action))
+def _slots(place: Place, nbytes: int) -> list[tuple[int, int]]:
+    """The slots, as lender and size, that the start of an OFFLOAD takes and a joined RELOAD gives back."""
+    shares = place.split(nbytes)
     return [(member.number or 0, nbytes) for member, nbytes in shares if member.kind is MemberKind.DEVICE]

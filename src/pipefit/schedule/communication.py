@@ -12,6 +12,10 @@ For each of a rank's compute actions c[0], c[1], ..., in this order:
 If c[t] is the backward of the forward c[t-1], the gradients that it needs can only come after the output of c[t-1] has
 arrived. Then the receive and the send are joined first.
 
+A recomputation that comes earlier than just before its backward is no c[t]: it needs no message and stands between two
+of them, before the receive of what c[t+1] needs. Were it counted, receives would start after sends that wait for them,
+and devices that hold several stages would wait for each other.
+
 So a device holds, beside its microbatches in flight, at most one started receive and one outstanding send in each
 direction.
 """
@@ -19,6 +23,7 @@ direction.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.plans import Plan
@@ -27,13 +32,15 @@ from pipefit.schedule.order import Order
 
 def communicated(order: Order, plan: Plan) -> Iterator[Action]:
     """The actions of one rank: its compute actions, and the receives, loads and sends around them."""
-    yield from _receives(order[0], plan)
+    early, counted = _early_and_counted(order)
+    yield from _receives(counted[0], plan)
     sending: list[Action] = []
-    for number, action in enumerate(order):
-        ahead = list(_receives(order[number + 1], plan)) if number + 1 < len(order) else []
+    for number, action in enumerate(counted):
+        ahead = list(_receives(counted[number + 1], plan)) if number + 1 < len(counted) else []
         needed = [receive.join for receive in _receives(action, plan)]
         joins = [send.join for send in sending]
-        turns_back = number > 0 and is_backward_of(action, order[number - 1])
+        turns_back = number > 0 and is_backward_of(action, counted[number - 1])
+        yield from early[number]
         yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
         if _loads(action, plan):
             yield Action(Kind.LOAD, action.stage, action.microbatch)
@@ -42,6 +49,19 @@ def communicated(order: Order, plan: Plan) -> Iterator[Action]:
         yield from () if turns_back else joins
         yield from sending
     yield from (send.join for send in sending)
+
+
+def _early_and_counted(order: Order) -> tuple[list[list[Action]], list[Action]]:
+    """The actions c[t], and for each the recomputations before it that come earlier than just before their backward."""
+    early: list[list[Action]] = [[]]
+    counted: list[Action] = []
+    for action, behind in zip_longest(order, order[1:]):
+        if action.kind is Kind.RECOMPUTE and behind != action._replace(kind=Kind.BACKWARD):
+            early[-1].append(action)
+        else:
+            counted.append(action)
+            early.append([])
+    return early, counted
 
 
 def is_backward_of(action: Action, before: Action) -> bool:

@@ -43,7 +43,8 @@ class Ledger:
             if place is not None:
                 self.placed.append(action)
             residency = flights.get((stage, microbatch))
-            if residency is not None and kind is not Kind.BACKWARD:  # the usual case: its effect is remembered
+            if residency is not None and (kind is not Kind.BACKWARD or self._is_later(action, stages[stage])):
+                # the usual case: its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
                     flights[stage, microbatch], effect = answer
@@ -80,11 +81,16 @@ class Ledger:
             self._born.update(range(*(action.layers or (stage.start, stage.stop))))
         return effect
 
+    def _is_later(self, action: Action, stage: StageCost) -> bool:
+        """Whether all layers of this backward have gradients already."""
+        layers = action.layers
+        return self._born >= stage.layers if layers is None else self._born.issuperset(range(*layers))
+
     def _bears_gradients(self, action: Action, stage: StageCost) -> bool:
         """Whether this backward is the step's first for its layers."""
-        layers = range(*(action.layers or (stage.start, stage.stop)))
-        if self._born.issuperset(layers):
+        if self._is_later(action, stage):
             return False
+        layers = range(*(action.layers or (stage.start, stage.stop)))
         if not self._born.isdisjoint(layers):
             self._refuse(
                 f"{action} is the first backward of the step for some of its layers only: cut all backwards alike"

@@ -7,12 +7,12 @@ is. Costs: one microsecond per action for the peaks, two to three with the secon
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import pairwise
 
 from pipefit.actions import Action
-from pipefit.cost.stage import Costs
+from pipefit.cost.stage import Costs, StageCost
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -59,12 +59,12 @@ class Simulation:
         self.plan, self.steps = plan, steps
         self.program = lower(plan) if program is None else program
         _check(plan, self.program, steps)
-        self._moved: dict[object, int] = {}
         costs, devices = costs or Costs.of(plan), plan.cluster.devices
         self._stages = [
             costs.stage(stage.start, stage.stop, devices[there[0]].kind)
             for stage, there in zip(plan.stages, self.program.placement, strict=True)
         ]
+        self._moved_bytes = _moved_bytes(self.program, self._stages)
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
@@ -124,14 +124,6 @@ class Simulation:
         stages = {n: costs for n, costs in enumerate(self._stages) if device in self.program.placement[n]}
         ledger = Ledger(device, stages, self.program)
         return [ledger.read(self.program.actions[device]) for _ in range(min(self.steps, 2))], ledger.placed
-
-    def _moved_bytes(self, action: Action) -> int:
-        """Bytes of the storages that an OFFLOAD or RELOAD moves."""
-        key = action.stage, action.subject
-        if key not in self._moved:
-            storages = self._stages[action.stage].storages
-            self._moved[key] = sum(storages.sizes[storages.storage(subject)] for subject in self.program.moved(action))
-        return self._moved[key]
 
     # ---------------------------------------------------------------- memory
 
@@ -197,6 +189,20 @@ class Simulation:
                     stream = Stream.COPY if code == COPY else Stream.COMMUNICATION
                 if end > start:
                     yield start, end, step, position, stream
+
+
+def _moved_bytes(program: Program, stages: list[StageCost]) -> Callable[[Action], int]:
+    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept."""
+    known: dict[object, int] = {}
+
+    def nbytes(action: Action) -> int:
+        key = action.stage, action.subject
+        if key not in known:
+            storages = stages[action.stage].storages
+            known[key] = sum(storages.sizes[storages.storage(subject)] for subject in program.moved(action))
+        return known[key]
+
+    return nbytes
 
 
 def _check(plan: Plan, program: Program, steps: int) -> None:

@@ -46,8 +46,8 @@ class TimedProgram:
         self._turns: Counter[tuple[Kind, Subject | Bundle | None, int]] = Counter()  # how often a stage started it
         self._members = _members(program)
         self._route = cache(cluster.route)
-        self._message_parts = cache(self._new_message_parts)
-        self._copy_parts = cache(self._new_copy_parts)
+        self._message_parts: dict[tuple[Kind, int], Parts] = {}
+        self._copy_parts: dict[tuple[int, bool, int, Place | None], Parts] = {}
         self.parts: list[Parts] = []
         # The stream of every transfer: of a copy 2 * device outward and 2 * device + 1 inward, -1 of all others
         self.streams: list[int] = []
@@ -97,7 +97,10 @@ class TimedProgram:
             stage = action.neighbour
         number = self._messages.get((kind, stage, microbatch))
         if number is None:
-            number = self._messages[kind, stage, microbatch] = self._add(self._message_parts(kind, stage), ends=2)
+            parts = self._message_parts.get((kind, stage))
+            if parts is None:
+                parts = self._message_parts[kind, stage] = self._new_message_parts(kind, stage)
+            number = self._messages[kind, stage, microbatch] = self._add(parts, ends=2)
         return number
 
     def _new_message_parts(self, kind: Kind, receiver: int) -> Parts:
@@ -132,10 +135,11 @@ class TimedProgram:
 
     def _copy(self, device: int, action: Action) -> int:
         outward = action.kind is Kind.OFFLOAD
-        nbytes = self._moved_bytes(action)
-        return self._add(
-            self._copy_parts(device, outward, nbytes, action.place), ends=1, stream=2 * device + (not outward)
-        )
+        key = device, outward, self._moved_bytes(action), action.place
+        parts = self._copy_parts.get(key)
+        if parts is None:
+            parts = self._copy_parts[key] = self._new_copy_parts(*key)
+        return self._add(parts, ends=1, stream=2 * device + (not outward))
 
     def _new_copy_parts(self, device: int, outward: bool, nbytes: int, place: Place | None) -> Parts:
         assert place is not None, "the ledger refuses copies without a place"
