@@ -175,6 +175,7 @@ class LayerCost:
     update: Work
     # How it takes its inputs (a loss: the outputs): bare is one as itself, several as a tuple; else one is packed too
     packing: Packing = "bare"
+    constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
     checkpoint_workspace_bytes: int = 0
@@ -221,6 +222,11 @@ class LayerCost:
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, trainable or not."""
         return sum(parameter.nbytes for parameter in self.parameters)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of what exists as long as the layer does: parameters, buffers and constants."""
+        return self.parameter_bytes + self.buffer_bytes + self.constant_bytes
 
     @property
     def saved_storages(self) -> tuple[Origin, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
+from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
@@ -148,7 +149,7 @@ class _Survey:
             return as_values(outputs, layer.name)
 
         meter = LayerMeter(call, layer.module, values, self.kernels)
-        with _named(layer.name, layer.module, values):
+        with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer)
         self.kinds.append(replace(cost, packing=layer.packing))
         return len(self.kinds) - 1, outputs, packing

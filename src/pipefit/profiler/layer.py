@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
@@ -119,12 +120,11 @@ class LayerMeter:
         self.meter = PassMeter(kernels)
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self.statics = [*module.parameters(), *module.buffers()]
 
     def measure(self, optimizer: MakeOptimizer) -> tuple[LayerCost, Values]:
         """The cost of the layer, and tensors like those that it returned."""
         with self.meter:
-            self.meter.tag(self.statics, Category.PARAMETERS)
+            self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
             first, later = self._microbatch(), self._microbatch()
@@ -138,6 +138,7 @@ class LayerMeter:
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
             buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
+            constant_bytes=sum(c.untyped_storage().nbytes() for c in constants(self.module)),
             inputs=tuple(map(_value, self.like)),
             outputs=tuple(map(_value, kept.outputs)),
             output_origins=kept.output_origins,
@@ -166,6 +167,10 @@ class LayerMeter:
         )
         return cost, kept.outputs
 
+    def _statics(self) -> list[Tensor]:
+        """What exists as long as the layer does. A forward may replace a buffer, so no list of them is kept."""
+        return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
+
     # ---------------------------------------------------------------- the runs
 
     def _kept_by_forward(self) -> _Kept:
@@ -179,11 +184,11 @@ class LayerMeter:
 
         before = self.meter.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
-        storages = _Storages(self.meter, self.statics, inputs)
         graph = GraphEnds()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
+        storages = _Storages(self.meter, self._statics(), inputs)
         saved = _saved([known() for known in packed], savers(values), storages)
         origins = tuple(map(storages.origin, values))
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
