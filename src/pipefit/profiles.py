@@ -241,9 +241,8 @@ class LayerCost:
     @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that the saved tensors hold, inputs included."""
-        return sum(
-            self.storages[o.index] if o.kind == "own" else self.inputs[o.index].nbytes for o in self.saved_storages
-        )
+        own, inputs = self.storages, self.inputs
+        return sum(own[o.index] if o.kind == "own" else inputs[o.index].nbytes for o in self.saved_storages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
