@@ -28,7 +28,8 @@ from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]
-MakeOptimizer = Callable[[Sequence[Sequence[Group]]], Optimizer | MasterWeights]
+LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
+MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
 
 
 class Peak(NamedTuple):
@@ -121,8 +122,8 @@ class LayerMeter:
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
-    def measure(self, optimizer: MakeOptimizer) -> tuple[LayerCost, Values]:
-        """The cost of the layer, and tensors like those that it returned."""
+    def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
+        """The cost of the layer with these parameter groups, and tensors like those that it returned."""
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
@@ -130,7 +131,7 @@ class LayerMeter:
             first, later = self._microbatch(), self._microbatch()
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-            updates = self._update(optimizer)
+            updates = self._update(optimizer, groups)
         feedback = feeds_back(
             self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
         )
@@ -249,13 +250,12 @@ class LayerMeter:
             origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
         return _Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
 
-    def _update(self, optimizer: MakeOptimizer) -> _Updates:
+    def _update(self, optimizer: MakeOptimizer, groups: LayerGroups) -> _Updates:
         """Make two optimizer steps."""
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        if not trainable:
+        if not groups:
             return _Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
         before = self.meter.total
-        stepper = optimizer([[{"params": trainable}]])
+        stepper = optimizer(groups)
         early = self.meter.total - before
         self.meter.start()
         stepper.step()
@@ -274,13 +274,17 @@ class LayerMeter:
         return enter(graph, values, self.flags, self.anchor) if any(self.flags) else values
 
 
-def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | None) -> tuple[int, int]:
-    """Bytes of the optimizer's state for one parameter, and those of them that exist before the first step."""
+def state_bytes(
+    parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
+    before the first step.
+    """
     meter = PassMeter(kernels)
     alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     alike.grad = torch.empty_like(alike, requires_grad=False)
     with meter:
-        stepper = optimizer([[{"params": [alike]}]])
+        stepper = optimizer([[options | {"params": [alike]}]])
         early = meter.total
         stepper.step()
     return meter.total, early
