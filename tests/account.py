@@ -187,12 +187,12 @@ class StageAccount:
         self._exist_before_training(microbatches)
 
     def _exist_before_training(self, microbatches: int) -> None:
-        """Parameters once each, buffers, early state, and on the last stage the losses."""
+        """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
         device = self.device
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
             own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared)
-            device.new(own + cost.buffer_bytes, self._of("parameters"))
+            device.new(own + cost.buffer_bytes + cost.constant_bytes, self._of("parameters"))
             device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
         for parameter in self.shared:
             device.new(parameter.nbytes, self._of("parameters"))

@@ -26,19 +26,25 @@ from pipefit.runtime.runner import DeviceRunner
 def measured_peaks(task: Task, plan: Plan, *, steps: int = 2, seed: int = 0) -> list[list[int]]:
     """Highest allocated bytes of every device in use in every step, by the allocator's own account: `[rank][step]`."""
     unmetered = replace(plan, cluster=replace(plan.cluster, backend="cpu"))
-    trainer = Trainer(task, unmetered, seed=seed)
+    with _observed():  # so that what is freed later has a known size
+        trainer = Trainer(task, unmetered, seed=seed)
     levels = [_resident(runner) for runner in trainer.runners]
     peaks: list[list[int]] = [[] for _ in trainer.runners]
     for step in range(steps):
         torch.manual_seed(seed + step)
         batch = task.batch(plan.training.batch_size)
-        with _uncollected(), _marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
+        with _uncollected(), _marked(), _observed() as observed:
             trainer.step(batch)
         for rank, runner in enumerate(trainer.runners):
             changes = _changes(observed, runner.number)
             highest, levels[rank] = _walk(levels[rank], changes)
             peaks[rank].append(highest)
     return peaks
+
+
+def _observed() -> profile:
+    """A profile with the allocator's events."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def _resident(runner: DeviceRunner) -> int:
@@ -48,8 +54,8 @@ def _resident(runner: DeviceRunner) -> int:
         for stage in runner.stages.values()
         for t in (
             *stage.parameters,
-            *stage.buffers,
-            *stage.constants,
+            *stage.held,
+            *stage.kept_losses,
             *stage.optimizer_state(),
         )
     }

@@ -175,6 +175,7 @@ class LayerCost:
     update: Work
     # How it takes its inputs (a loss: the outputs): bare is one as itself, several as a tuple; else one is packed too
     packing: Packing = "bare"
+    constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
     checkpoint_workspace_bytes: int = 0
@@ -223,6 +224,11 @@ class LayerCost:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
+    def static_bytes(self) -> int:
+        """Bytes of what exists as long as the layer does: parameters, buffers and constants."""
+        return self.parameter_bytes + self.buffer_bytes + self.constant_bytes
+
+    @property
     def saved_storages(self) -> tuple[Origin, ...]:
         """The distinct storages, own or of inputs, that the saved tensors hold."""
         return tuple(dict.fromkeys(s.origin for s in self.saved if s.origin.kind in ("own", "input")))
@@ -235,9 +241,8 @@ class LayerCost:
     @property
     def saved_bytes(self) -> int:
         """Bytes of the distinct storages that the saved tensors hold, inputs included."""
-        return sum(
-            self.storages[o.index] if o.kind == "own" else self.inputs[o.index].nbytes for o in self.saved_storages
-        )
+        own, inputs = self.storages, self.inputs
+        return sum(own[o.index] if o.kind == "own" else inputs[o.index].nbytes for o in self.saved_storages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

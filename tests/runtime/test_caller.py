@@ -375,3 +375,23 @@ def test_seconds_are_numbers_above_zero(value: Any) -> None:
     ):
         with pytest.raises(UsageError, match=f"{name} must be a number above 0"):
             call(**{name: value})
+
+
+# ---------------------------------------------------------------- parameters that layers of the caller's module share
+
+
+def test_a_module_with_tied_weights_stays_tied() -> None:
+    """After training over two stages the caller's module has one weight, the trained one, and can be planned again."""
+    first, last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    last.weight = first.weight
+    module = nn.Sequential(first, nn.Tanh(), last)
+    before = first.weight.detach().clone()
+    task = Task(module, batch=lambda n: (torch.randn(n, 8), torch.randn(n, 8)), loss=F.mse_loss)
+    plan = plan_of(task, (2, 1))
+    trainer = Trainer(task, plan)
+    trainer.step(task.batch(plan.training.batch_size))
+    assert last.weight is first.weight
+    assert not torch.equal(first.weight, before)
+    certify(task, plan)
+    trainer.step(task.batch(plan.training.batch_size))
+    assert_same(trainer.state_dict(), state_of(module))

@@ -181,7 +181,7 @@ def test_a_step_leaves_what_it_found() -> None:
     for step in range(3):
         trainer.step(batch_of(task, trainer.plan, step))
         for runner, stage in zip(trainer.runners, trainer.stages, strict=True):
-            kept = [*stage.parameters, *stage.buffers, *stage.constants, *stage.optimizer_state()]
+            kept = [*stage.parameters, *stage.held, *stage.kept_losses, *stage.optimizer_state()]
             assert runner.meter.total == sum(tensor.nbytes for tensor in kept)
 
 

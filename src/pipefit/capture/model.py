@@ -17,6 +17,7 @@ from torch import nn
 
 from pipefit.capture.caller import refuse_compiled, refuse_inference
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
+from pipefit.capture.constants import constants
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
@@ -100,8 +101,14 @@ def _prefixed(name: str, part: nn.Module) -> dict[str, str]:
 
 
 def _own_module(part: nn.Module, met: set[int]) -> nn.Module:
-    """`part`, or a copy of it with the same parameters and buffers if the chain has it already: layers are distinct."""
-    if id(part) not in met:
-        met.add(id(part))
+    """`part`, or a copy of it that holds the same tensors, if the chain has it or one of its parameters already.
+
+    So layers are distinct, and a stage may put its own copy of a shared parameter into one without changing `part`.
+    """
+    own = {id(part), *map(id, part.parameters())}
+    is_known = not met.isdisjoint(own)
+    met |= own
+    if not is_known:
         return part
-    return copy.deepcopy(part, {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())})
+    tensors = (*part.parameters(), *part.buffers(), *constants(part))
+    return copy.deepcopy(part, {id(tensor): tensor for tensor in tensors})

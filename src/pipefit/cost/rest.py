@@ -22,9 +22,9 @@ class StageRest:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Parameters and buffers."""
+        """Parameters, buffers and constants."""
         repeated = sum(again.shared.nbytes for again in self.storages.repetitions)
-        return sum(cost.parameter_bytes + cost.buffer_bytes for cost in self.storages.costs) - repeated
+        return sum(cost.static_bytes for cost in self.storages.costs) - repeated
 
     @property
     def loss_bytes(self) -> int:

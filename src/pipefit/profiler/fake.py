@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
+from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
@@ -24,7 +25,7 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.fake.chain import fake_chain
-from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
+from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
@@ -33,6 +34,7 @@ from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.pass_meter import dtype_name
 from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
 from pipefit.runtime.master_weights import make_optimizer
+from pipefit.runtime.parameter_groups import parameter_groups
 
 Progress = Callable[[int, int, str], None]
 
@@ -122,7 +124,7 @@ class _Survey:
     """The kinds of layers met so far, and what each returned."""
 
     def __init__(self, task: Task, kernels: Kernels | None) -> None:
-        self.optimizer, self.kernels = partial(make_optimizer, task), kernels
+        self.task, self.optimizer, self.kernels = task, partial(make_optimizer, task), kernels
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
@@ -130,7 +132,7 @@ class _Survey:
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
         """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
-        key = cost_key(layer.module), layer.packing, given
+        key = cost_key(layer.module), layer.packing, given, self._options(layer)
         if key not in self._known:
             self._known[key] = self._measure(layer, values)
         kind, outputs, packing = self._known[key]
@@ -148,10 +150,18 @@ class _Survey:
             return as_values(outputs, layer.name)
 
         meter = LayerMeter(call, layer.module, values, self.kernels)
-        with _named(layer.name, layer.module, values):
-            cost, outputs = meter.measure(self.optimizer)
+        with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
+            cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
         self.kinds.append(replace(cost, packing=layer.packing))
         return len(self.kinds) - 1, outputs, packing
+
+    def _options(self, layer: ChainLayer) -> object:
+        """The options of a layer's parameter groups, and which of its parameters each is for."""
+        numbers = {id(parameter): number for number, parameter in enumerate(layer.module.parameters())}
+        groups = [group for groups in parameter_groups([layer], self.task.groups) for group in groups]
+        members = [tuple(numbers[id(parameter)] for parameter in group["params"]) for group in groups]
+        given = [options({name: value for name, value in group.items() if name != "params"}) for group in groups]
+        return tuple(zip(members, given, strict=True))
 
     def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
         """The parameters that several layers use."""
@@ -160,7 +170,11 @@ class _Survey:
     def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
         parameter, (layer, name) = shared.parameter, shared.places[0]
         nbytes, trainable = parameter.untyped_storage().nbytes(), parameter.requires_grad
-        state, early = state_bytes(parameter, self.optimizer, self.kernels) if trainable else (0, 0)
+        state, early = 0, 0
+        if trainable:
+            original = chain.layers[layer].originals.get(name, name)
+            wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
+            state, early = state_bytes(parameter, wanted, self.optimizer, self.kernels)
         return SharedParameter(
             name=f"{chain.layers[layer].name}.{name}",
             users=shared.users,

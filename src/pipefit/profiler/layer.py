@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
@@ -27,7 +28,8 @@ from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
 
 Call = Callable[[Values], Values]
-MakeOptimizer = Callable[[Sequence[Sequence[Group]]], Optimizer | MasterWeights]
+LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer
+MakeOptimizer = Callable[[LayerGroups], Optimizer | MasterWeights]
 
 
 class Peak(NamedTuple):
@@ -119,18 +121,17 @@ class LayerMeter:
         self.meter = PassMeter(kernels)
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self.statics = [*module.parameters(), *module.buffers()]
 
-    def measure(self, optimizer: MakeOptimizer) -> tuple[LayerCost, Values]:
-        """The cost of the layer, and tensors like those that it returned."""
+    def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
+        """The cost of the layer with these parameter groups, and tensors like those that it returned."""
         with self.meter:
-            self.meter.tag(self.statics, Category.PARAMETERS)
+            self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
             first, later = self._microbatch(), self._microbatch()
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-            updates = self._update(optimizer)
+            updates = self._update(optimizer, groups)
         feedback = feeds_back(
             self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
         )
@@ -138,6 +139,7 @@ class LayerMeter:
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
             buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
+            constant_bytes=sum(c.untyped_storage().nbytes() for c in constants(self.module)),
             inputs=tuple(map(_value, self.like)),
             outputs=tuple(map(_value, kept.outputs)),
             output_origins=kept.output_origins,
@@ -166,6 +168,10 @@ class LayerMeter:
         )
         return cost, kept.outputs
 
+    def _statics(self) -> list[Tensor]:
+        """What exists as long as the layer does. A forward may replace a buffer, so no list of them is kept."""
+        return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
+
     # ---------------------------------------------------------------- the runs
 
     def _kept_by_forward(self) -> _Kept:
@@ -179,11 +185,11 @@ class LayerMeter:
 
         before = self.meter.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
-        storages = _Storages(self.meter, self.statics, inputs)
         graph = GraphEnds()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
+        storages = _Storages(self.meter, self._statics(), inputs)
         saved = _saved([known() for known in packed], savers(values), storages)
         origins = tuple(map(storages.origin, values))
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
@@ -244,13 +250,12 @@ class LayerMeter:
             origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
         return _Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
 
-    def _update(self, optimizer: MakeOptimizer) -> _Updates:
+    def _update(self, optimizer: MakeOptimizer, groups: LayerGroups) -> _Updates:
         """Make two optimizer steps."""
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        if not trainable:
+        if not groups:
             return _Updates(Peak(0, 0), Peak(0, 0), 0, 0, Work(flops=0, moved_bytes=0))
         before = self.meter.total
-        stepper = optimizer([[{"params": trainable}]])
+        stepper = optimizer(groups)
         early = self.meter.total - before
         self.meter.start()
         stepper.step()
@@ -269,13 +274,17 @@ class LayerMeter:
         return enter(graph, values, self.flags, self.anchor) if any(self.flags) else values
 
 
-def state_bytes(parameter: Tensor, optimizer: MakeOptimizer, kernels: Kernels | None) -> tuple[int, int]:
-    """Bytes of the optimizer's state for one parameter, and those of them that exist before the first step."""
+def state_bytes(
+    parameter: Tensor, options: Group, optimizer: MakeOptimizer, kernels: Kernels | None
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
+    before the first step.
+    """
     meter = PassMeter(kernels)
     alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     alike.grad = torch.empty_like(alike, requires_grad=False)
     with meter:
-        stepper = optimizer([[{"params": [alike]}]])
+        stepper = optimizer([[options | {"params": [alike]}]])
         early = meter.total
         stepper.step()
     return meter.total, early

@@ -62,7 +62,7 @@ def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
 
 def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:
     sizes = (
-        cost.parameter_bytes + cost.buffer_bytes,
+        cost.static_bytes,
         cost.state_bytes,
         cost.saved_bytes,
         sum(value.nbytes for value in cost.outputs),

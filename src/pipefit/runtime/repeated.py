@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pipefit.actions import COMPUTE, Action, Kind
 from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.constants import constants
 from pipefit.capture.settings import module_settings
 from pipefit.capture.task import Task
 from pipefit.fake.fingerprint import options
@@ -105,9 +106,9 @@ class Shortened:
 def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
     """For every layer a key that is equal where layers do the same to memory, given equal neighbours."""
     sharing = {user for shared in chain.shared for user in shared.users}
-    buffers = [list(map(id, layer.module.buffers())) for layer in chain.layers]
-    users = Counter(buffer for own in buffers for buffer in set(own))
-    common = [tuple(buffer for buffer in own if users[buffer] > 1) for own in buffers]
+    held = [list(map(id, (*layer.module.buffers(), *constants(layer.module)))) for layer in chain.layers]
+    users = Counter(tensor for own in held for tensor in set(own))
+    common = [tuple(tensor for tensor in own if users[tensor] > 1) for own in held]
     return [
         object()
         if number in sharing

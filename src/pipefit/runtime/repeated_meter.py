@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipefit.capture.constants import constants
 from pipefit.meter.cpu import SCALAR_BYTES, Meter, Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.runtime.folding import Bytes, Change
@@ -72,7 +73,8 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
             if copy is not None:
                 parameters = list(layer.module.parameters())
                 trained = [masters.get(parameter, parameter) for parameter in parameters]
-                _take(copy, [*parameters, *layer.module.buffers(), *trained], self._own)
+                held = [*layer.module.buffers(), *constants(layer.module)]
+                _take(copy, [*parameters, *held, *trained], self._own)
                 _take(copy, [state[parameter] for parameter in trained if parameter in state], born)
         self._maker |= self._own | born
         self._stand_ins |= {copy for copy in copies if copy is not None and copy.number == _STAND_IN}

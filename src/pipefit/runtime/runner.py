@@ -73,8 +73,8 @@ class DeviceRunner:
         self._targets: Sequence[Microbatch] = ()
         try:
             for stage in stages.values():
-                self._tag([*stage.parameters, *stage.buffers], Category.PARAMETERS)
-                self._tag(stage.constants, Category.BOUNDARY)
+                self._tag([*stage.parameters, *stage.held], Category.PARAMETERS)
+                self._tag(stage.kept_losses, Category.BOUNDARY)
                 self._tag(stage.optimizer_state(), Category.OPTIMIZER)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{error} ({self._where()})") from error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
+from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
@@ -61,7 +62,6 @@ class StageRunner:
         self.device, self.seed, self.agreement = device, seed, agreement
         self.batch_number = 0  # training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
-        self.buffers = [b for layer in layers for b in layer.module.buffers()]
         groups = parameter_groups(layers, task.groups)
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
@@ -70,8 +70,13 @@ class StageRunner:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     @property
-    def constants(self) -> list[Tensor]:
-        """Small tensors beside parameters and buffers that exist as long as the stage."""
+    def held(self) -> list[Tensor]:
+        """Buffers, which a forward may replace by others, and constants: tensors that are plain attributes."""
+        return [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
+
+    @property
+    def kept_losses(self) -> list[Tensor]:
+        """On the last stage, the tensor for the losses of all microbatches."""
         return [] if self.losses is None else [self.losses]
 
     # ---------------------------------------------------------------- forward

@@ -48,7 +48,7 @@ class Ranges:
         self.count = len(costs) - 1
         self.loss_bytes = 4 * microbatches
         # By boundary: sums over the layers before it
-        self.static = _cumulated(cost.parameter_bytes + cost.buffer_bytes for cost in costs)
+        self.static = _cumulated(cost.static_bytes for cost in costs)
         self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
         self.state = _cumulated(cost.state_bytes for cost in costs)
         self.buffers = _cumulated(cost.buffer_bytes for cost in costs)
