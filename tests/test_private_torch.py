@@ -20,13 +20,13 @@ FAKES = {f"fake/{name}.py" for name in ("target", "attention_choice", "missing_s
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {
     f"capture/{name}.py"
-    for name in ("aliases", "binding", "eager_masks", "exporting", "flat", "flow", "graph_layer", "refusals",
-                 "sample", "structure", "traced")
+    for name in ("aliases", "binding", "constants", "custom_functions", "eager_masks", "exporting", "flat", "flow",
+                 "graph_layer", "refusals", "sample", "structure", "traced")
 }  # fmt: skip
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
-# The meter sees operations through a dispatch mode; agreement uses what GradScaler uses
-OTHERS = {"capture/caller.py", "meter/cpu.py", "runtime/agreement.py"}
+# The meter, and what follows values, see operations through a dispatch mode; agreement uses what GradScaler uses
+OTHERS = {"capture/caller.py", "meter/cpu.py", "meter/unsaved.py", "profiler/feedback.py", "runtime/agreement.py"}
 
 
 def private_names(path: Path) -> set[str]:
