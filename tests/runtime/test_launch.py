@@ -6,11 +6,11 @@ import multiprocessing as mp
 import os
 import resource
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -62,6 +62,13 @@ def children(of: str = "") -> list[str]:
         elif "resource_tracker" not in command:
             found.append(f"{number} {command}")
     return found
+
+
+def fork_servers() -> list[int]:
+    """The fork servers of this process that run."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in listed}
+    return [int(number) for number, command in commands.items() if b"multiprocessing.forkserver" in command]
 
 
 def alive(number: str) -> bool:
@@ -189,6 +196,45 @@ def test_workers_that_cannot_be_started_are_a_failure_by_name() -> None:
     assert len(losses) == 1
 
 
+def test_a_fork_server_that_is_killed_at_a_request_is_replaced() -> None:
+    """As a system without memory kills it: the training that asked it for a worker starts another and goes on."""
+    plan = plan_of()
+    pipefit.train(accidents.make, plan, steps=1)
+    (server,) = fork_servers()
+    os.kill(server, signal.SIGSTOP)  # the request gets no answer
+    threading.Timer(1, os.kill, (server, signal.SIGKILL)).start()
+    losses, _ = pipefit.train(accidents.make, plan, steps=1)
+    assert len(losses) == 1
+    assert fork_servers() != [server]
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes cannot start there, and the message says so instead of speaking of limits."""
+    plan, gone = plan_of(), tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(WorkerFailed, match="the working directory has been removed; change to one that exists"):
+        pipefit.train(accidents.make, plan, steps=1)
+
+
+def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path) -> None:
+    """A cluster's TMPDIR may be longer than the path of a socket can be; the program that was given it trains."""
+    script, folder = tmp_path / "script.py", tmp_path / ("long" * 30)
+    folder.mkdir()
+    call = WORK.replace("steps=100000", "steps=1")
+    script.write_text(SCRIPT.format(tests=ROOT / "tests", call=f'if __name__ == "__main__":\n    {call}'))
+    run = subprocess.run(
+        [sys.executable, script],
+        env=environment() | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "going\n"), run.stderr
+
+
 def test_workers_have_the_surroundings_of_the_moment(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +305,9 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """When the parent is killed outright, its worker and what forked it follow within seconds."""
+    """When the parent is killed outright, its worker and what forked it follow within seconds, and the worker removes
+    the directory of the meeting.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=ROOT / "tests", call=f'if __name__ == "__main__":\n    {WORK}'))
     with subprocess.Popen([sys.executable, script], env=environment(), stdout=subprocess.PIPE, text=True) as parent:
@@ -270,8 +318,6 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         assert len(workers) == 2, "the fork server and its one worker"
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    for meeting in tmp_path.glob("pipefit-*"):  # what nobody was left to remove
-        shutil.rmtree(meeting)
     deadline = time.monotonic() + START_SECONDS
     while living := [number for number in workers if alive(number)]:
         assert time.monotonic() < deadline, living

@@ -121,5 +121,5 @@ def _reader(path: Path, header: bytes) -> _Reader:
 def _folder() -> Path:
     """The folder of the files. The XDG specification ignores a path that is not absolute."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = named if named.is_absolute() else Path("~/.cache").expanduser()
+    base = named if named.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
     return base / "pipefit" / "kernels"

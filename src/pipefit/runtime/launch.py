@@ -102,6 +102,18 @@ def _pickled(task: Callable[[], Task]) -> bytes:
         ) from error
 
 
+def _obstacle(error: OSError) -> str:
+    """What keeps a process from starting, and what to try."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working directory has been removed; change to one that exists (os.chdir)"
+    return (
+        f"{error.strerror or error}; plan for fewer devices, or raise the limit (ulimit -a shows those of open files "
+        "and processes; free, memory; df, free disk space)"
+    )
+
+
 @dataclass(slots=True)
 class _Worker:
     """One worker as the parent sees it."""
@@ -144,10 +156,7 @@ class _Supervisor:
             try:
                 self._start(task, rank, seed)
             except OSError as error:
-                raise WorkerFailed(
-                    f"worker {rank} of {ranks} cannot be started: {error.strerror or error}; plan for fewer devices, "
-                    "or raise the limit (ulimit -a shows those of open files and processes; df, free disk space)"
-                ) from error
+                raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {_obstacle(error)}") from error
 
     def _start(self, task: bytes, rank: int, seed: int) -> None:
         """Start one worker; `stop` will find it, whatever happens meanwhile."""

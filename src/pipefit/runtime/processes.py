@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 _ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
+_LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")  # Linux allows 107 bytes in the path of a socket
 _IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
 
 
@@ -38,20 +41,38 @@ def forks() -> ForkServerContext:
 def start(process: BaseProcess) -> None:
     """Start a process of the context.
 
-    The fork server ends when a request fails halfway, as for want of a file descriptor. While it is ending it refuses
-    requests; once it is gone, another one starts by itself.
+    The fork server ends when a request fails halfway, as for want of a file descriptor, or when it is killed, as for
+    want of memory. While it is ending it refuses requests; once it is gone, another one starts by itself.
 
     Raises:
         OSError: the system does not let us.
     """
+    _make_folder()
+    lost = False
     for _ in range(round(_ENDING_SECONDS / _PAUSE_SECONDS)):
         try:
             process.start()
         except ConnectionRefusedError:
             time.sleep(_PAUSE_SECONDS)
+        except (EOFError, ConnectionError) as error:  # it was there, and ended with our request
+            if lost:
+                raise ChildProcessError("the process that forks workers was ended twice, as by lack of memory") from error
+            lost = True
         else:
             return
     process.start()
+
+
+def _make_folder() -> None:
+    """Make multiprocessing's folder for its sockets, unless it has one: it is below TMPDIR, and below /tmp if the path
+    of TMPDIR is too long for sockets.
+    """
+    usual, long = tempfile.tempdir, len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PATH
+    try:
+        tempfile.tempdir = "/tmp" if long else usual  # noqa: S108 - the folder has a name of its own, and is private
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

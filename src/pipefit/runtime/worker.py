@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -79,7 +80,7 @@ class Heartbeat:
 def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.path.dirname(assignment.store),), daemon=True).start()
     surroundings.take_over()
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
@@ -96,10 +97,12 @@ def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, h
         os._exit(1)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(directory: str) -> None:
+    """End when the parent has ended, and remove what it can no longer remove."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
