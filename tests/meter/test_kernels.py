@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
+import os
+import pwd
 import re
 import threading
 import warnings
@@ -284,6 +286,29 @@ def test_another_machines_file_is_not_believed(cache: Path) -> None:
     assert set(theirs.read()) == {"x"}
     theirs.path.rename(ours.path)
     assert not ours.read()
+
+
+def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry: nothing is kept, nothing fails, and no folder appears here."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
+    assert not Cache(this_machine(1)).read()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_in_place_of_the_cache_is_not_waited_for(cache: Path) -> None:
+    """A named pipe that nobody reads holds up whoever opens it to write; here it counts as no cache."""
+    cache.mkdir(parents=True)
+    os.mkfifo(Cache(this_machine(1)).path)
+    Cache(this_machine(1)).add([Kernel(operation="one", peak_bytes=1)])
+    assert not Cache(this_machine(1)).read()
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ class Cache:
 
     def _append(self, line: bytes) -> None:
         """Two workers may both begin the file: it then holds its first line twice."""
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # a pipe in its place is not waited for
+        file = os.open(self.path, flags, 0o644)
         try:
             os.write(file, line if os.fstat(file).st_size else self._header + line)
         finally:
@@ -121,5 +122,7 @@ def _reader(path: Path, header: bytes) -> _Reader:
 def _folder() -> Path:
     """The folder of the files. The XDG specification ignores a path that is not absolute."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = named if named.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
+    base = named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    if not base.is_absolute():  # a user without a home, as in some containers
+        base = Path(os.devnull)  # below it nothing can be made
     return base / "pipefit" / "kernels"

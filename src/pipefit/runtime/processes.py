@@ -56,7 +56,9 @@ def start(process: BaseProcess) -> None:
             time.sleep(_PAUSE_SECONDS)
         except (EOFError, ConnectionError) as error:  # it was there, and ended with our request
             if lost:
-                raise ChildProcessError("the process that forks workers was ended twice, as by lack of memory") from error
+                raise ChildProcessError(
+                    "the process that forks workers was ended twice, as by lack of memory"
+                ) from error
             lost = True
         else:
             return
