@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -203,6 +204,28 @@ def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(doctor, "examine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "pipefit: stopped\n"
+
+
+def test_a_termination_is_told_and_cleared_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM, which schedulers send, ends a command with 143 and a word on stderr, and what was made is cleared away,
+    even if it comes twice. Afterwards SIGTERM means what it meant.
+    """
+    cleared = []
+
+    def terminated() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleared.append(True)
+
+    monkeypatch.setattr(doctor, "examine", terminated)
+    assert main(["doctor"]) == 143
+    assert capsys.readouterr().err == "pipefit: stopped by SIGTERM\n"
+    assert cleared == [True]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_options_offer_all_that_there_is() -> None:

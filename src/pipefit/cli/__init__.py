@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,11 @@ from pipefit.texts import printable
 
 _STOPPED = 130  # what shells say of a command that Ctrl-C ended
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_EPILOG = "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 1 anything else."
+_TERMINATED = 143  # and of one that SIGTERM ended
+_EPILOG = (
+    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 130 stopped by Ctrl-C, "
+    "143 by SIGTERM, 1 anything else."
+)
 
 app = typer.Typer(
     name="pipefit",
@@ -53,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return _print_version()
     try:
-        with _warnings_on_stderr():
+        with _terminations_raised(), _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         if code == _STOPPED:  # typer has made an exit code of the interrupt
@@ -65,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_usage_sentence(error), error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", _STOPPED, debug)
+    except _Terminated:
+        return _fail("stopped by SIGTERM", _TERMINATED, debug)
     except BrokenPipeError:  # the reader of a pipe left, as head does
         _close_stdout()
         return 1
@@ -92,6 +100,29 @@ def _take(words: list[str], flag: str) -> bool:
     found = flag in words[:end]
     words[:end] = [word for word in words[:end] if word != flag]
     return found
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come, as from a cluster's scheduler: the command clears away what it has made, and ends."""
+
+
+@contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """Inside, SIGTERM is an exception, unless our parent has said that it be ignored."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break into the clearing away
+        raise _Terminated
+
+    usual = signal.getsignal(signal.SIGTERM)
+    if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 @contextmanager
