@@ -25,7 +25,6 @@ from pipefit.texts import printable
 
 _STOPPED = 130  # what shells say of a command that Ctrl-C ended
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_TERMINATED = 143  # and of one that SIGTERM ended
 _EPILOG = (
     "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 130 stopped by Ctrl-C, "
     "143 by SIGTERM, 1 anything else."
@@ -65,14 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code == _STOPPED:  # typer has made an exit code of the interrupt
             return _fail("stopped", _STOPPED, debug)
         return code if isinstance(code, int) else 0
-    except PipefitError as error:
+    except (PipefitError, _Terminated) as error:
         return _fail(str(error), error.exit_code, debug)
     except typer.TyperException as error:
         return _fail(_usage_sentence(error), error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", _STOPPED, debug)
-    except _Terminated:
-        return _fail("stopped by SIGTERM", _TERMINATED, debug)
     except BrokenPipeError:  # the reader of a pipe left, as head does
         _close_stdout()
         return 1
@@ -105,6 +102,8 @@ def _take(words: list[str], flag: str) -> bool:
 class _Terminated(BaseException):
     """SIGTERM has come, as from a cluster's scheduler: the command clears away what it has made, and ends."""
 
+    exit_code = 143  # what shells say of a command that SIGTERM ended
+
 
 @contextmanager
 def _terminations_raised() -> Iterator[None]:
@@ -112,7 +111,7 @@ def _terminations_raised() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break into the clearing away
-        raise _Terminated
+        raise _Terminated("stopped by SIGTERM")
 
     usual = signal.getsignal(signal.SIGTERM)
     if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
