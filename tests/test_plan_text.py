@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import comb
+from typing import Any
 
 import pytest
 
 from made_up import alike, devices, profile, training, vgg_like
+from pipefit.errors import UsageError
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
 from pipefit.plans import Plan, Prediction
@@ -57,12 +59,22 @@ def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     assert "splits of" not in text
 
 
-@pytest.mark.parametrize(("bound", "says"), [(None, "does not tell how far"), (1000.0, "at most 100.0 % above")])
+@pytest.mark.parametrize(
+    ("bound", "says"),
+    [(None, "does not tell how far"), (0.0, "does not tell how far"), (1000.0, "at most 100.0 % above")],
+)
 def test_an_unproven_plan_says_how_far_it_may_be_off(bound: float | None, says: str) -> None:
     """The gap to the bound, or that there is none."""
     shown = made()
     provenance = replace(shown.provenance, value=2000.0, bound=bound)
     assert says in str(replace(shown, provenance=provenance))
+
+
+@pytest.mark.parametrize("wrong", [{"value": 10**400}, {"bound": -1.0}, {"seconds": float("inf")}, {"value": "much"}])
+def test_a_measure_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    """A size too large for any text, a negative bound, endless seconds, and what is no number are named."""
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        replace(made().provenance, **wrong)
 
 
 def test_equal_stages_wait_for_the_ideal_bubble() -> None:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pipefit.errors import UsageError
 from pipefit.units import format_bytes, format_seconds
+from pipefit.validation import check_types
+
+_LARGEST = 1e30  # of any unit
 
 
 class Objective(StrEnum):
@@ -36,6 +40,9 @@ class Provenance:
     `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
     equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages or
     splits it compared.
+
+    Raises:
+        UsageError: a number is negative, or too large to be a size or a time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -47,6 +54,12 @@ class Provenance:
     bound: float | None
     evaluated: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, measure in (("value", self.value), ("bound", self.bound), ("seconds", self.seconds)):
+            if measure is not None and not 0 <= measure < _LARGEST:
+                raise UsageError(f"{name} must be a number from 0 to {_LARGEST:g}: it is a size, a share or a time")
 
     def __str__(self) -> str:
         took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
@@ -60,7 +73,7 @@ class Provenance:
     @property
     def _optimality(self) -> str:
         what = self.objective.partition(",")[0]
-        if self.bound is None:
+        if self.bound is None or self.bound == 0 < self.value:
             return f"The {what} is {self._value}; this planner does not tell how far that is from the lowest possible."
         if self.proves_lowest_peak:
             return f"Proven optimal: no split brings the {what} below {self._value}."

@@ -284,7 +284,7 @@ def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
     ("decisions", "message"),
     [
         ((move((1, 0)), run(1, 2)), "layer 1 is recomputed for microbatch 0; do only one"),
-        ((move((0, 7)),), "names a tensor that layers 0 to 8 do not keep"),
+        ((move((0, 7)),), "saved tensor 0.7 cannot be moved: layers 0 to 8 keep no such tensor"),
         (
             (
                 Decision(

@@ -142,7 +142,9 @@ class StageStorages:
         """
         found = self._named.get(subject)
         if found is None:
-            raise UsageError(f"names a tensor that layers {self.start} to {self.stop - 1} do not keep")
+            raise UsageError(
+                f"saved tensor {subject} cannot be moved: layers {self.start} to {self.stop - 1} keep no such tensor"
+            )
         return found
 
     def savers(self, subject: Subject) -> tuple[int, ...]:
