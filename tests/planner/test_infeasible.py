@@ -10,7 +10,7 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, plain, profile, training, vgg_like
-from pipefit.errors import InfeasibleError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, exact, plan, uniform
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
@@ -22,6 +22,15 @@ def refusal(*question: object, **options: object) -> str:
     with pytest.raises(InfeasibleError) as caught:
         plan(*question, **options)
     return str(caught.value)
+
+
+def test_a_size_beyond_all_devices_is_refused() -> None:
+    """A profile written by hand may hold a number that planners cannot add up: it is refused, with the way out."""
+    measured = alike(4)
+    first, *others = measured.kinds
+    wrong = profile(replace(measured, kinds=(replace(first, buffer_bytes=1 << 70), *others)))
+    with pytest.raises(UsageError, match="more than 8 EiB"):
+        plan(wrong, devices(AMPLE, AMPLE), training("1f1b", 4))
 
 
 def peaks(made: Plan) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pipefit.cost.rest import StageRest
 from pipefit.cost.stage import WholeStage
 from pipefit.cost.storages import StageStorages, gradient_bytes
+from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Band, Ints
 from pipefit.planner.closed_forms.lifetimes import NEVER, Lifetime, Lifetimes, lifetimes, released_bytes
 from pipefit.profiles import Measurement, Span
@@ -350,7 +351,10 @@ def _diagonal(table: Ints, starts: int) -> Ints:
 
 
 def _array(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, np.int64)
+    try:
+        return np.fromiter(values, np.int64)
+    except OverflowError:
+        raise UsageError("the profile holds a size of more than 8 EiB, which no device has: profile again") from None
 
 
 def _cumulated(values: Iterable[int]) -> Ints:
