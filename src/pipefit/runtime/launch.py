@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -204,6 +205,8 @@ class _Supervisor:
             worker.process.join()
             worker.pipe.close()
         if self.directory is not None:
+            with suppress(OSError):
+                os.rmdir(self.directory)  # empty if no worker came; unlike rmtree it needs no file descriptor
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def trace(self) -> Trace:
