@@ -130,6 +130,15 @@ def test_out_of_memory_says_where_and_what() -> None:
     assert "(stage 1, layers 2 to 3)" in message
 
 
+def assert_trains_alike(one: Trainer, other: Trainer, task: Task) -> None:
+    """Two more steps have equal losses, and end in equal parameters and buffers."""
+    for step in range(2):
+        batch = batch_of(task, other.plan, step)
+        assert one.step(batch) == other.step(batch)
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_failed_step_begins_the_accumulation_again() -> None:
     """What was accumulated is lost with the failed batch: the next update is made of as many whole batches as ever."""
     task = fused()
@@ -138,11 +147,7 @@ def test_a_failed_step_begins_the_accumulation_again() -> None:
     fuse.at = "backward", 0
     failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
     fuse.at = None
-    for step in range(2):
-        batch = batch_of(task, sound.plan, step)
-        assert broken.step(batch) == sound.step(batch)
-    ours, theirs = broken.state_dict(), sound.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_trains_alike(broken, sound, task)
 
 
 def test_evaluating_again_keeps_nothing_more() -> None:
@@ -197,11 +202,7 @@ def test_the_step_after_a_failed_one_is_right(at: tuple[str, int], schedule: str
     fuse.at = at
     failure(lambda: broken.step(batch_of(task, broken.plan, 9)), RuntimeError)
     fuse.at = None
-    for step in range(2):
-        batch = batch_of(task, sound.plan, step)
-        assert broken.step(batch) == sound.step(batch)
-    ours, theirs = broken.state_dict(), sound.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_trains_alike(broken, sound, task)
 
 
 def with_program(
