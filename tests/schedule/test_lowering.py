@@ -12,9 +12,9 @@ from made_up import plain, plan_of, training
 from pipefit.actions import COMPUTE, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.plans import Plan
-from pipefit.profiles import SharedParameter
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.sharing import SharedParameter
 
 DRAWN = {
     ("gpipe", "except_last"): ("N0 N1 F2 R0 B0 R1 B1 B2", "N0 N1 F2 R0 B0 R1 B1 B2"),

@@ -22,6 +22,15 @@ def constants(module: nn.Module) -> list[Tensor]:
     return list({id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values())
 
 
+def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The same with the attributes' names; one in a list or dictionary has the attribute's name and a number."""
+    return [
+        (name if len(tensors) == 1 else f"{name}[{number}]", tensor)
+        for name, tensors in _attributes(module).items()
+        for number, tensor in enumerate(tensors)
+    ]
+
+
 @contextmanager
 def unchanged_constants(module: nn.Module) -> Iterator[None]:
     """Inside, `module` runs forward.

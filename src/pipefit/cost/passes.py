@@ -99,8 +99,13 @@ def buffer_copies(storages: StageStorages, first: int, end: int) -> int:
 
 
 def buffer_bytes(storages: StageStorages, first: int, end: int) -> int:
-    """Bytes of the buffers of positions `first` to `end - 1`."""
-    return sum(layer.cost.buffer_bytes for layer in storages.layers[first:end])
+    """Bytes of the buffers of positions `first` to `end - 1`, each once."""
+    repeated = sum(
+        again.shared.nbytes * again.shared.copied
+        for again in storages.repeated_buffers
+        if first <= again.user and again.later < end
+    )
+    return sum(layer.cost.buffer_bytes for layer in storages.layers[first:end]) - repeated
 
 
 class Forward(NamedTuple):

@@ -1,14 +1,15 @@
-"""Whether a forward computes with a buffer that it updates, as spectral norm and moving averages that feed back do.
+"""Which buffers a forward changes, and whether it computes with one of them, as spectral norm does.
 
-Run a second time, such a forward sees what the first one left, and computes something else. Batch norm in training is
-not of this kind: it updates its statistics and computes with those of the batch. It is found in one forward over fake
-tensors, in which every value is followed back to the buffers that it was computed from.
+Moving averages that feed back do so too. Run a second time, such a forward sees what the first one left, and computes
+something else. Batch norm in training is not of this kind: it updates its statistics and computes with those of the
+batch. It is found in one forward over fake tensors, in which every value is followed back to the buffers that it was
+computed from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,23 +19,35 @@ _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")
 
 
-def feeds_back(call: Callable[[Any], Sequence[Tensor]], module: nn.Module, inputs: Any) -> bool:
-    """Whether an output of `call(inputs)` depends on a buffer of `module` that the call changes."""
-    before = [(p, name, b) for p in module.modules() for name, b in p._buffers.items() if b is not None]
-    versions = [buffer._version for _, _, buffer in before]
+class BufferUse(NamedTuple):
+    """The names of the buffers that a forward changes, and whether an output depends on one of them."""
+
+    changed: frozenset[str]
+    feeds_back: bool
+
+
+def buffer_use(call: Callable[[Any], Sequence[Tensor]], module: nn.Module, inputs: Any) -> BufferUse:
+    """What `call(inputs)` does to the buffers of `module`; they are left as they were."""
+    before = [
+        (f"{path}.{name}".removeprefix("."), part, name, buffer)
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    versions = [buffer._version for *_, buffer in before]
     if not before:
-        return False
-    with _Sources([buffer for _, _, buffer in before]) as sources:
+        return BufferUse(frozenset(), feeds_back=False)
+    with _Sources([buffer for *_, buffer in before]) as sources:
         outputs = call(inputs)
     read = frozenset[int]().union(*map(sources.of, outputs))
-    changed = [
-        buffer
-        for (part, name, buffer), version in zip(before, versions, strict=True)
+    changed = {
+        full: buffer
+        for (full, part, name, buffer), version in zip(before, versions, strict=True)
         if part._buffers.get(name) is not buffer or buffer._version != version
-    ]
-    for part, name, buffer in before:
+    }
+    for _, part, name, buffer in before:
         part._buffers[name] = buffer
-    return any(id(buffer) in read for buffer in changed)
+    return BufferUse(frozenset(changed), feeds_back=any(id(buffer) in read for buffer in changed.values()))
 
 
 class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]

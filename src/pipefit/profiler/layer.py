@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.constants import constants
+from pipefit.capture.held import held_storages
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
-from pipefit.profiler.feedback import feeds_back
+from pipefit.profiler.feedback import buffer_use
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
@@ -112,13 +113,17 @@ class _Storages:
 
 
 class LayerMeter:
-    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
+    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
+
+    `changed_buffers` are then the names of the buffers that a forward changes.
+    """
 
     def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], kernels: Kernels | None) -> None:
         self.call, self.module = call, module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
+        self.changed_buffers = frozenset[str]()
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -132,14 +137,14 @@ class LayerMeter:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             updates = self._update(optimizer, groups)
-        feedback = feeds_back(
-            self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
-        )
+        use = buffer_use(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
+        self.changed_buffers = use.changed
+        held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
-            buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
-            constant_bytes=sum(c.untyped_storage().nbytes() for c in constants(self.module)),
+            buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
+            constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(map(_value, self.like)),
             outputs=tuple(map(_value, kept.outputs)),
             output_origins=kept.output_origins,
@@ -150,7 +155,7 @@ class LayerMeter:
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
-            feeds_back=feedback,
+            feeds_back=use.feeds_back,
             backward_first=first.spans,
             backward_later=later.spans,
             gradient_bytes=gradient_bytes,

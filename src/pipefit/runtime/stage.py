@@ -22,6 +22,7 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
+from pipefit.runtime.buffers import buffer_places, in_other_storages
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
@@ -297,13 +298,12 @@ class StageRunner:
 @contextmanager
 def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
     """Inside, layers have copies of their buffers, which the graph may keep; afterwards they have the originals."""
-    places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
-    originals = [part._buffers[name] for part, name in places]
-    copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}
+    places = list(buffer_places([layer.module for layer in layers]))
+    copies, like_originals = in_other_storages([buffer for _, _, buffer in places], Tensor.clone)
     try:
-        for (part, name), buffer in zip(places, originals, strict=True):
-            part._buffers[name] = None if buffer is None else copies[id(buffer)]
-        yield list(copies.values())
+        for (part, name, _), copy in zip(places, like_originals, strict=True):
+            part._buffers[name] = copy
+        yield copies
     finally:
-        for (part, name), buffer in zip(places, originals, strict=True):
+        for part, name, buffer in places:
             part._buffers[name] = buffer
