@@ -22,8 +22,8 @@ Where a profile leaves open what a layer does in company, this account says what
 
 - A released input of a layer frees its storage when nobody else holds it, and when the layer has released all that it
   saved in that storage.
-- A gradient of a parameter that several layers of a stage use waits for that of its first user. Each earlier user adds
-  its own to the one that waits, into a third.
+- A gradient of a parameter that several layers of a stage use waits for that of its first user, from the beginning of
+  the last user's backward on. Each earlier user adds its own to the one that waits, into a third.
 - A shared parameter is updated with the first layer of a stage that has it; later ones grow by that much less.
 - Of several moments at which a device is equally full, the first tells what a kernel has as its workspace.
 """
@@ -396,6 +396,11 @@ class StageAccount:
         for parameter in adding:
             device.new(parameter.gradient_bytes, "adding")
         assert not any(s is not None and s.away for s in flight.saved[layer]), "what a backward needs is away"
+        lasting = [
+            s for s in self._shared_by(layer) if len(self._users(s)) > 1 and s not in adding and layer in self.born
+        ]
+        for parameter in lasting:
+            device.new(parameter.gradient_bytes, "adding")
         for span in cost.backward_later if layer in self.born else cost.backward_first:
             device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")

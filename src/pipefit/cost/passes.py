@@ -226,11 +226,14 @@ def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
 def _waiting(storages: StageStorages, piece: Piece, position: int) -> int:
     """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `position`.
 
-    Autograd adds up the gradients of all users before it adds the sum to `.grad`. In a step's first backward this
-    function is not used: the sum becomes `.grad`, and counts among the parameter gradients that are allocated.
+    Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own gradient waits
+    too, where the layer's profile has it added and freed at once. In a step's first backward this function is not used:
+    the sum becomes `.grad`, and counts among the parameter gradients that are allocated.
     """
+    inside = [again for again in storages.repetitions if piece.first <= again.user and again.later < piece.end]
+    adding = {again.shared.name for again in inside if again.user == position}
     return sum(
         again.shared.gradient_bytes
-        for again in storages.repetitions
-        if piece.first <= again.user <= position < again.later < piece.end
+        for again in inside
+        if again.user <= position < again.later or (again.later == position and again.shared.name not in adding)
     )

@@ -51,7 +51,7 @@ def profile_fake(
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         made = fingerprint(task, chain)
-        survey = _Survey(task, kernels)
+        survey = _Survey(task, kernels, chain.shared)
         values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
         packing = chain.layers[0].packing
         for number, layer in enumerate(chain.layers):
@@ -127,17 +127,19 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
 class _Survey:
     """The kinds of layers met so far, and what each returned."""
 
-    def __init__(self, task: Task, kernels: Kernels | None) -> None:
+    def __init__(self, task: Task, kernels: Kernels | None, shared: Sequence[Shared]) -> None:
         self.task, self.optimizer, self.kernels = task, partial(make_optimizer, task), kernels
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
+        self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
         """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
-        key = cost_key(layer.module), layer.packing, given, self._options(layer)
+        shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
+        key = cost_key(layer.module), layer.packing, given, self._options(layer), shared
         if key not in self._known:
             self._known[key] = self._measure(layer, values)
         kind, outputs, packing = self._known[key]
@@ -154,7 +156,8 @@ class _Survey:
             packing = packing_of(outputs)
             return as_values(outputs, layer.name)
 
-        meter = LayerMeter(call, layer.module, values, self.kernels)
+        shared = [p for p in layer.module.parameters() if id(p) in self._shared]
+        meter = LayerMeter(call, layer.module, values, self.kernels, shared)
         with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
         self.kinds.append(replace(cost, packing=layer.packing))

@@ -115,11 +115,18 @@ class _Storages:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `changed_buffers` are then the names of the buffers that a forward changes.
+    `shared` are those of its trained parameters that other layers have too. `changed_buffers` are then the names of the buffers that a forward changes.
     """
 
-    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], kernels: Kernels | None) -> None:
-        self.call, self.module = call, module
+    def __init__(
+        self,
+        call: Call,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        kernels: Kernels | None,
+        shared: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.call, self.module, self.shared = call, module, shared
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
@@ -134,9 +141,14 @@ class LayerMeter:
             kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
             first, later = self._microbatch(), self._microbatch()
+            for parameter in self.shared:  # one that this layer leaves unused has its gradient from another one
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             updates = self._update(optimizer, groups)
+            for parameter in self.module.parameters():
+                parameter.grad = None  # another layer that has it too is measured from the start
         use = buffer_use(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
         self.changed_buffers = use.changed
         held = held_storages(self.module).values()
