@@ -31,6 +31,7 @@ from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precis
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
+from pipefit.profiler.arriving import Layouts, dense
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.pass_meter import dtype_name
@@ -58,9 +59,10 @@ def profile_fake(
             if progress is not None:
                 progress(number, len(chain.layers), layer.name)
             values, packing = survey.layer(replace(layer, packing=packing), values)
-        loss = survey.loss(
+        loss, layouts = survey.loss(
             replace(chain, packing=packing), values, [fake.fake(value) for value in chain.flatten_targets(like[1])]
         )
+        survey.backward(layouts)
         measurement = Measurement(
             microbatch_size=microbatch_size,
             kinds=tuple(survey.kinds),
@@ -132,6 +134,8 @@ class _Survey:
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
+        self._meters: list[tuple[LayerMeter, Layouts, Layouts]] = []  # by kind, with layouts that arrive and are left
+        self._again: dict[tuple[int, Layouts], tuple[int, Layouts]] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
 
@@ -160,9 +164,52 @@ class _Survey:
         meter = LayerMeter(call, layer.module, values, self.kernels, shared)
         with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
+        self._meters.append((meter, dense(outputs), meter.layouts))
         self.kinds.append(replace(cost, packing=layer.packing))
         self._changed.append(meter.changed_buffers)
         return len(self.kinds) - 1, outputs, packing
+
+    def backward(self, arriving: Layouts) -> None:
+        """Measure again, from the last layer to the first, the backwards of layers to which the next one hands on
+        gradients that are not dense. `arriving` are those that the loss hands on.
+        """
+        for number in reversed(range(len(self.layers))):
+            kind = self.layers[number]
+            _, usual, left = self._meters[kind]
+            if arriving == usual:
+                arriving = left
+                continue
+            if (kind, arriving) not in self._again:
+                self._again[kind, arriving] = self._measure_again(kind, arriving)
+            self.layers[number], arriving = self._again[kind, arriving]
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Leave out the kinds that no layer is of any more."""
+        used = sorted(set(self.layers))
+        self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
+        self.layers = [used.index(kind) for kind in self.layers]
+
+    def _measure_again(self, kind: int, arriving: Layouts) -> tuple[int, Layouts]:
+        """A kind with its backward measured from gradients as they arrive: its number, and how those it leaves lie.
+
+        A stage that ends with such a layer receives dense ones, so its peak is the higher one of both.
+        """
+        meter, usual, _ = self._meters[kind]
+        first, later, gradients = meter.measure_again(arriving)
+        cost = self.kinds[kind]
+        self.kinds.append(
+            replace(
+                cost,
+                backward_first=(*cost.backward_first, *first),
+                backward_later=(*cost.backward_later, *later),
+                input_gradients=gradients.origins,
+                gradient_storages=gradients.storages,
+            )
+        )
+        self._changed.append(self._changed[kind])
+        self._meters.append((meter, usual, meter.layouts))
+        return len(self.kinds) - 1, meter.layouts
 
     def _options(self, layer: ChainLayer) -> object:
         """The options of a layer's parameter groups, and which of its parameters each is for."""
@@ -212,8 +259,8 @@ class _Survey:
             for shared in found
         )
 
-    def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
-        """The cost of the loss on the last layer's outputs."""
+    def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
+        """The cost of the loss on the last layer's outputs, and how the gradients lie that it hands on."""
         count = len(values)
 
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -222,7 +269,7 @@ class _Survey:
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
         with _named("(loss)", nn.Module(), [*values, *targets]):
             cost, _ = meter.measure(self.optimizer)
-        return replace(cost, packing=chain.packing)
+        return replace(cost, packing=chain.packing), meter.layouts[:count]
 
 
 def _name(chain: Chain, shared: SharedStorage) -> str:

@@ -21,6 +21,7 @@ from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
+from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
 from pipefit.profiler.feedback import buffer_use
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
@@ -49,7 +50,7 @@ class _Kept(NamedTuple):
     outputs: Values
 
 
-class _Gradients(NamedTuple):
+class Gradients(NamedTuple):
     """The origins of the inputs' gradients, and the bytes of the storages among them that are the layer's own."""
 
     origins: tuple[GradientOrigin, ...]
@@ -63,7 +64,8 @@ class _Microbatch(NamedTuple):
     forward: Work
     spans: tuple[Span, ...]  # of the backward
     backward: Work
-    gradients: _Gradients
+    gradients: Gradients
+    layouts: Layouts
 
 
 class _Updates(NamedTuple):
@@ -115,7 +117,8 @@ class _Storages:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `shared` are those of its trained parameters that other layers have too. `changed_buffers` are then the names of the buffers that a forward changes.
+    `shared` are those of its trained parameters that other layers have too. `changed_buffers` are then the names of the
+    buffers that a forward changes, and `layouts` tells how the gradients of the inputs lie.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class LayerMeter:
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
         self.changed_buffers = frozenset[str]()
+        self.layouts: Layouts = ()
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -140,15 +144,15 @@ class LayerMeter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
-            first, later = self._microbatch(), self._microbatch()
+            first, later = self._microbatch(None), self._microbatch(None)
             for parameter in self.shared:  # one that this layer leaves unused has its gradient from another one
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter, requires_grad=False)
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             updates = self._update(optimizer, groups)
-            for parameter in self.module.parameters():
-                parameter.grad = None  # another layer that has it too is measured from the start
+            self._drop_gradients()
+        self.layouts = later.layouts
         use = buffer_use(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
         self.changed_buffers = use.changed
         held = held_storages(self.module).values()
@@ -184,6 +188,20 @@ class LayerMeter:
             update=updates.work,
         )
         return cost, kept.outputs
+
+    def measure_again(self, arriving: Layouts) -> tuple[tuple[Span, ...], tuple[Span, ...], Gradients]:
+        """The spans of a first and of a later backward from gradients that lie so, and the gradients of the inputs."""
+        with self.meter:
+            self.meter.tag(self._statics(), Category.PARAMETERS)
+            first, later = self._microbatch(arriving), self._microbatch(arriving)
+            self._drop_gradients()
+        self.layouts = later.layouts
+        return first.spans, later.spans, later.gradients
+
+    def _drop_gradients(self) -> None:
+        """Another layer that shares a parameter with this one is measured from the start."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def _statics(self) -> list[Tensor]:
         """What exists as long as the layer does. A forward may replace a buffer, so no list of them is kept."""
@@ -229,8 +247,8 @@ class LayerMeter:
         self.meter.drop_graph()
         return self._peak(), versions != [value._version for value in inputs]
 
-    def _microbatch(self) -> _Microbatch:
-        """Run a forward and its backward."""
+    def _microbatch(self, arriving: Layouts | None) -> _Microbatch:
+        """Run a forward and its backward, from gradients of the outputs that lie as `arriving` says, or dense ones."""
         graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         arrived = self.meter.storages(inputs)
@@ -238,7 +256,8 @@ class LayerMeter:
         values = self._enter(graph, inputs)
         values = self.call(values)
         peak, forward = self._peak(), self.meter.work
-        incoming = [torch.empty_like(v, requires_grad=False) if v.requires_grad else None for v in values]
+        device = values[0].device
+        incoming = gradients_like(values) if arriving is None else gradients_in(arriving, device)
         leave(graph, values)
         del values
         self.meter.start(arrived)
@@ -247,13 +266,14 @@ class LayerMeter:
         del incoming
         backward(graph)
         work, spans = self.meter.work, self.meter.spans
-        return _Microbatch(peak, forward, spans, work, self._gradients(graph.outgoing, given))
+        outgoing = graph.outgoing or (None,) * len(self.like)
+        return _Microbatch(peak, forward, spans, work, self._gradients(outgoing, given), layouts_of(outgoing))
 
-    def _gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> _Gradients:
+    def _gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> Gradients:
         """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`."""
         own: list[Tracked] = []
         origins = []
-        for gradient in outgoing or [None] * len(self.like):
+        for gradient in outgoing:
             if gradient is None:
                 origins.append(GradientOrigin(kind="none"))
                 continue
@@ -265,7 +285,7 @@ class LayerMeter:
             if tracked not in own:
                 own.append(tracked)
             origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
-        return _Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
+        return Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
 
     def _update(self, optimizer: MakeOptimizer, groups: LayerGroups) -> _Updates:
         """Make two optimizer steps."""
