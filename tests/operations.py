@@ -66,6 +66,30 @@ def embedding_bag(mode: str) -> Run:
     return run
 
 
+class FirstOf(nn.Module):
+    """The first result of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)[0]
+        return found
+
+
+class Twice(nn.Module):
+    """A module of two inputs that are the same."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x, x)
+        return found
+
+
 def recurrent(kind: type[nn.RNNBase], *, layers: int = 1, both: bool = False) -> Run:
     """Outputs and states of a recurrent network."""
 
@@ -121,6 +145,12 @@ PRODUCTS: dict[str, Run] = {
 CONVOLUTIONS: dict[str, Run] = {
     "1d": module(partial(nn.Conv1d, 4, 8, 3, padding=1), (2, 4, 20)),
     "1d depthwise": module(partial(nn.Conv1d, 16, 16, 5, padding=2, groups=16), (1, 16, 33)),
+    "1d depthwise, transposed input": function(
+        lambda x, w: F.conv1d(x.transpose(1, 2), w, padding=2, groups=16), (2, 33, 16), (16, 1, 5)
+    ),
+    "transposed 2d grouped": module(partial(nn.ConvTranspose2d, 12, 8, 3, 2, groups=2), IMAGE),
+    "transposed 2d depthwise": module(partial(nn.ConvTranspose2d, 12, 12, 4, 2, groups=12), IMAGE),
+    "2d of a transposed image": function(lambda x, w: F.conv2d(x.transpose(2, 3), w), IMAGE, (8, 12, 3, 3)),
     "2d": module(partial(nn.Conv2d, 12, 32, 3, padding=1), IMAGE),
     "2d one input channel": module(partial(nn.Conv2d, 1, 6, 5), (3, 1, 14, 14)),
     "2d strided": module(partial(nn.Conv2d, 12, 20, 7, 2, 3, bias=False), IMAGE),
@@ -156,7 +186,12 @@ NORMALISATIONS: dict[str, Run] = {
         ("channels last", LAST, True, FLOAT),
         ("bfloat16", torch.contiguous_format, True, BF16),
     )
-} | {"batch norm of a slice": function(lambda x: nn.BatchNorm2d(6)(x[:, ::2]), IMAGE)}
+} | {
+    "batch norm of a slice": function(lambda x: nn.BatchNorm2d(6)(x[:, ::2]), IMAGE),
+    "layer norm of a transposed image": function(lambda x: nn.LayerNorm(12)(x.permute(0, 2, 3, 1)), IMAGE),
+    "layer norm of an expanded row": function(lambda x: nn.LayerNorm(30)(x.expand(8, 30)), (1, 30)),
+    "group norm of a transposed image": function(lambda x: nn.GroupNorm(3, 12)(x.transpose(2, 3)), IMAGE),
+}
 ATTENTION: dict[str, Run] = {
     "fused": function(F.scaled_dot_product_attention, HEADS, HEADS, HEADS),
     "fused causal": function(partial(F.scaled_dot_product_attention, is_causal=True), HEADS, HEADS, HEADS),
@@ -167,11 +202,21 @@ ATTENTION: dict[str, Run] = {
     "with dropout": function(partial(F.scaled_dot_product_attention, dropout_p=0.1), HEADS, HEADS, HEADS),
     "written out": function(masked, HEADS, HEADS, HEADS),
     "module": module(lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 9, 32)),
+    "weights returned": function(
+        lambda q, k, v: nn.MultiheadAttention(32, 4, batch_first=True)(q, k, v), (2, 9, 32), (2, 9, 32), (2, 9, 32)
+    ),
+    "weights of every head": function(
+        lambda q, k, v: nn.MultiheadAttention(32, 4)(q, k, v, average_attn_weights=False),
+        *((9, 2, 32), (9, 2, 32), (9, 2, 32)),
+    ),
 }
 RECURRENT: dict[str, Run] = {
     "lstm": recurrent(nn.LSTM),
     "lstm of two layers, both ways": recurrent(nn.LSTM, layers=2, both=True),
     "gru": recurrent(nn.GRU),
+    "gru of two layers, both ways": recurrent(nn.GRU, layers=2, both=True),
+    "lstm, batch first": module(lambda: FirstOf(nn.LSTM(8, 12, batch_first=True)), (4, 5, 8)),
+    "lstm cell": function(lambda x: nn.LSTMCell(8, 12)(x), (4, 8)),
     "rnn": recurrent(nn.RNN),
 }
 LOSSES: dict[str, Run] = {
@@ -201,6 +246,9 @@ IMAGES: dict[str, Run] = {
         "reflection": partial(F.pad, pad=(1, 2, 1, 1), mode="reflect"),
         "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
         "unfold": partial(F.unfold, kernel_size=3),
+        "fractions of a grid": lambda x: F.grid_sample(x, torch.zeros(4, 5, 5, 2), align_corners=False),
+        "max unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+        "local response": partial(F.local_response_norm, size=3),
     }.items()
     for words, order in ((", channels last", LAST), ("", torch.contiguous_format))
 }
@@ -228,6 +276,17 @@ POINTWISE: dict[str, Run] = {
 }
 OTHERS: dict[str, Run] = {
     **{f"bag, {mode}": embedding_bag(mode) for mode in ("sum", "mean")},
+    "fold": function(lambda x: F.fold(x, (6, 6), 3), (2, 18, 16)),
+    "linear interpolation": function(lambda x: F.interpolate(x, scale_factor=2, mode="linear"), (2, 3, 9)),
+    "trilinear interpolation": function(lambda x: F.interpolate(x, size=4, mode="trilinear"), (1, 2, 3, 3, 3)),
+    "glu": function(F.glu, (6, 20)),
+    "scattered": function(
+        lambda x: x.detach().scatter_add(0, torch.zeros(3, 5, dtype=torch.long), x[:3].detach()), (6, 5)
+    ),
+    "bilinear form": module(lambda: Twice(nn.Bilinear(6, 6, 4)), (5, 6)),
+    "pairwise distance": function(F.pairwise_distance, (6, 5), (6, 5)),
+    "cosine similarity": function(F.cosine_similarity, (6, 5), (6, 5)),
+    "repeated": function(lambda x: x.repeat_interleave(3, 0) * x.repeat(3, 1), (6, 5)),
     "embedding": lambda: backward(nn.Embedding(20, 6)(torch.zeros(3, 4, dtype=torch.long))),
     "einsum": function(partial(torch.einsum, "bij,bkj->bik"), (2, 5, 6), (2, 7, 6)),
     "cdist": function(torch.cdist, (2, 5, 6), (2, 7, 6)),

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from operations import OPERATIONS, Run
+from operations import OPERATIONS, Run, embedding_bag
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
 from pipefit.meter.kernels import Kernels
@@ -117,6 +117,14 @@ def test_every_operation_takes_what_the_allocator_saw(name: str, threads: int) -
     assert metered(run) == seen
     with FakeTarget("cpu"):
         assert metered(run) == seen
+
+
+def test_an_operation_that_is_not_measured_is_named() -> None:
+    """Bags of which the largest numbers are taken allocate by the values of their indices: the meter says so."""
+    kernels = Kernels(torch.get_num_threads())
+    with FakeTarget("cpu"), Meter(0, kernels=kernels):
+        embedding_bag("max")()
+    assert any("embedding_bag" in kernel.operation for kernel in kernels.memory.unknown)
 
 
 LESSER = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
