@@ -203,7 +203,8 @@ ATTENTION: dict[str, Run] = {
     "written out": function(masked, HEADS, HEADS, HEADS),
     "module": module(lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 9, 32)),
     "weights returned": function(
-        lambda q, k, v: nn.MultiheadAttention(32, 4, batch_first=True)(q, k, v), (2, 9, 32), (2, 9, 32), (2, 9, 32)
+        lambda q, k, v: nn.MultiheadAttention(32, 4, batch_first=True)(q, k, v, need_weights=True),
+        *((2, 9, 32), (2, 9, 32), (2, 9, 32)),
     ),
     "weights of every head": function(
         lambda q, k, v: nn.MultiheadAttention(32, 4)(q, k, v, average_attn_weights=False),
@@ -216,7 +217,7 @@ RECURRENT: dict[str, Run] = {
     "gru": recurrent(nn.GRU),
     "gru of two layers, both ways": recurrent(nn.GRU, layers=2, both=True),
     "lstm, batch first": module(lambda: FirstOf(nn.LSTM(8, 12, batch_first=True)), (4, 5, 8)),
-    "lstm cell": function(lambda x: nn.LSTMCell(8, 12)(x), (4, 8)),
+    "lstm cell": function(lambda x: nn.LSTMCell(8, 12)(x)[0], (4, 8)),
     "rnn": recurrent(nn.RNN),
 }
 LOSSES: dict[str, Run] = {
