@@ -401,7 +401,10 @@ class StageAccount:
         ]
         for parameter in lasting:
             device.new(parameter.gradient_bytes, "adding")
-        for span in cost.backward_later if layer in self.born else cost.backward_first:
+        usual, inner = (
+            (cost.backward_later, cost.inner_later) if layer in self.born else (cost.backward_first, cost.inner_first)
+        )
+        for span in inner if inner and layer + 1 in self.layers else usual:
             device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")
         device.release(("graph", id(flight), layer))

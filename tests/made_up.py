@@ -360,6 +360,9 @@ def _odd_layer(
         update=_update(rng, size) if learned else (0, 0),
         seconds=seconds,
     )
+    if _odd(rng, like):  # gradients that are not dense arrive from the next layer
+        inner = [_spans(rng, releasable, sum(made) + learned, size) for _ in range(2)]
+        cost = replace(cost, inner_first=inner[0], inner_later=inner[1])
     return _with_workspaces(rng, cost) if _odd(rng, like) else cost
 
 
@@ -378,6 +381,8 @@ def _with_workspaces(rng: Random, cost: LayerCost) -> LayerCost:
         checkpoint_workspace_bytes=part(cost.checkpoint_peak_bytes),
         backward_first=parts(cost.backward_first),
         backward_later=parts(cost.backward_later),
+        inner_first=parts(cost.inner_first),
+        inner_later=parts(cost.inner_later),
         update_first_workspace_bytes=part(cost.update_first_peak_bytes),
         update_workspace_bytes=part(cost.update_peak_bytes),
     )

@@ -182,6 +182,9 @@ class LayerCost:
     checkpoint_workspace_bytes: int = 0
     update_first_workspace_bytes: int = 0
     update_workspace_bytes: int = 0
+    # Backwards where the next layer is on the same device and hands on gradients that are not dense; else empty
+    inner_first: tuple[Span, ...] = ()
+    inner_later: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         for what, sizes in self._sizes():
@@ -193,7 +196,7 @@ class LayerCost:
         if len(self.input_gradients) != len(self.inputs):
             self._refuse(f"has {len(self.inputs)} inputs, but gradients for {len(self.input_gradients)}")
         self._check_origins("gradient storage", self.input_gradients, self.gradient_storages)
-        for number in (k for span in (*self.backward_first, *self.backward_later) for k in span.released):
+        for number in (k for span in self._spans for k in span.released):
             if not 0 <= number < len(self.inputs):
                 self._refuse(f"releases input {number} in a backward; it has {len(self.inputs)} inputs")
 
@@ -207,7 +210,7 @@ class LayerCost:
         yield "values", [value.nbytes for value in (*self.inputs, *self.outputs)]
         yield "parameters", [parameter.nbytes for parameter in self.parameters]
         yield "saved", [tensor.nbytes for tensor in self.saved]
-        yield "workspace", [span.workspace_bytes for span in (*self.backward_first, *self.backward_later)]
+        yield "workspace", [span.workspace_bytes for span in self._spans]
 
     def _check_origins(self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]) -> None:
         """Check that every origin is one of the layer's own storages, or of its inputs or outputs."""
@@ -218,6 +221,17 @@ class LayerCost:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(f"a layer of class {self.module} {reason}")
+
+    @property
+    def _spans(self) -> tuple[Span, ...]:
+        return (*self.backward_first, *self.backward_later, *self.inner_first, *self.inner_later)
+
+    def spans(self, *, is_first: bool, inner: bool) -> tuple[Span, ...]:
+        """Of a backward: the step's first one, or a later one; `inner` where the next layer is on the same device."""
+        usual, arriving = (
+            (self.backward_first, self.inner_first) if is_first else (self.backward_later, self.inner_later)
+        )
+        return arriving if inner and arriving else usual
 
     @property
     def parameter_bytes(self) -> int:

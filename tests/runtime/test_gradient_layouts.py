@@ -79,9 +79,9 @@ CASES: dict[str, tuple[Layers, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_that_are_not_dense_make_no_peak_too_low(name: str) -> None:
-    """With the last layer on a stage of its own, the simulator is at least as high as the allocator, because the layer
-    before receives a dense gradient there; on one stage both are equal.
+def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> None:
+    """On one stage, and with the last layer on another, to which a dense gradient goes: simulator, dry run and meter
+    equal the allocator in every step, to the byte.
     """
     layers, loss = CASES[name]
     task = task_of(layers, inputs=WIDTH, outputs=8 if name == "averaged" else 4, loss=loss)
@@ -89,8 +89,4 @@ def test_gradients_that_are_not_dense_make_no_peak_too_low(name: str) -> None:
     count = len(profiled.layers)
     for split in ([count], [count - 1, 1]):
         found = step_peaks(task, plan_of(task, split, size=SIZE, profiled=profiled))
-        assert found.dry == found.metered == found.allocated
-        for told, seen in zip(found.simulated, found.allocated, strict=True):
-            assert all(a >= b for a, b in zip(told, seen, strict=True)), split
-        if len(split) == 1 and name != "sum of a batch norm":  # which takes more memory for a dense one
-            assert found.simulated == found.allocated
+        assert found.simulated == found.dry == found.metered == found.allocated, split

@@ -191,7 +191,7 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         cost, mine = layer.cost, holders.saved(position)
         above = storages.gradients(position + 1) - entry + born + added[position]
         above += 0 if is_first else _waiting(storages, piece, position)
-        for span in cost.backward_first if is_first else cost.backward_later:
+        for span in cost.spans(is_first=is_first, inner=position + 1 < storages.count):
             gone = {known.get(number, number + shift) for number in _released(layer, span)}
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)

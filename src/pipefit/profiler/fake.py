@@ -193,7 +193,7 @@ class _Survey:
     def _measure_again(self, kind: int, arriving: Layouts) -> tuple[int, Layouts]:
         """A kind with its backward measured from gradients as they arrive: its number, and how those it leaves lie.
 
-        A stage that ends with such a layer receives dense ones, so its peak is the higher one of both.
+        A stage that ends with such a layer receives dense ones.
         """
         meter, usual, _ = self._meters[kind]
         first, later, gradients = meter.measure_again(arriving)
@@ -201,8 +201,8 @@ class _Survey:
         self.kinds.append(
             replace(
                 cost,
-                backward_first=(*cost.backward_first, *first),
-                backward_later=(*cost.backward_later, *later),
+                inner_first=first,
+                inner_later=later,
                 input_gradients=gradients.origins,
                 gradient_storages=gradients.storages,
             )

@@ -88,8 +88,15 @@ class Ranges:
         self.repeated = _events(_repeated(measurement.shared_buffers))
         self.copied_once = _events(_repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
-        self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
-        self.spans_later = _span_table(model, [cost.backward_later for cost in costs])
+        self.spans_first = _span_table(
+            model, [c.spans(is_first=True, inner=n < self.count) for n, c in enumerate(costs)]
+        )
+        self.spans_later = _span_table(
+            model, [c.spans(is_first=False, inner=n < self.count) for n, c in enumerate(costs)]
+        )
+        # The same where the range ends with the layer
+        self.ends_first = _span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
+        self.ends_later = _span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
     def band(self, width: int, *, first: int = 0, last: int | None = None) -> Band:
         """Every range of up to `width` layers that starts at layer `first` to `last` (by default every layer)."""
@@ -148,6 +155,7 @@ class _BandMaker:
         entry = held + arriving
         inner = held + at(r.inner_gradients)
         first, later = self._spans(r.spans_first) - born[1:], self._spans(r.spans_later)
+        end_first, end_later = self._spans(r.ends_first) - born[1:], self._spans(r.ends_later)
         early = ended(at(r.early)) - self._start(r.early)
         return self._corrected(
             Band(
@@ -164,8 +172,10 @@ class _BandMaker:
                 input_gradients=self._behind_first(r.inner_gradients),
                 sent=self._but_last((live - held)[1:-1]),
                 forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
-                backward_first_peak=np.maximum(self._backward(inner, entry, first) + ended(born) - ended(entry), 0),
-                backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
+                backward_first_peak=np.maximum(
+                    self._backward(inner, entry, first, end_first) + ended(born) - ended(entry), 0
+                ),
+                backward_later_peak=np.maximum(self._backward(inner, entry, later, end_later) - ended(entry), 0),
                 update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
                 update_peak=self._highest(at(r.update)[:-1]),
                 buffers=self._sums(r.buffers, r.copied_once),
@@ -287,13 +297,14 @@ class _BandMaker:
         out[self.ends] = highest[rows + 1, columns]
         return out
 
-    def _backward(self, inner: Ints, entry: Ints, spans: Ints) -> Ints:
+    def _backward(self, inner: Ints, entry: Ints, spans: Ints, end_spans: Ints) -> Ints:
         """The highest backward peak over the layers of every range.
 
-        To a layer's own peak are added the bytes at the boundary after it: `inner`, or `entry` at the range's end.
+        To a layer's own peak are added the bytes at the boundary after it: `inner` to `spans`, or, at the range's end,
+        `entry` to `end_spans`.
         """
         highest = np.maximum.accumulate(inner[1:] + spans, axis=0)
-        out = entry[1:-1] + spans[:-1]
+        out = entry[1:-1] + end_spans[:-1]
         np.maximum(out[1:], highest[:-2], out=out[1:])
         rows, columns = self.ends
         out[self.ends] = highest[rows + 1, columns]
