@@ -80,8 +80,8 @@ CASES: dict[str, tuple[Layers, Callable[[Tensor, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> None:
-    """On one stage, and with the last layer on another, to which a dense gradient goes: simulator, dry run and meter
-    equal the allocator in every step, to the byte.
+    """On one stage, and with the last layer on another, from which a dense gradient comes: simulator, dry run and meter
+    equal the allocator in every step. The simulator may be higher where the gradient passes a view on its way.
     """
     layers, loss = CASES[name]
     task = task_of(layers, inputs=WIDTH, outputs=8 if name == "averaged" else 4, loss=loss)
@@ -89,4 +89,9 @@ def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> No
     count = len(profiled.layers)
     for split in ([count], [count - 1, 1]):
         found = step_peaks(task, plan_of(task, split, size=SIZE, profiled=profiled))
-        assert found.simulated == found.dry == found.metered == found.allocated, split
+        assert found.dry == found.metered == found.allocated, split
+        if name == "sum behind a view" and len(split) > 1:  # where the view hands on a dense gradient instead
+            pairs = zip(found.simulated, found.allocated, strict=True)
+            assert all(told >= seen for both in pairs for told, seen in zip(*both, strict=True))
+        else:
+            assert found.simulated == found.allocated, split

@@ -135,7 +135,7 @@ class _Survey:
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
         self._meters: list[tuple[LayerMeter, Layouts, Layouts]] = []  # by kind, with layouts that arrive and are left
-        self._again: dict[tuple[int, Layouts], tuple[int, Layouts]] = {}
+        self._again: dict[tuple[int, Layouts, bool], tuple[int, Layouts]] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
 
@@ -179,10 +179,17 @@ class _Survey:
             if arriving == usual:
                 arriving = left
                 continue
-            if (kind, arriving) not in self._again:
-                self._again[kind, arriving] = self._measure_again(kind, arriving)
-            self.layers[number], arriving = self._again[kind, arriving]
+            key = kind, arriving, self._passes_on(number + 1)
+            if key not in self._again:
+                self._again[key] = self._measure_again(*key)
+            self.layers[number], arriving = self._again[key]
         self._forget_unused()
+
+    def _passes_on(self, number: int) -> bool:
+        """Whether layer `number` hands on a gradient as it arrives, which is dense where a stage ends behind it."""
+        if number == len(self.layers):
+            return False
+        return any(origin.kind == "output" for origin in self.kinds[self.layers[number]].input_gradients)
 
     def _forget_unused(self) -> None:
         """Leave out the kinds that no layer is of any more."""
@@ -190,10 +197,11 @@ class _Survey:
         self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
         self.layers = [used.index(kind) for kind in self.layers]
 
-    def _measure_again(self, kind: int, arriving: Layouts) -> tuple[int, Layouts]:
+    def _measure_again(self, kind: int, arriving: Layouts, either: bool) -> tuple[int, Layouts]:
         """A kind with its backward measured from gradients as they arrive: its number, and how those it leaves lie.
 
-        A stage that ends with such a layer receives dense ones.
+        A stage that ends with such a layer receives dense ones. They may be dense inside a stage too, if `either`: then
+        the higher peak of both counts.
         """
         meter, usual, _ = self._meters[kind]
         first, later, gradients = meter.measure_again(arriving)
@@ -201,8 +209,8 @@ class _Survey:
         self.kinds.append(
             replace(
                 cost,
-                inner_first=first,
-                inner_later=later,
+                inner_first=(*cost.backward_first, *first) if either else first,
+                inner_later=(*cost.backward_later, *later) if either else later,
                 input_gradients=gradients.origins,
                 gradient_storages=gradients.storages,
             )
