@@ -12,7 +12,8 @@ Who holds what:
     gradients    those of the values at the layer that is next in the backward      boundary buffers
     graph        what a layer saved, until its backward                             activations
     kept         the inputs of a forward that will run again, until it does         activations
-    copies       of the buffers that a second forward works on, until its backward  activations
+    copies       of the buffers that a second forward works on, until its backward;
+                 of those that feed back they are made before the first forward     activations
 
 It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
 away and back, several stages on a device. It believes that a program is valid, and only asserts that nobody needs what
@@ -336,11 +337,15 @@ class StageAccount:
             flight.values, flight.targets = [], []
 
     def _forward_only(self, flight: Flight, layers: range) -> None:
-        """Inputs and targets are kept; a first layer that works in place is given a copy of each input."""
+        """Inputs and targets are kept, and copies of buffers that feed back; a first layer that works in place is given
+        a copy of each input.
+        """
         self._begin(flight, layers)
         targets = flight.targets if self.loss in layers else []
         flight.kept[layers.start] = flight.values, targets
         self.device.hold(("kept", id(flight), layers.start), [*flight.values, *targets])
+        self.device.new(sum(self.costs[n].fed_back_bytes for n in layers), ("copies", id(flight), layers.start))
+        flight.copied.add(layers.start)
         values = flight.values
         if self.costs[layers.start].mutates_inputs:
             given = self.costs[layers.start].inputs
@@ -350,11 +355,11 @@ class StageAccount:
         self._end(flight, layers)
 
     def _recompute(self, flight: Flight, layers: range) -> None:
-        """The same layers again from what was kept, on copies of the buffers; their outputs are dropped."""
+        """The same layers again from what was kept, on copies of the other buffers too; their outputs are dropped."""
         holder = ("kept", id(flight), layers.start)
         values, targets = flight.kept.pop(layers.start)
-        self.device.new(sum(self.costs[n].buffer_bytes for n in layers), ("copies", id(flight), layers.start))
-        flight.copied.add(layers.start)
+        for cost in (self.costs[n] for n in layers):
+            self.device.new(cost.buffer_bytes - cost.fed_back_bytes, ("copies", id(flight), layers.start))
         again = ("values", id(flight))
         self.device.hold(again, values)
         self.device.hold(("targets", id(flight)), targets)

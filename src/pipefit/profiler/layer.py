@@ -20,8 +20,10 @@ from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
-from pipefit.profiler.feedback import feeds_back
+from pipefit.profiler.feedback import feedback
+from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
+from pipefit.profiler.plain import plain_attributes
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
@@ -112,10 +114,21 @@ class _Storages:
 
 
 class LayerMeter:
-    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`."""
+    """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    def __init__(self, call: Call, module: nn.Module, inputs: Sequence[Tensor], kernels: Kernels | None) -> None:
-        self.call, self.module = call, module
+    `owner` has the plain attributes that a call may change; by default it is `module`.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        kernels: Kernels | None,
+        *,
+        owner: object | None = None,
+    ) -> None:
+        self.call, self.module, self.owner = call, module, owner or module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
@@ -124,6 +137,7 @@ class LayerMeter:
 
     def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
         """The cost of the layer with these parameter groups, and tensors like those that it returned."""
+        attributes = plain_attributes(self.owner)
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
@@ -132,9 +146,7 @@ class LayerMeter:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             updates = self._update(optimizer, groups)
-        feedback = feeds_back(
-            self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like)
-        )
+        second = feedback(self._forward, self.module, self.owner, attributes)
         cost = LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
@@ -150,7 +162,9 @@ class LayerMeter:
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
-            feeds_back=feedback,
+            fed_back=second.fed_back,
+            fed_back_bytes=second.fed_back_bytes,
+            unrepeatable=second.unrepeatable,
             backward_first=first.spans,
             backward_later=later.spans,
             gradient_bytes=gradient_bytes,
@@ -173,6 +187,10 @@ class LayerMeter:
         return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
 
     # ---------------------------------------------------------------- the runs
+
+    def _forward(self) -> Values:
+        """Run a forward."""
+        return self.call(self._enter(GraphEnds(), [torch.empty_like(v, requires_grad=False) for v in self.like]))
 
     def _kept_by_forward(self) -> _Kept:
         """Run a forward, and see what exists after it."""
@@ -310,14 +328,8 @@ def _saved(
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
     """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
-    nodes = {value.grad_fn for value in values if value.grad_fn is not None}
-    pending = list(nodes)
-    while pending:
-        later = {node for node, _ in pending.pop().next_functions if node is not None} - nodes
-        nodes |= later
-        pending += later
     found: dict[object, list[str]] = defaultdict(list)
-    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+    for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
         operation = node.name().rpartition("Backward")[0]
         for name in dir(node):
             if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):

@@ -26,6 +26,7 @@ from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.runtime.second_forward import fed_back_copies, working_copies
 
 
 class StageRunner:
@@ -90,13 +91,17 @@ class StageRunner:
         return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same forward, which saves nothing; `flight` keeps the inputs, from which it will be recomputed.
+        """The same forward, which saves nothing; `flight` keeps what it starts from, to be recomputed from.
+
+        That is its inputs, and copies of the buffers that feed back.
 
         Raises:
             UsageError: a layer changed the inputs in place, which are still needed.
         """
         piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
         piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
+        places = slice(first - self.start, end - self.start)
+        piece.copies = fed_back_copies(flight.layers[places], self.storages.costs[places])
         versions = [value._version for value in piece.inputs]
         copies = self.storages.costs[first - self.start].mutates_inputs
         box = [value.clone() if copies else value for value in piece.inputs]
@@ -110,7 +115,7 @@ class StageRunner:
         return self._leaving(flight, end, values)
 
     def recompute(self, flight: Flight, first: int, end: int) -> None:
-        """Run the forward of a piece again, with a graph and the same random draws; buffers keep their values.
+        """Run the forward of a piece again, with a graph and the same random draws; buffers are left as they are.
 
         Raises:
             UsageError: the piece has a graph already, or has not run forward.
@@ -121,9 +126,8 @@ class StageRunner:
                 f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
                 "to run just these forward first, and once"
             )
-        with _copied_buffers(flight.layers[first - self.start : end - self.start]) as copies:
+        with working_copies(flight.layers[first - self.start : end - self.start], piece.copies):
             self._with_graph(flight, piece, piece.inputs, piece.targets)
-        piece.copies = copies
 
     def evaluate(self, flight: Flight) -> Values:
         """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
@@ -292,18 +296,3 @@ class StageRunner:
             return []
         kept = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
         return [*copies_of(self.optimizer).values(), *kept]
-
-
-@contextmanager
-def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
-    """Inside, layers have copies of their buffers, which the graph may keep; afterwards they have the originals."""
-    places = [(part, name) for layer in layers for part in layer.module.modules() for name in part._buffers]
-    originals = [part._buffers[name] for part, name in places]
-    copies = {id(buffer): buffer.clone() for buffer in originals if buffer is not None}
-    try:
-        for (part, name), buffer in zip(places, originals, strict=True):
-            part._buffers[name] = None if buffer is None else copies[id(buffer)]
-        yield list(copies.values())
-    finally:
-        for (part, name), buffer in zip(places, originals, strict=True):
-            part._buffers[name] = buffer
