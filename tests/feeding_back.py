@@ -176,7 +176,7 @@ FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...
     "average": (Average, {"average"}, (False, True)),
     "replaced": (Replaced, {"average"}, (False, True)),
     "replaced afterwards": (ReplacedAfterwards, {"average"}, (True,)),
-    "behind torch": (BehindTorch, {"average"}, (False, True)),
+    "behind torch": (BehindTorch, {"average"}, (True,)),
     "saved": (Saved, {"average"}, (False, True)),
     "observed": (Observed, {"low", "high"}, (False, True)),
     "gradient alone": (GradientAlone, {"average"}, (False, True)),

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
-from pipefit.capture.data_attribute import data_followed
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import refuse_hooks, refusing
@@ -43,7 +42,7 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), data_followed(), kept_whole() as calls:
+            with _quiet(), eager_masks(kwargs), refusing(traced=True), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)
