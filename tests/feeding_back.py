@@ -69,23 +69,6 @@ class Saved(Average):
         return x * self.average
 
 
-class Rows(nn.Module):
-    """Two averages that are rows of one table: all three are buffers in one storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("table", torch.zeros(2, WIDTH))
-        self.register_buffer("fast", self.table[0])
-        self.register_buffer("slow", self.table[1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        self.fast.lerp_(x.detach().mean(0), 0.5)
-        self.slow.lerp_(self.fast, 0.1)
-        return x - self.table.sum(0)
-
-
 class Observed(nn.Module):
     """Rounds what it is given to 8 bits between moving averages of the lowest and the highest value."""
 
@@ -127,21 +110,6 @@ class GradientAlone(Average):
         self.update(x.detach().mean(0))
         scaled: Tensor = ScaledGradient.apply(x, self.average)
         return scaled
-
-
-class Late(nn.Module):
-    """A linear layer with an average that the first forward makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("average", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        mean = x.detach().mean(0)
-        self.average = mean if self.average is None else self.average * 0.9 + mean * 0.1
-        return x - self.average
 
 
 class Twice(nn.Module):

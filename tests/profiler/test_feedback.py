@@ -190,6 +190,38 @@ def test_what_no_copy_helps_against_is_refused(build: type[nn.Module]) -> None:
         plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")
 
 
+class Late(nn.Module):
+    """An average that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.average = mean if self.average is None else self.average * 0.9 + mean * 0.1
+        return x - self.average
+
+
+class Growing(Late):
+    """A buffer of all that was ever seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = torch.cat([self.average, x.detach().mean(0, keepdim=True)])
+        return x - self.average.mean(0)
+
+
+@pytest.mark.parametrize("build", [Late, Growing])
+def test_a_buffer_that_changes_its_size_is_refused(build: type[nn.Module]) -> None:
+    """No plan says what it takes; the error names it and the way out."""
+    with pytest.raises(UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"):
+        profile(task_with(build, by_hand=True), microbatch_size=3)
+
+
 class Annealed(nn.Module):
     """A loss that grows with each call."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.constants import constants
+from pipefit.capture.refusals import Refusal
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
@@ -23,7 +24,7 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.feedback import feedback
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
-from pipefit.profiler.plain import plain_attributes
+from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
@@ -137,7 +138,7 @@ class LayerMeter:
 
     def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
         """The cost of the layer with these parameter groups, and tensors like those that it returned."""
-        attributes = plain_attributes(self.owner)
+        attributes, layouts = plain_attributes(self.owner), _layouts(self.module)
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
@@ -146,6 +147,7 @@ class LayerMeter:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
             updates = self._update(optimizer, groups)
+        _check_layouts(layouts, _layouts(self.module))
         second = feedback(self._forward, self.module, self.owner, attributes)
         cost = LayerCost(
             module=type(self.module).__name__,
@@ -352,6 +354,26 @@ def _value(tensor: Tensor) -> Value:
     return Value(
         shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad
     )
+
+
+def _layouts(module: nn.Module) -> dict[str, object]:
+    """Shape and dtype of every buffer, None where there is none yet."""
+    buffers = ((f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items())
+    return {name.removeprefix("."): None if b is None else (b.shape, b.dtype) for name, b in buffers}
+
+
+def _check_layouts(before: dict[str, object], after: dict[str, object]) -> None:
+    """Check that buffers are as large as they were before the first forward.
+
+    Raises:
+        Refusal: one is not; names it.
+    """
+    name = changed_name(before, after)
+    if name is not None:
+        raise Refusal(
+            f"its forward gives the buffer {name!r} another shape or type, and what that takes is in no plan",
+            "register it with a tensor of the shape that it is going to have",
+        )
 
 
 def _parameter(name: str, p: Tensor) -> Parameter:

@@ -238,7 +238,8 @@ class StageRunner:
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        backward(graph)
+        with _naming_changes(flight, piece):
+            backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
 
@@ -296,3 +297,22 @@ class StageRunner:
             return []
         kept = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
         return [*copies_of(self.optimizer).values(), *kept]
+
+
+@contextmanager
+def _naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
+    """Inside, a piece goes backward.
+
+    Raises:
+        UsageError: what it saved has been changed since; autograd's own words name no layer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UsageError(
+            f"microbatch {flight.microbatch} cannot go backward through layers {piece.first} to {piece.end - 1}: what "
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            "the plan recompute these layers, or let them compute with a clone of what they change"
+        ) from error
