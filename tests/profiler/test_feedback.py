@@ -158,14 +158,13 @@ class Clipped(Linear):
 
 
 class Noisy(Linear):
-    """Draws from a generator of its own."""
-
-    def prepare(self) -> None:
-        """Start."""
-        self.generator = torch.Generator().manual_seed(3)
+    """Draws from another generator than torch's default."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.rand(x.shape, generator=self.generator)
+        return super().forward(x) + torch.rand(x.shape, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
 
 
 UNREPEATABLE = {
