@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from feeding_back import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
 from pipefit.capture import Task
@@ -27,9 +28,7 @@ CASES = [(name, by_hand) for name, (_, _, ways) in FEEDING_BACK.items() for by_h
 
 
 def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    """Training without pipefit, a forward and a backward for each microbatch in turn: losses, and the state at the
-    end.
-    """
+    """Training without pipefit, a forward and a backward for each microbatch in turn: losses and the last state."""
     torch.manual_seed(0)
     module = task.build()
     optimizer, count = task.optimizer(module.parameters()), plan.training.microbatches
@@ -104,11 +103,10 @@ def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_
 @pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe", "1f1b"])
 @pytest.mark.parametrize("way", [whole, with_run])
 @pytest.mark.parametrize(("name", "by_hand"), CASES)
-def test_every_schedule(name: str, by_hand: bool, way: object, schedule: str) -> None:
+def test_every_schedule(name: str, by_hand: bool, way: Callable[[Task, str], Plan], schedule: str) -> None:
     """Whole stages and single layers, early and just in time, for all microbatches or some."""
     if name == "saved" and way is with_run:
         pytest.skip("autograd refuses it where two microbatches that are not recomputed are in flight")
-    assert callable(way)
     task = task_with(FEEDING_BACK[name][0], by_hand=by_hand)
     plan = way(task, schedule)
     check_bytes(task, plan)
@@ -117,7 +115,7 @@ def test_every_schedule(name: str, by_hand: bool, way: object, schedule: str) ->
 
 
 @pytest.mark.parametrize(("build", "by_hand"), [(spectral, False), (Average, True)])
-def test_a_run_for_some_microbatches(build: type, by_hand: bool) -> None:
+def test_a_run_for_some_microbatches(build: Callable[[], nn.Module], by_hand: bool) -> None:
     """Between microbatches that are recomputed lie some that are not, whose only forward changes the buffers too."""
     task = task_with(build, by_hand=by_hand)
     plan = with_run(task, "1f1b")
