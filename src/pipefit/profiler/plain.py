@@ -1,7 +1,7 @@
 """Plain attributes of a module: numbers, texts, flags, containers of them, random generators of Python and NumPy.
 
 A forward that changes one of them, as by counting its calls, may compute something else when it runs again. Tensors are
-not plain, and neither are what has no attributes that Python can list: what a C extension keeps for itself is not seen.
+not plain. What lies deep inside, in a closure, or in an object of a C extension is not seen. Microseconds an attribute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, nn.Module)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_DEPTH = 3  # of objects in the attributes of objects
+_DEPTH = 6  # of containers and objects inside of one another
 
 Plain = Mapping[str, object]
 
@@ -54,28 +54,27 @@ def plain_attributes(owner: object) -> Plain:
 
 
 def comparable(item: Any, depth: int = _DEPTH) -> object:
-    """What is equal as long as `item` has not changed; of `depth` objects inside of one another, the attributes too."""
+    """What is equal as long as `item` has not changed, nor what is in it and its attributes, `depth` levels down."""
     match item:
         case Tensor():
             return Tensor
         case random.Random():
             return item.getstate()
         case np.random.Generator():
-            return repr(item.bit_generator.state)
+            return comparable(item.bit_generator.state)
         case np.random.RandomState():
-            return repr(item.get_state())
+            return comparable(item.get_state())
         case np.ndarray():
             return item.shape, item.tobytes()
-        case Mapping():
-            return tuple((comparable(key, depth), comparable(value, depth)) for key, value in item.items())
     if isinstance(item, _PLAIN):
         return type(item), item
-    if isinstance(item, _CONTAINERS):
-        return type(item), tuple(comparable(part, depth) for part in item)
     if depth == 0 or isinstance(item, _OPAQUE):
         return _Same(item)
-    inside = getattr(item, "__dict__", {})
-    return _Same(item), tuple((name, comparable(value, depth - 1)) for name, value in inside.items())
+    if isinstance(item, Mapping):
+        return tuple((comparable(key, depth - 1), comparable(value, depth - 1)) for key, value in item.items())
+    if isinstance(item, _CONTAINERS):
+        return type(item), tuple(comparable(part, depth - 1) for part in item)
+    return _Same(item), comparable(getattr(item, "__dict__", {}), depth - 1)
 
 
 def changed_name(before: Plain, after: Plain) -> str | None:
