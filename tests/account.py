@@ -36,9 +36,10 @@ from typing import NamedTuple
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.plans import Plan
-from pipefit.profiles import LayerCost, Measurement, Origin, SharedParameter, Span, Value
+from pipefit.profiles import LayerCost, Measurement, Origin, Span, Value
 from pipefit.program import Program
 from pipefit.schedule import lower
+from pipefit.sharing import SharedParameter
 from pipefit.trace import Category
 
 FOREVER = "forever"
@@ -180,6 +181,7 @@ class StageAccount:
         self.costs[self.loss] = measurement.loss
         self.layers = range(start, stop + self.last)
         self.shared = [s for s in measurement.shared if len(self._users(s)) > 0]
+        self.buffers = measurement.shared_buffers
         self.outputs = self.costs[stop - 1].outputs
         self.targets = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.flights: dict[int, Flight] = {}
@@ -193,11 +195,14 @@ class StageAccount:
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
             own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared)
-            device.new(own + cost.buffer_bytes + cost.constant_bytes, self._of("parameters"))
+            held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
+            device.new(own + held, self._of("parameters"))
             device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
         for parameter in self.shared:
             device.new(parameter.nbytes, self._of("parameters"))
             device.new(parameter.early_state_bytes, self._of("optimizer"))
+        for buffer in self.buffers:
+            device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
 
     def act(self, action: Action) -> None:
@@ -358,8 +363,7 @@ class StageAccount:
         """The same layers again from what was kept, on copies of the other buffers too; their outputs are dropped."""
         holder = ("kept", id(flight), layers.start)
         values, targets = flight.kept.pop(layers.start)
-        for cost in (self.costs[n] for n in layers):
-            self.device.new(cost.buffer_bytes - cost.fed_back_bytes, ("copies", id(flight), layers.start))
+        self._copy_buffers(layers, ("copies", id(flight), layers.start))
         again = ("values", id(flight))
         self.device.hold(again, values)
         self.device.hold(("targets", id(flight)), targets)
@@ -367,6 +371,16 @@ class StageAccount:
         self._run(flight, layers, values, targets)
         self.device.release(again)
         self.device.release(("targets", id(flight)))
+
+    def _copy_buffers(self, layers: range, holder: object) -> None:
+        """One copy of every buffer that does not feed back, of one that several layers hold too."""
+        shared = [b for b in self.buffers if b.copied]
+        for layer in layers:
+            mine = self.costs[layer].buffer_bytes - self.costs[layer].fed_back_bytes
+            own = mine - sum(b.nbytes for b in shared if layer in b.users)
+            self.device.new(own, holder)
+        for buffer in shared:
+            self.device.new(buffer.nbytes * any(layer in buffer.users for layer in layers), holder)
 
     # ---------------------------------------------------------------- backward
 

@@ -69,6 +69,23 @@ class Saved(Average):
         return x * self.average
 
 
+class Rows(nn.Module):
+    """Two averages that are rows of one table: all three are buffers in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(2, WIDTH))
+        self.register_buffer("fast", self.table[0])
+        self.register_buffer("slow", self.table[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.fast.lerp_(x.detach().mean(0), 0.5)
+        self.slow.lerp_(self.fast, 0.1)
+        return x - self.table.sum(0)
+
+
 class Observed(nn.Module):
     """Rounds what it is given to 8 bits between moving averages of the lowest and the highest value."""
 
@@ -146,6 +163,7 @@ FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...
     "replaced afterwards": (ReplacedAfterwards, {"average"}, (True,)),
     "behind torch": (BehindTorch, {"average"}, (True,)),
     "saved": (Saved, {"average"}, (False, True)),
+    "rows": (Rows, {"table", "fast", "slow"}, (True,)),
     "observed": (Observed, {"low", "high"}, (False, True)),
     "gradient alone": (GradientAlone, {"average"}, (False, True)),
     "twice": (Twice, {"average.average"}, (False, True)),

@@ -36,13 +36,13 @@ from pipefit.profiles import (
     Origin,
     Parameter,
     SavedTensor,
-    SharedParameter,
     Span,
     Value,
     Work,
 )
 from pipefit.schedule import SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Training
 
 INPUT = Origin(kind="input", index=0)
@@ -146,6 +146,7 @@ def measurement(
     loss: LayerCost,
     *,
     shared: tuple[SharedParameter, ...] = (),
+    shared_buffers: tuple[SharedBuffer, ...] = (),
     microbatch_size: int = 1,
 ) -> Measurement:
     """One measurement; equal layers share a kind."""
@@ -156,6 +157,7 @@ def measurement(
         layers=tuple(kinds.index(cost) for cost in layers),
         loss=loss,
         shared=shared,
+        shared_buffers=shared_buffers,
     )
 
 
@@ -216,7 +218,7 @@ def chain(rng: Random, like: Settings) -> Measurement:
         _layer(rng, like, k, ends, early, [s for s in shared if k in s.users])
         for k, ends in enumerate(pairwise(boundaries))
     ]
-    return measurement(layers, _loss(rng, like, boundaries[-1]), shared=shared)
+    return measurement(layers, _loss(rng, like, boundaries[-1]), shared=shared, shared_buffers=_buffers(rng, layers))
 
 
 def _odd(rng: Random, like: Settings) -> bool:
@@ -244,6 +246,20 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
         state_bytes=state,
         early_state_bytes=int(state * early),
     )
+
+
+def _buffers(rng: Random, layers: Sequence[LayerCost]) -> tuple[SharedBuffer, ...]:
+    """A buffer of the layers that have any, as much as all of them have; the same of plain attributes."""
+    found = []
+    for name, sizes in (
+        ("mask", [cost.buffer_bytes for cost in layers]),
+        ("table", [cost.constant_bytes for cost in layers]),
+    ):
+        users = tuple(number for number, nbytes in enumerate(sizes) if nbytes and rng.random() < 0.8)
+        if len(users) > 1:
+            nbytes = rng.randrange(min(sizes[user] for user in users) + 1)
+            found.append(SharedBuffer(name=name, users=users, nbytes=nbytes, copied=name == "mask"))
+    return tuple(found)
 
 
 def _layer(
@@ -416,7 +432,7 @@ def _spans(rng: Random, releasable: Sequence[int], leaving: int, size: int) -> t
 
 
 def hostile(rng: Random, count: int, *, size: int = 20, shared: int | None = None) -> Measurement:
-    """`count` layers that do whatever a layer can; up to two shared parameters unless told how many."""
+    """`count` layers that do whatever a layer can; up to two shared parameters unless told how many; shared buffers."""
     return chain(
         rng,
         Settings(

@@ -9,12 +9,14 @@ import pytest
 
 from made_up import layer, measurement, value
 from pipefit.errors import UsageError
-from pipefit.profiles import GradientOrigin, Origin, SharedParameter, Span, Work
+from pipefit.profiles import GradientOrigin, Origin, Span, Work
+from pipefit.sharing import SharedBuffer, SharedParameter
 from pipelines import equal_profile
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
 MODEL = measurement([COST, layer((value(20),), (value(40),), saved=())], layer((value(40),), (value(4),), saved=()))
 SHARED = SharedParameter(name="w", users=(0, 2), nbytes=1, gradient_bytes=1, state_bytes=0)
+MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_a_layer_that_contradicts_itself_is_refused(given: dict[str, Any], messa
             "layer 1 returns 1 values, but the loss takes 0",
         ),
         ({"shared": (SHARED,)}, r"shared parameter 'w' names layers \[0, 2\]; there are 2"),
+        ({"shared_buffers": (MASK,)}, r"shared buffer 'mask' names layers \[0, 2\]; there are 2"),
     ],
 )
 def test_a_measurement_that_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:

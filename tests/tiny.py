@@ -15,6 +15,7 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
@@ -48,15 +49,19 @@ def plan_of(
     recompute: Recompute = "never",
     memory_bytes: int = 1 << 30,
     devices: int | None = None,
+    profiled: ModelProfile | None = None,
 ) -> Plan:
-    """Stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has `memory_bytes`."""
+    """Stage s holds `split[s]` layers on device s, or s modulo `devices`; each device has `memory_bytes`.
+
+    The task is profiled, unless it is `profiled` already.
+    """
     cuts, devices = [0, *itertools.accumulate(split)], devices or len(split)
     stages = tuple(
         Stage(start=start, stop=stop, grid=Grid.of(number % devices))
         for number, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
     return Plan(
-        profile=profile(task, microbatch_size=size, threads=torch.get_num_threads()),
+        profile=profiled or profile(task, microbatch_size=size, threads=torch.get_num_threads()),
         cluster=Cluster.emulated((devices, memory_bytes)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,

@@ -205,6 +205,12 @@ class Plan:
         )
 
     @property
+    def summed(self) -> dict[int, tuple[int, ...]]:
+        """The stages that add up the gradients of a shared parameter, by its number. A frozen one has no gradients."""
+        shared = zip(self.measurement.shared, self.holders, strict=True)
+        return {n: stages for n, (one, stages) in enumerate(shared) if one.gradient_bytes and len(stages) > 1}
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """The first layer of every stage but the first."""
         return tuple(stage.start for stage in self.stages[1:])

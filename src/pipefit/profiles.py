@@ -19,6 +19,7 @@ from pipefit.additive_costs import AdditiveCosts
 from pipefit.errors import UsageError
 from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
+from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
@@ -246,32 +247,6 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParameter:
-    """One parameter that several layers use, such as a tied embedding. Every one of them counts it in its own cost.
-
-    On one device it exists once; across devices each has a copy, and gradients are summed before the update.
-
-    Raises:
-        UsageError: fewer than two users, or users out of order.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    name: str
-    users: tuple[int, ...]  # layers, rising
-    nbytes: int
-    gradient_bytes: int
-    state_bytes: int
-    early_state_bytes: int = 0  # the part of it that exists before the first step
-
-    def __post_init__(self) -> None:
-        if len(self.users) < 2 or list(self.users) != sorted(set(self.users)):
-            raise UsageError(
-                f"shared parameter {self.name!r} needs two or more layers in rising order, not {list(self.users)}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
@@ -279,7 +254,7 @@ class Measurement:
 
     Raises:
         UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user of a shared
-            parameter.
+            parameter or buffer.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -290,6 +265,7 @@ class Measurement:
     loss: LayerCost  # (output..., target...) -> scalar; lives on the last stage
     shared: tuple[SharedParameter, ...] = ()
     sizes: str = ""
+    shared_buffers: tuple[SharedBuffer, ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
@@ -300,11 +276,10 @@ class Measurement:
             if not 0 <= kind < len(self.kinds):
                 raise UsageError(f"layer {number} is of kind {kind}, but there are {len(self.kinds)} kinds of layers")
         self._check_values()
-        for shared in self.shared:
-            if not 0 <= min(shared.users) <= max(shared.users) < len(self.layers):
-                raise UsageError(
-                    f"shared parameter {shared.name!r} names layers {list(shared.users)}; there are {len(self.layers)}"
-                )
+        for parameter in self.shared:
+            self._check_users("parameter", parameter.name, parameter.users)
+        for buffer in self.shared_buffers:
+            self._check_users("buffer", buffer.name, buffer.users)
 
     def _check_values(self) -> None:
         """Check that every layer and the loss take at least what the layer before returns."""
@@ -316,6 +291,11 @@ class Measurement:
                 raise UsageError(
                     f"layer {number} returns {len(before.outputs)} values, but {taker} takes {len(after.inputs)}"
                 )
+
+    def _check_users(self, what: str, name: str, users: tuple[int, ...]) -> None:
+        """Check that a parameter or buffer is shared by layers that exist."""
+        if not 0 <= min(users) <= max(users) < len(self.layers):
+            raise UsageError(f"shared {what} {name!r} names layers {list(users)}; there are {len(self.layers)}")
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:

@@ -14,7 +14,8 @@ from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.profiles import Measurement, Origin, SharedParameter, Span
+from pipefit.profiles import Measurement, Origin, Span
+from pipefit.sharing import SharedParameter
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)
 RECEIVED, SENT, ANSWERED = "0RECV_F0 0WAIT_RECV_F0", "0SEND_F0 0WAIT_SEND_F0", "0RECV_B0 0WAIT_RECV_B0"

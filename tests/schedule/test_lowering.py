@@ -12,9 +12,9 @@ from made_up import plain, plan_of, training
 from pipefit.actions import COMPUTE, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.plans import Plan
-from pipefit.profiles import SharedParameter
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.sharing import SharedParameter
 
 DRAWN = {
     ("gpipe", "except_last"): ("N0 N1 F2 R0 B0 R1 B1 B2", "N0 N1 F2 R0 B0 R1 B1 B2"),
@@ -107,12 +107,12 @@ def test_what_a_backward_answers_is_joined_before_it() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_gradients_are_summed_where_several_stages_have_a_parameter(clip_norm: float | None) -> None:
-    """Of two shared parameters one is on the first stage alone. The other one's gradients are summed on the stages that
-    have it; then all stages agree on a norm, where there is one.
+    """Of three shared parameters one is on the first stage alone, and one is not trained. The other one's gradients are
+    summed on the stages that have it; then all stages agree on a norm, where there is one.
     """
     shared = tuple(
-        SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=4, state_bytes=0)
-        for users in ((0, 1), (1, 3))
+        SharedParameter(name=f"shared{users}", users=users, nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0)
+        for users, gradient_bytes in (((0, 1), 4), ((1, 3), 4), ((0, 3), 0))
     )
     layers = replace(plain(Random(0), 4), shared=shared)
     program = lower(plan_of(layers, training("gpipe", 1, clip_norm=clip_norm), (0, 2, 3, 4)))

@@ -12,13 +12,14 @@ from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, 
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile, SharedParameter
+from pipefit.profiles import ModelProfile
 from pipefit.schedule import lower, schedule_named
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import bundles_of, copied
 from pipefit.schedule.order import Order, computes
 from pipefit.schedule.recomputation import recomputed
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, recomputed_microbatches, whole_stages
+from pipefit.sharing import SharedParameter
 from pipelines import equal_profile, make_plan
 
 

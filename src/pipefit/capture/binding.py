@@ -28,6 +28,7 @@ class Binding:
         )
         self.kept = module.state_dict(keep_vars=True)
         self.aliases: dict[int, list[str]] = {}
+        self._of_constants: dict[int, Tensor] = {}  # layers that use one constant hold the same tensor
         for name, tensor in self.tensors.items():
             self.aliases.setdefault(id(tensor), []).append(name)
 
@@ -73,10 +74,16 @@ class Binding:
     def _tensor(self, name: str) -> Tensor:
         if name in self.tensors:
             return self.tensors[name]
-        place = next(iter(self.tensors.values()), torch.empty(0))
         owner, _, attribute = name.rpartition(".")
         found = getattr(self._part(owner), attribute, None)
         found = found if isinstance(found, Tensor) else self.constants[name]
+        if id(found) not in self._of_constants:
+            self._of_constants[id(found)] = self._constant(found)
+        return self._of_constants[id(found)]
+
+    def _constant(self, found: Tensor) -> Tensor:
+        """A constant of the program where the model's own tensors are."""
+        place = next(iter(self.tensors.values()), torch.empty(0))
         if isinstance(place, FakeTensor) and not (isinstance(found, FakeTensor) and found.fake_mode is place.fake_mode):
             return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=place.device)
         return found if isinstance(found, FakeTensor) else found.detach().to(place.device)

@@ -19,7 +19,16 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 def constants(module: nn.Module) -> list[Tensor]:
     """The tensors among the attributes of `module` and its parts, in lists and dictionaries too, each once."""
-    return list({id(tensor): tensor for tensors in by_attribute(module).values() for tensor in tensors}.values())
+    return list({id(tensor): tensor for tensors in _attributes(module).values() for tensor in tensors}.values())
+
+
+def named_constants(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The same with the attributes' names; one in a list or dictionary has the attribute's name and a number."""
+    return [
+        (name if len(tensors) == 1 else f"{name}[{number}]", tensor)
+        for name, tensors in _attributes(module).items()
+        for number, tensor in enumerate(tensors)
+    ]
 
 
 @contextmanager
@@ -29,9 +38,9 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
     Raises:
         Refusal: it has put another tensor into an attribute; names it.
     """
-    before = by_attribute(module)
+    before = _attributes(module)
     yield
-    for name, tensors in by_attribute(module).items():
+    for name, tensors in _attributes(module).items():
         if list(map(id, before.get(name, []))) != list(map(id, tensors)):
             raise Refusal(
                 f"its forward puts a tensor into the attribute {name!r}, and what that holds is in no plan",
@@ -40,7 +49,7 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
             )
 
 
-def by_attribute(module: nn.Module) -> dict[str, list[Tensor]]:
+def _attributes(module: nn.Module) -> dict[str, list[Tensor]]:
     """The tensors in each attribute that are not registered anywhere in `module`, by the attribute's name."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found = {}

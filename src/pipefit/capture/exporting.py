@@ -26,6 +26,7 @@ from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import refuse_hooks, refusing
+from pipefit.capture.storages import storage_key
 
 
 def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
@@ -84,10 +85,10 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A deep copy of `module` whose tensors are of `mode`, but for constants, which the program takes as they are."""
-    varying = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    varying = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def convert(tensor: Tensor) -> Tensor:
-        is_constant = id(tensor) not in varying and tensor.is_leaf and not isinstance(tensor, FakeTensor)
+        is_constant = storage_key(tensor) not in varying and tensor.is_leaf and not isinstance(tensor, FakeTensor)
         return tensor.clone() if is_constant else _fake(tensor, mode)
 
     return copied(module, convert)

@@ -97,11 +97,18 @@ def buffer_copies(storages: StageStorages, first: int, end: int, *, fed_back: bo
 
 
 def _copied_bytes(storages: StageStorages, instance: int) -> int:
-    """Bytes of the copies that a negative instance stands for."""
+    """Bytes of the copies that a negative instance stands for, each once. Shared buffers never feed back."""
     run, fed_back = divmod(-1 - instance, 2)
     first, end = divmod(run, storages.count + 1)
     costs = storages.costs[first:end]
-    return sum(c.fed_back_bytes if fed_back else c.buffer_bytes - c.fed_back_bytes for c in costs)
+    if fed_back:
+        return sum(cost.fed_back_bytes for cost in costs)
+    repeated = sum(
+        again.shared.nbytes * again.shared.copied
+        for again in storages.repeated_buffers
+        if first <= again.user and again.later < end
+    )
+    return sum(cost.buffer_bytes - cost.fed_back_bytes for cost in costs) - repeated
 
 
 class Forward(NamedTuple):

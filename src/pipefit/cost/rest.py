@@ -1,7 +1,7 @@
 """What a stage holds whatever microbatches are in flight: parameters, gradients, optimizer state; and its update.
 
-What belongs to a microbatch is in `pipefit.cost.residency`. A parameter that several layers of the stage share exists
-once.
+What belongs to a microbatch is in `pipefit.cost.residency`. A parameter or a buffer that several layers of the stage
+share exists once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class StageRest:
     def parameter_bytes(self) -> int:
         """Parameters, buffers and constants."""
         repeated = sum(again.shared.nbytes for again in self.storages.repetitions)
+        repeated += sum(again.shared.nbytes for again in self.storages.repeated_buffers)
         return sum(cost.static_bytes for cost in self.storages.costs) - repeated
 
     @property

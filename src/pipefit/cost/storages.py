@@ -11,7 +11,7 @@ Costs: one walk over the layers and what they save, microseconds per saved tenso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +20,8 @@ from typing import NamedTuple
 from pipefit.actions import Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, SharedParameter, Value
+from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, Value
+from pipefit.sharing import SharedBuffer, SharedParameter
 
 
 class LayerStorages(NamedTuple):
@@ -48,6 +49,15 @@ class Repetition:
     user: int
     later: int
     shared: SharedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBuffer:
+    """A buffer that two layers of a stage share: the positions of one user and of the next."""
+
+    user: int
+    later: int
+    shared: SharedBuffer
 
 
 class StageStorages:
@@ -275,16 +285,29 @@ class StageStorages:
         """The gradients that exist at a boundary."""
         return [value for value in self._gradient_values[boundary] if value is not None]
 
-    # ---------------------------------------------------------------- shared parameters
+    # ---------------------------------------------------------------- shared parameters and buffers
 
     @cached_property
     def repetitions(self) -> tuple[Repetition, ...]:
         """Parameters that several layers of the stage share: one entry for every two consecutive users."""
         return tuple(
-            Repetition(user - self.start, later - self.start, shared)
+            Repetition(user, later, shared)
             for shared in self.measurement.shared
-            for user, later in pairwise(user for user in shared.users if self.start <= user < self.stop)
+            for user, later in self._consecutive(shared.users)
         )
+
+    @cached_property
+    def repeated_buffers(self) -> tuple[RepeatedBuffer, ...]:
+        """The same of buffers, and of tensors that are plain attributes."""
+        return tuple(
+            RepeatedBuffer(user, later, shared)
+            for shared in self.measurement.shared_buffers
+            for user, later in self._consecutive(shared.users)
+        )
+
+    def _consecutive(self, users: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The positions of every two consecutive users in the stage."""
+        return pairwise(user - self.start for user in users if self.start <= user < self.stop)
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
+from pipefit.capture.held import SharedStorage, shared_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
@@ -32,9 +34,10 @@ from pipefit.meter.machine import this_machine
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.pass_meter import dtype_name
-from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, SharedParameter, Target
+from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, Target
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.sharing import SharedBuffer, SharedParameter
 
 Progress = Callable[[int, int, str], None]
 
@@ -64,6 +67,7 @@ def profile_fake(
             layers=tuple(survey.layers),
             loss=loss,
             shared=survey.shared(chain),
+            shared_buffers=survey.shared_buffers(chain),
         )
     found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
     return found if kernels is None else _with_kernels(found, kernels)
@@ -128,6 +132,7 @@ class _Survey:
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
+        self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
         """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
@@ -153,6 +158,7 @@ class _Survey:
         with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
         self.kinds.append(replace(cost, packing=layer.packing))
+        self._changed.append(meter.changed_buffers)
         return len(self.kinds) - 1, outputs, packing
 
     def _options(self, layer: ChainLayer) -> object:
@@ -184,6 +190,25 @@ class _Survey:
             early_state_bytes=early,
         )
 
+    def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
+        """The buffers, and tensors that are plain attributes, that several layers hold.
+
+        Raises:
+            UsageError: a forward changes one of them.
+        """
+        found = shared_storages([layer.module for layer in chain.layers])
+        for shared in found:
+            for user in shared.users:
+                buffers = dict(chain.layers[user].module.named_buffers(remove_duplicate=False))
+                if shared.is_among(buffers[name] for name in self._changed[self.layers[user]]):
+                    _refuse_changes(chain, shared, user)
+        return tuple(
+            SharedBuffer(
+                name=_name(chain, shared), users=shared.users, nbytes=shared.held.nbytes, copied=shared.held.is_buffer
+            )
+            for shared in found
+        )
+
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> LayerCost:
         """The cost of the loss on the last layer's outputs."""
         count = len(values)
@@ -195,3 +220,21 @@ class _Survey:
         with _named("(loss)", nn.Module(), [*values, *targets]):
             cost, _ = meter.measure(self.optimizer)
         return replace(cost, packing=chain.packing)
+
+
+def _name(chain: Chain, shared: SharedStorage) -> str:
+    return f"{chain.layers[shared.users[0]].name}.{shared.held.name}"
+
+
+def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
+    """A copy of the buffer on another device would miss what this layer does to it, and see other microbatches first.
+
+    Raises:
+        UsageError: always.
+    """
+    layers = ", ".join(chain.layers[number].name for number in shared.users)
+    raise UsageError(
+        f"layers {layers} share buffer {_name(chain, shared)!r}, and the forward of layer {chain.layers[user].name} "
+        "changes it, which a copy on another device would miss: make one layer of those that share it, or give each a "
+        "module of its own"
+    )

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipefit.capture.constants import by_attribute
+from pipefit.capture.constants import named_constants
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 
@@ -34,7 +34,8 @@ _TRAINING = ("training", "train", "use_input_stats")
 class Feedback:
     """What makes a second forward of a layer differ from its first: buffers by name, and what no copy helps against."""
 
-    fed_back: tuple[str, ...]  # buffers that it changes and with which it computes
+    changed: frozenset[str]  # buffers that it changes
+    fed_back: tuple[str, ...]  # those of them with which it computes
     fed_back_bytes: int
     unrepeatable: str  # in words; empty if there is nothing else
 
@@ -48,7 +49,7 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     """
     buffers = [_Seen.now(name, b) for name, b in module.named_buffers(remove_duplicate=False)]
     others = [_Seen.now(name, p) for name, p in module.named_parameters(remove_duplicate=False)]
-    others += [_Seen.now(name, one) for name, tensors in by_attribute(module).items() for one in tensors]
+    others += [_Seen.now(name, constant) for name, constant in named_constants(module)]
     plain = plain_attributes(owner)
     with _Sources([seen.tensor for seen in (*buffers, *others)]) as sources:
         outputs = forward()
@@ -56,10 +57,11 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     now = dict(module.named_buffers(remove_duplicate=False))
     changed = [b for b in buffers if now.get(b.name) is not b.tensor or b.is_changed(sources.written)]
     _put_back(module, buffers)
-    fed_back = [buffer for buffer in changed if buffer.storage in read]
+    fed_back = [b for b in buffers if b.storage in read and b.storage in {one.storage for one in changed}]
     names = [other.name for other in others if other.is_changed(sources.written)]
     names += filter(None, (changed_name(before, plain), changed_name(plain, plain_attributes(owner))))
     return Feedback(
+        changed=frozenset(buffer.name for buffer in changed),
         fed_back=tuple(buffer.name for buffer in fed_back),
         fed_back_bytes=sum({b.storage: b.tensor.untyped_storage().nbytes() for b in fed_back}.values()),
         unrepeatable=_unrepeatable(names, draws=sources.draws),

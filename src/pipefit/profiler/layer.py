@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.capture.constants import constants
+from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
@@ -117,7 +118,9 @@ class _Storages:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `owner` has the plain attributes that a call may change; by default it is `module`.
+
+    `owner` has the plain attributes that a call may change; by default it is `module`. `changed_buffers` are, after a
+    measurement, the names of the buffers that a forward changes.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class LayerMeter:
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
+        self.changed_buffers = frozenset[str]()
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -149,11 +153,13 @@ class LayerMeter:
             updates = self._update(optimizer, groups)
         _check_layouts(layouts, _layouts(self.module))
         second = feedback(self._forward, self.module, self.owner, attributes)
+        self.changed_buffers = second.changed
+        held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
-            buffer_bytes=sum(b.untyped_storage().nbytes() for b in self.module.buffers()),
-            constant_bytes=sum(c.untyped_storage().nbytes() for c in constants(self.module)),
+            buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
+            constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(map(_value, self.like)),
             outputs=tuple(map(_value, kept.outputs)),
             output_origins=kept.output_origins,

@@ -16,6 +16,7 @@ from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
+from pipefit.runtime.buffers import move
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
@@ -100,8 +101,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
     for stage in stages:
         place = plan.stages[stage]
         layers = chain.layers[place.start : place.stop]
-        for layer in layers:
-            layer.module.to(device)
+        move([layer.module for layer in layers], device)
         runners[stage] = StageRunner(
             site.task,
             layers,

@@ -166,7 +166,8 @@ def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
     shared = tuple(
         replace(shared, users=tuple(bisect_left(kept, user) for user in shared.users)) for shared in measurement.shared
     )
-    short = replace(measurement, layers=tuple(measurement.layers[layer] for layer in kept), shared=shared)
+    layers = tuple(measurement.layers[layer] for layer in kept)
+    short = replace(measurement, layers=layers, shared=shared, shared_buffers=())
     names = tuple(plan.profile.layers[layer] for layer in kept)
     stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
     return replace(

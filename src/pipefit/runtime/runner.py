@@ -293,7 +293,7 @@ class DeviceRunner:
         parameter = self.stages[action.stage].shared[action.subject.layer]
         if parameter.grad is None:  # the layers of this stage did not use it
             parameter.grad = torch.zeros_like(parameter)
-        self.transfers.collect(action, parameter.grad, self.plan.holders[action.subject.layer])
+        self.transfers.collect(action, parameter.grad, self.plan.summed[action.subject.layer])
 
     def _reduced(self, action: Action) -> None:
         self.transfers.join(action)

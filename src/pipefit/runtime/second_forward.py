@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.profiles import LayerCost
+from pipefit.runtime.buffers import in_other_storages
 
 Buffers = dict[tuple[nn.Module, str], Tensor | None]  # by the module that has it, and its name there
 
@@ -55,6 +56,7 @@ def _put(buffers: Buffers) -> None:
 
 
 def _copied(buffers: Buffers) -> Buffers:
-    """Copies of these buffers; what is one tensor in several places has one copy."""
-    copies = {id(buffer): buffer.clone() for buffer in buffers.values() if buffer is not None}
-    return {place: None if buffer is None else copies[id(buffer)] for place, buffer in buffers.items()}
+    """Copies of these buffers, in one storage where the buffers are."""
+    present = {place: buffer for place, buffer in buffers.items() if buffer is not None}
+    _, copies = in_other_storages(list(present.values()), Tensor.clone)
+    return dict.fromkeys(buffers) | dict(zip(present, copies, strict=True))

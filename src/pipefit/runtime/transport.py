@@ -242,7 +242,7 @@ def _members(plan: Plan) -> dict[tuple[int, ...], None]:
     Raises:
         UsageError: two of them are on one device.
     """
-    members = dict.fromkeys(stages for stages in plan.holders if len(stages) > 1)
+    members = dict.fromkeys(plan.summed.values())
     if plan.training.agrees:
         members[tuple(stages[0] for stages in plan.ranks)] = None
     for stages in members:

@@ -71,17 +71,17 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 
 
 def _check_shared(plan: Plan) -> None:
-    """No two stages of a device share a parameter: each would have a copy, and a sum over stages of one device ends in
-    none.
+    """No two stages of a device share a parameter that is trained: each would have a copy, and a sum over stages of one
+    device ends in none.
     """
-    for shared, holders in zip(plan.measurement.shared, plan.holders, strict=True):
+    for number, members in plan.summed.items():
+        name = plan.measurement.shared[number].name
         for stages in plan.ranks:
-            both = [stage for stage in holders if stage in stages]
+            both = [stage for stage in members if stage in stages]
             if len(both) > 1:
                 raise UsageError(
-                    f"stages {both[0]} and {both[1]} of device {plan.stages[both[0]].device} share parameter "
-                    f"{shared.name!r}, which is not supported: put all of its layers into one stage, or its stages on "
-                    "different devices"
+                    f"stages {both[0]} and {both[1]} of device {plan.stages[both[0]].device} share parameter {name!r}, "
+                    "which is not supported: put all of its layers into one stage, or its stages on different devices"
                 )
 
 
@@ -98,8 +98,8 @@ def _update(stages: Sequence[int], plan: Plan) -> Iterator[Action]:
     reduces = [
         Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
         for stage in stages
-        for number, holders in enumerate(plan.holders)
-        if stage in holders and len(holders) > 1
+        for number, members in plan.summed.items()
+        if stage in members
     ]
     yield from reduces
     yield from (reduce.join for reduce in reduces)

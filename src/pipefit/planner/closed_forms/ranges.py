@@ -17,7 +17,7 @@ A band of 1,000 layers and width 100 takes about 20 ms and 100 bytes per range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +31,7 @@ from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Band, Ints
 from pipefit.planner.closed_forms.lifetimes import NEVER, Lifetime, Lifetimes, lifetimes, released_bytes
 from pipefit.profiles import Measurement, Span
+from pipefit.sharing import SharedBuffer
 
 Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
 _NOTHING = -(1 << 60)  # the peak of a backward without a span
@@ -85,6 +86,9 @@ class Ranges:
         self.own_ended = _events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
         copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
         self.copies_ended = _events((s.end + 1, s.birth, s.nbytes) for s in copies)
+        # Events: buffers that a layer shares with an earlier one, all of them and those that a recomputation copies
+        self.repeated = _events(_repeated(measurement.shared_buffers))
+        self.copied_once = _events(_repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
         self.spans_first = _span_table(model, [cost.backward_first for cost in costs])
         self.spans_later = _span_table(model, [cost.backward_later for cost in costs])
@@ -97,10 +101,13 @@ class Ranges:
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
 
-        A range of layers i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter that several layers share
-        counts with the first of them alone.
+        A range of layers i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter or a buffer that several
+        layers share counts with the first of them alone.
         """
         owned, gradients = self.static + self.state, self.gradients.copy()
+        for buffer in self.measurement.shared_buffers:
+            for user in buffer.users[1:]:
+                owned[user + 1 :] -= buffer.nbytes
         for shared in self.measurement.shared:
             for user in shared.users[1:]:
                 owned[user + 1 :] -= shared.nbytes + shared.state_bytes
@@ -151,7 +158,7 @@ class _BandMaker:
                 first=self.first,
                 valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts)
                 <= r.count,
-                static=self._plus_loss(ended(at(r.static)) - self._start(r.static), r.loss_bytes),
+                static=self._plus_loss(self._sums(r.static, r.repeated), r.loss_bytes),
                 gradients=ended(born) - self._start(r.gradients),
                 state=ended(at(r.state)) - self._start(r.state),
                 retained=ended(held),
@@ -165,7 +172,7 @@ class _BandMaker:
                 backward_later_peak=np.maximum(self._backward(inner, entry, later) - ended(entry), 0),
                 update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
                 update_peak=self._highest(at(r.update)[:-1]),
-                buffers=ended(at(r.buffers)) - self._start(r.buffers),
+                buffers=self._sums(r.buffers, r.copied_once),
                 kept=inputs + fed_back,
                 checkpoint_sent=self._but_last(travelling[1:-1].copy()),
                 checkpoint_peak=self._highest(travelling[:-1] + at(r.checkpoint_peak)[:-1]) + fed_back,
@@ -207,6 +214,13 @@ class _BandMaker:
         there = vector[self.first : self.first + self.columns]
         padded[: len(there)] = there
         return sliding_window_view(padded, self.starts)
+
+    def _sums(self, cumulated: Ints, repeated: Events) -> Ints:
+        """Sums over the layers of every range, without what the range counts more than once."""
+        total = self._ended(self._at(cumulated)) - self._start(cumulated)
+        if not len(repeated[0]):
+            return total
+        return total - self._ended(np.cumsum(self._summed(repeated, _events(())), axis=0))
 
     def _held(self) -> Ints:
         """Bytes that the layers before the boundary have saved."""
@@ -312,6 +326,11 @@ class _BandMaker:
 def _saved(storages: Sequence[Lifetime]) -> Events:
     """Storages, each at the boundary after the first layer that saves it."""
     return _events((s.saver + 1, s.birth, s.nbytes) for s in storages if s.saver != NEVER)
+
+
+def _repeated(shared: Iterable[SharedBuffer]) -> Iterator[tuple[int, int, int]]:
+    """Two consecutive users of a buffer: ranges that hold both count it once more than it exists."""
+    return ((later + 1, user, one.nbytes) for one in shared for user, later in pairwise(one.users))
 
 
 def _gone(storages: Sequence[Lifetime]) -> Events:

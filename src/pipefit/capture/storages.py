@@ -1,0 +1,26 @@
+"""Tensors that are parts of a storage: the storage as one flat tensor, and tensors laid out in another one alike.
+
+So tensors that lie in one storage still do so after they have been copied, moved or made fake.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors in one storage, as long as it exists."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The whole storage of `tensor`, as one tensor of one dimension."""
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((length,), (1,), 0)
+
+
+def placed(like: Tensor, storage: Tensor) -> Tensor:
+    """A tensor laid out in a flat `storage` as `like` is in its own."""
+    storage = storage if storage.dtype == like.dtype else storage.view(like.dtype)
+    return storage.as_strided(like.shape, like.stride(), like.storage_offset())

@@ -1,0 +1,46 @@
+"""Buffers of layers in other storages: on another device, or copied for a second forward.
+
+Several buffers may lie in one storage, which several layers of a stage may hold: it is moved and copied as one, so that
+a stage takes as many bytes as its plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.storages import flat, placed, storage_key
+
+Place = tuple[nn.Module, str, Tensor]  # the module that holds a buffer, its name there, and the buffer
+
+
+def buffer_places(modules: Sequence[nn.Module]) -> Iterator[Place]:
+    """Every place of every buffer of `modules`."""
+    for module in modules:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    yield part, name, buffer
+
+
+def in_other_storages(
+    buffers: Sequence[Tensor], convert: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `convert` makes of each storage, as one flat tensor, and tensors like `buffers` that lie in these."""
+    made: dict[int, Tensor] = {}
+    for buffer in buffers:
+        if storage_key(buffer) not in made:
+            made[storage_key(buffer)] = convert(flat(buffer))
+    return list(made.values()), [placed(buffer, made[storage_key(buffer)]) for buffer in buffers]
+
+
+def move(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move `modules` to `device`. `Module.to` would give each place of a shared buffer a copy of its own."""
+    places = [place for place in buffer_places(modules) if place[2].device != device]
+    _, moved = in_other_storages([buffer for _, _, buffer in places], lambda storage: storage.to(device))
+    for (part, name, _), buffer in zip(places, moved, strict=True):
+        part._buffers[name] = buffer
+    for module in modules:
+        module.to(device)

@@ -1,0 +1,165 @@
+"""Parameters that are not trained: no gradient of theirs is made, summed, sent or kept, and the numbers are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oracle import measured_peaks
+from pipefit.actions import Kind
+from pipefit.capture import Task
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.schedule import lower
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.simulator import simulate
+from step_peaks import step_peaks
+from tiny import alone, batch_of, plan_of, task_of
+
+STEPS = 2
+
+
+class Adapted(nn.Module):
+    """A frozen weight that all layers share, and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Parameter) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.base) + self.up(self.down(x)))
+
+
+class Unembedding(nn.Module):
+    """A head whose weight is an embedding's."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """The module with no parameter that is trained."""
+    return module.requires_grad_(False)
+
+
+def adapted() -> list[nn.Module]:
+    """Five layers around one frozen weight."""
+    base = nn.Parameter(torch.randn(32, 32) * 0.1, requires_grad=False)
+    return [Adapted(base) for _ in range(5)]
+
+
+def tied() -> list[nn.Module]:
+    """A frozen embedding, which is the head too, around layers that are trained."""
+    table = nn.Embedding(40, 16)
+    frozen(table)
+    return [table, nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), Unembedding(table)]
+
+
+def tied_ends() -> list[nn.Module]:
+    """The same around layers of which only the middle one is trained."""
+    table = nn.Embedding(40, 16)
+    frozen(table)
+    return [table, frozen(nn.Linear(16, 16)), nn.Linear(16, 16), frozen(nn.Linear(16, 16)), Unembedding(table)]
+
+
+def feature_extractor() -> list[nn.Module]:
+    """Layers that are not trained before those that are."""
+    return [frozen(nn.Linear(32, 32)), nn.Tanh(), frozen(nn.Linear(32, 32)), nn.Linear(32, 16), nn.Linear(16, 32)]
+
+
+def frozen_end() -> list[nn.Module]:
+    """Layers that are not trained behind those that are."""
+    return [nn.Linear(32, 32), nn.Tanh(), frozen(nn.Linear(32, 32)), nn.Tanh(), frozen(nn.Linear(32, 32))]
+
+
+def tokens(layers: Callable[[], Sequence[nn.Module]]) -> Task:
+    """A task over tokens of a vocabulary of 40."""
+    return Task(
+        lambda: nn.Sequential(*layers()),
+        batch=lambda size: (torch.randint(0, 40, (size, 6)), torch.randint(0, 40, (size, 6))),
+        loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+        name="tokens",
+    )
+
+
+def rows(layers: Callable[[], Sequence[nn.Module]]) -> Task:
+    """A task over rows of 32 numbers."""
+    return task_of(layers, inputs=32, outputs=32, optimizer=partial(torch.optim.Adam, lr=0.01))
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "adapters around one weight": lambda: rows(adapted),
+    "tied embedding": lambda: tokens(tied),
+    "tied embedding, frozen ends": lambda: tokens(tied_ends),
+    "feature extractor": lambda: rows(feature_extractor),
+    "frozen end": lambda: rows(frozen_end),
+}
+SPLITS = ([5], [2, 3], [1, 3, 1])
+
+
+def plans(task: Task, recompute: Recompute) -> Iterator[Plan]:
+    """One stage, two and three, each on a device of its own."""
+    profiled = profile(task, microbatch_size=4, threads=1)
+    for split in SPLITS:
+        yield plan_of(task, split, size=4, microbatches=2, recompute=recompute, profiled=profiled)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", TASKS)
+def test_frozen_parameters_take_their_own_bytes_alone(name: str, recompute: Recompute) -> None:
+    """On every split, simulator, dry run and meter equal the allocator in every step, to the byte."""
+    task = TASKS[name]()
+    for plan in plans(task, recompute):
+        found = step_peaks(task, plan, steps=STEPS)
+        assert found.simulated == found.dry == found.metered == found.allocated, plan.split
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", TASKS)
+def test_frozen_parameters_change_no_number(name: str, recompute: Recompute) -> None:
+    """On every split, losses and parameters are bitwise those of plain training. Afterwards no frozen parameter has a
+    gradient or optimizer state, and no stage adds one up.
+    """
+    task = TASKS[name]()
+    for plan in plans(task, recompute):
+        torch.manual_seed(0)
+        trainer = Trainer(task, plan)
+        losses, wanted = alone(task, plan, STEPS)
+        assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
+        found = trainer.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        assert_untrained(trainer)
+        assert not [a for actions in lower(plan).actions for a in actions if a.kind is Kind.REDUCE]
+
+
+def assert_untrained(trainer: Trainer) -> None:
+    """Every frozen parameter is without a gradient, and unknown to its stage's optimizer."""
+    stages = [stage for runner in trainer.runners for stage in runner.stages.values()]
+    still = [(stage, p) for stage in stages for p in stage.parameters if not p.requires_grad]
+    assert still
+    assert all(p.grad is None for _, p in still)
+    assert not any(stage.optimizer and p in stage.optimizer.state for stage, p in still)
+
+
+def test_stages_of_one_device_may_share_a_frozen_parameter() -> None:
+    """Each has a copy, and no gradients are added up."""
+    task = TASKS["tied embedding"]()
+    plan = plan_of(task, [2, 3], schedule="gpipe", devices=1)
+    dry = certify(task, plan, steps=STEPS).devices[0]
+    simulated = simulate(plan, steps=STEPS).devices[0]
+    wanted = measured_peaks(task, plan, steps=STEPS)[0]
+    assert [dry.step_peak_bytes(step) for step in range(STEPS)] == wanted
+    assert [simulated.step_peak_bytes(step) for step in range(STEPS)] == wanted

@@ -1,0 +1,191 @@
+"""Buffers, and tensors that are plain attributes, that several layers hold: one on a device, and one copy in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.decisions import Decision, Run, What
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.buffers import move
+from pipefit.simulator import simulate
+from step_peaks import step_peaks
+from tiny import SGD, alone, batch_of, plan_of, task_of
+
+STEPS = 2
+
+
+class Masked(nn.Module):
+    """Attention under a mask, which is a buffer that it was given."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        scores = (q @ k.transpose(1, 2)).masked_fill(self.mask, -1e9)
+        return x + self.out(scores.softmax(-1) @ v)
+
+
+class Rotating(nn.Module):
+    """Turns pairs of numbers by angles in a table that is a plain attribute."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), table
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosine, sine = self.table
+        a, b = self.linear(x).chunk(2, -1)
+        return torch.cat([a * cosine - b * sine, a * sine + b * cosine], -1)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer, and has another one of its own."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.scale + self.shift)
+
+
+class Decoder(nn.Module):
+    """A model that is traced: its blocks share a mask of the root module, and rotary tables are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones(16, 16, dtype=torch.bool).triu(1)
+        self.blocks = nn.ModuleList(Masked(mask) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def masked() -> list[nn.Module]:
+    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    return [*(Masked(mask) for _ in range(4)), nn.Linear(8, 4)]
+
+
+def rotating() -> list[nn.Module]:
+    table = torch.rand(2, 16, 4)
+    return [Rotating(table), nn.Tanh(), Rotating(table), Rotating(table), nn.Linear(8, 4)]
+
+
+def sliced() -> list[nn.Module]:
+    """Buffers that are parts of one table, in two layers, and a row that is used again and again."""
+    table = torch.rand(6, 8)
+    return [*(Scaled(table[k]) for k in (0, 0, 3)), Scaled(table[1].expand(16, 8)), nn.Linear(8, 4)]
+
+
+def rows(layers: Callable[[], Sequence[nn.Module]]) -> Task:
+    return Task(
+        lambda: nn.Sequential(*layers()),
+        batch=lambda size: (torch.randn(size, 16, 8), torch.randn(size, 16, 4)),
+        loss=F.mse_loss,
+        optimizer=SGD,
+        name="rows",
+    )
+
+
+def decoder() -> Task:
+    return Task(
+        Decoder,
+        batch=lambda size: (torch.randn(size, 16, 8), torch.randn(size, 16, 4)),
+        loss=F.mse_loss,
+        optimizer=SGD,
+        name="decoder",
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "one mask for all": lambda: rows(masked),
+    "a table as an attribute": lambda: rows(rotating),
+    "parts of a table": lambda: rows(sliced),
+    "traced": decoder,
+}
+
+
+def plans(task: Task) -> Iterator[Plan]:
+    """One stage, two that are recomputed, and one of which runs of two layers are."""
+    profiled = profile(task, microbatch_size=2, threads=1)
+    count = len(profiled.layers)
+    yield plan_of(task, [count], profiled=profiled)
+    yield plan_of(task, [2, count - 2], recompute="always", profiled=profiled)
+    runs = [(start, stop) for start, stop in pairwise(range(0, count + 1, 2))]
+    yield replaced(plan_of(task, [count], profiled=profiled), runs)
+
+
+def replaced(plan: Plan, runs: Sequence[tuple[int, int]]) -> Plan:
+    """The plan with these runs of layers of its only stage recomputed."""
+    decisions = (Decision(stage=0, subject=Run(start=a, stop=b), what=What.RECOMPUTE) for a, b in runs)
+    return Plan(
+        profile=plan.profile, cluster=plan.cluster, training=plan.training, stages=plan.stages,
+        decisions=tuple(decisions),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_buffer_of_several_layers_counts_once_on_each_device(name: str) -> None:
+    """Simulator, dry run and meter equal the allocator in every step, to the byte, with and without recomputation."""
+    task = TASKS[name]()
+    for plan in plans(task):
+        found = step_peaks(task, plan, steps=STEPS)
+        assert found.simulated == found.dry == found.metered == found.allocated, (plan.split, plan.decisions)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shared_buffers_change_no_number(name: str) -> None:
+    """Losses and parameters are those of plain training, bitwise, with and without recomputation."""
+    task = TASKS[name]()
+    for plan in plans(task):
+        torch.manual_seed(0)
+        trainer = Trainer(task, plan)
+        losses, wanted = alone(task, plan, STEPS)
+        assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
+        found = trainer.state_dict()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def twice() -> list[nn.Module]:
+    """One batch norm in two places."""
+    norm = nn.BatchNorm1d(8)
+    return [nn.Linear(8, 8), norm, nn.Linear(8, 8), norm, nn.Linear(8, 4)]
+
+
+def test_a_shared_buffer_that_a_forward_changes_is_refused() -> None:
+    """On two devices it would be two, and neither what plain training has: the layers and the buffer are named."""
+    with pytest.raises(UsageError, match=r"layers 1, 3 share buffer '1\.[a-z_]+', and the forward of layer 1"):
+        profile(task_of(twice), microbatch_size=4)
+
+
+def test_a_buffer_that_is_moved_to_another_device_is_moved_once() -> None:
+    """For a GPU, too, the dry run's peaks are the simulator's, where every layer has the mask."""
+    plan = plan_of(rows(masked), [5], profiled=profile(rows(masked), microbatch_size=2, target="cuda"))
+    assert certify(rows(masked), plan).peak_bytes == simulate(plan).peak_bytes
+
+
+def test_moved_buffers_lie_in_one_storage_as_before() -> None:
+    """A table and a part of it: what is moved to another device is one storage, and has the same values' layout."""
+    first, second = Scaled(table := torch.rand(6, 8)), Scaled(table[3])
+    move([first, second], torch.device("meta"))
+    assert first.scale.device.type == second.scale.device.type == "meta"
+    assert first.scale.untyped_storage()._cdata == second.scale.untyped_storage()._cdata
+    assert (second.scale.shape, second.scale.storage_offset()) == ((8,), 24)

@@ -1,0 +1,40 @@
+"""A plan's peaks in every step, by everyone who knows them: simulator, dry run, a trainer's meter, the allocator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from oracle import measured_peaks
+from pipefit.capture import Task
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
+from pipefit.trace import Trace
+
+Peaks = list[list[int]]  # by device in use, and by step
+
+
+class StepPeaks(NamedTuple):
+    """The same peaks four times."""
+
+    simulated: Peaks
+    dry: Peaks
+    metered: Peaks
+    allocated: Peaks
+
+
+def step_peaks(task: Task, plan: Plan, *, steps: int = 2) -> StepPeaks:
+    """Predict, certify and train `plan`, which must have one stage on each device."""
+
+    def of(trace: Trace) -> Peaks:
+        devices = [trace.devices[stage.device] for stage in plan.stages]
+        return [[device.step_peak_bytes(step) for step in range(steps)] for device in devices]
+
+    trainer = Trainer(task, plan)
+    for step in range(steps):
+        torch.manual_seed(step)
+        trainer.step(task.batch(plan.training.batch_size))
+    predicted, dry = simulate(plan, steps=steps), certify(task, plan, steps=steps)
+    return StepPeaks(of(predicted), of(dry), of(trainer.trace), measured_peaks(task, plan, steps=steps))
