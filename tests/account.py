@@ -12,7 +12,8 @@ Who holds what:
     gradients    those of the values at the layer that is next in the backward      boundary buffers
     graph        what a layer saved, until its backward                             activations
     kept         the inputs of a forward that will run again, until it does         activations
-    copies       of the buffers that a second forward works on, until its backward  activations
+    copies       of the buffers that a second forward works on, until its backward;
+                 of those that feed back they are made before the first forward     activations
 
 It follows what today's simulator does and what comes next: pieces of a stage in F, N, R and B, tensors that are moved
 away and back, several stages on a device. It believes that a program is valid, and only asserts that nobody needs what
@@ -341,11 +342,15 @@ class StageAccount:
             flight.values, flight.targets = [], []
 
     def _forward_only(self, flight: Flight, layers: range) -> None:
-        """Inputs and targets are kept; a first layer that works in place is given a copy of each input."""
+        """Inputs and targets are kept, and copies of buffers that feed back; a first layer that works in place is given
+        a copy of each input.
+        """
         self._begin(flight, layers)
         targets = flight.targets if self.loss in layers else []
         flight.kept[layers.start] = flight.values, targets
         self.device.hold(("kept", id(flight), layers.start), [*flight.values, *targets])
+        self.device.new(sum(self.costs[n].fed_back_bytes for n in layers), ("copies", id(flight), layers.start))
+        flight.copied.add(layers.start)
         values = flight.values
         if self.costs[layers.start].mutates_inputs:
             given = self.costs[layers.start].inputs
@@ -355,11 +360,10 @@ class StageAccount:
         self._end(flight, layers)
 
     def _recompute(self, flight: Flight, layers: range) -> None:
-        """The same layers again from what was kept, on copies of the buffers; their outputs are dropped."""
+        """The same layers again from what was kept, on copies of the other buffers too; their outputs are dropped."""
         holder = ("kept", id(flight), layers.start)
         values, targets = flight.kept.pop(layers.start)
         self._copy_buffers(layers, ("copies", id(flight), layers.start))
-        flight.copied.add(layers.start)
         again = ("values", id(flight))
         self.device.hold(again, values)
         self.device.hold(("targets", id(flight)), targets)
@@ -369,10 +373,11 @@ class StageAccount:
         self.device.release(("targets", id(flight)))
 
     def _copy_buffers(self, layers: range, holder: object) -> None:
-        """One copy of every buffer that the layers hold, of one that several of them hold too."""
+        """One copy of every buffer that does not feed back, of one that several layers hold too."""
         shared = [b for b in self.buffers if b.copied]
         for layer in layers:
-            own = self.costs[layer].buffer_bytes - sum(b.nbytes for b in shared if layer in b.users)
+            mine = self.costs[layer].buffer_bytes - self.costs[layer].fed_back_bytes
+            own = mine - sum(b.nbytes for b in shared if layer in b.users)
             self.device.new(own, holder)
         for buffer in shared:
             self.device.new(buffer.nbytes * any(layer in buffer.users for layer in layers), holder)

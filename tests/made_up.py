@@ -2,9 +2,9 @@
 
 One constructor, `layer`, and one generator, `chain`, make all layers of tests and benchmarks that are no real model's:
 
-    hostile    all that `LayerCost` can say: aliases of every origin, values that pass by, buffers, work in place,
-               unused inputs, gradients that are slices, copies or handed on, inputs released early, shared and frozen
-               parameters, kernels with a workspace of their own
+    hostile    all that `LayerCost` can say: aliases of every origin, values that pass by, buffers that feed back or
+               not, work in place, unused inputs, gradients that are slices, copies or handed on, inputs released
+               early, shared and frozen parameters, kernels with a workspace of their own
     plain      one value a layer and small integers, so that ties abound
     even       widths and weights drawn evenly
     skewed     the same by orders of magnitude: a layer may fit late in 1F1B alone, and a cut fall on a small tensor
@@ -78,6 +78,7 @@ def layer(
     parameters: tuple[Parameter, ...] | None = None,
     parameter_bytes: int = 0,
     buffer_bytes: int = 0,
+    fed_back_bytes: int = 0,
     constant_bytes: int = 0,
     scratch_bytes: int = 0,
     checkpoint_peak_bytes: int | None = None,
@@ -108,6 +109,8 @@ def layer(
         module="Synthetic",
         parameters=parameters,
         buffer_bytes=buffer_bytes,
+        fed_back=("fed_back",) * bool(fed_back_bytes),
+        fed_back_bytes=fed_back_bytes,
         constant_bytes=constant_bytes,
         inputs=inputs,
         outputs=outputs,
@@ -339,6 +342,7 @@ def _odd_layer(
     gradients = tuple(_odd_gradient(rng, like, v, outputs, made) for v in inputs)
     releasable = sorted({o.index for o in saved if o.kind == "input"})
     returned = {o.index for o in origins if o.kind == "own"}
+    buffers = rng.randrange(size) * _odd(rng, like) * bool(weight or parameters)
     cost = layer(
         inputs,
         outputs,
@@ -346,7 +350,8 @@ def _odd_layer(
         storages=storages,
         saved=tuple(saved),
         parameters=parameters,
-        buffer_bytes=rng.randrange(size) * _odd(rng, like) * bool(weight or parameters),
+        buffer_bytes=buffers,
+        fed_back_bytes=rng.randint(0, buffers) * _odd(rng, like),
         constant_bytes=rng.randrange(size) * _odd(rng, like),
         scratch_bytes=rng.choice((0, rng.randrange(size))),
         checkpoint_peak_bytes=sum(storages[k] for k in returned) + rng.choice((0, rng.randrange(2 * size))),

@@ -109,8 +109,7 @@ def random_plan(found: ModelProfile, rng: Random, *, microbatches: int | None = 
         training=Training(batch_size=size * number, microbatches=number, schedule=schedule),
         stages=stages,
     )
-    decisions = random_decisions(plan, rng)
-    return replace(plan, decisions=tuple(d for d in decisions if not _feeds_back(plan, d)))
+    return replace(plan, decisions=random_decisions(plan, rng))
 
 
 def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
@@ -128,12 +127,6 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
         ahead = rng.choice([0, 0, 1, 2])
         runs.append(Decision(stage=number, subject=subject, what=What.RECOMPUTE, microbatches=which, ahead=ahead))
     return tuple(runs)
-
-
-def _feeds_back(plan: Plan, decision: Decision) -> bool:
-    """Whether a layer that would be recomputed computes with a buffer that it updates, which is refused."""
-    assert isinstance(decision.subject, Run)
-    return any(cost.feeds_back for cost in plan.measurement.costs[decision.subject.start : decision.subject.stop])
 
 
 def _cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:

@@ -43,6 +43,7 @@ def range_account(measurement: Measurement, start: int, stop: int, *, microbatch
         "update_first_peak": plain["early"].after_bytes + plain["STEP"].peak_bytes,
         "update_peak": later.peak_bytes,
         "buffers": arrived + again["N and R"].after_bytes - plain["retained"].after_bytes,
+        "kept": arrived + again["N"].after_bytes + again["WAIT_SEND_F"].after_bytes,
         "checkpoint_sent": -again["WAIT_SEND_F"].after_bytes,
         "checkpoint_peak": again["N"].peak_bytes,
     }

@@ -26,6 +26,7 @@ MASK = SharedBuffer(name="mask", users=(0, 2), nbytes=1)
         ({"storages": (-4,)}, "has a negative number of bytes as storages: -4"),
         ({"inputs": (value(-5),)}, "has a negative number of bytes as values: -5"),
         ({"backward_later": (Span(peak_bytes=0, workspace_bytes=-6),)}, "as workspace: -6"),
+        ({"fed_back_bytes": 7}, "as buffers that do not feed back: -7"),
         ({"output_origins": ()}, "has 1 outputs, but origins for 0"),
         ({"output_origins": (Origin(kind="own", index=7),)}, "names own storage 7; it has 1"),
         ({"output_origins": (Origin(kind="input", index=-1),)}, "names input storage -1; it has 1"),

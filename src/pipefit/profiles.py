@@ -3,10 +3,8 @@
 Equal layers share one `LayerCost`, so that a file holds each kind of layer once. Costs are exact for one microbatch
 size (a `Measurement`); a profile may hold several.
 
-Outputs and saved tensors of a layer are in *storages*. Each storage has one origin: the layer's own allocation, the
-storage of one of its inputs, a parameter or buffer, or a constant. From the origins, `pipefit.cost` computes the memory
-of several layers on one device. A storage that two of them hold is counted once, such as an activation that one layer
-returns and the next one saves.
+Outputs and saved tensors of a layer are in *storages*, each of one origin: the layer's own allocation, the storage of
+one of its inputs, a parameter or buffer, or a constant. So a storage that two layers hold is counted once.
 """
 
 from __future__ import annotations
@@ -161,7 +159,8 @@ class LayerCost:
     forward_peak_bytes: int
     checkpoint_peak_bytes: int  # of a forward that saves nothing
     mutates_inputs: bool  # works in place on what it is given
-    feeds_back: bool = False  # computes with a buffer that it updates: a second forward would compute something else
+    fed_back: tuple[str, ...] = ()  # buffers with which it computes and that it changes; a checkpoint keeps copies
+    fed_back_bytes: int = 0  # the part of `buffer_bytes` that these are
     backward_first: tuple[Span, ...]  # the step's first microbatch: gradients are born
     backward_later: tuple[Span, ...]  # the others: gradients are added to
     gradient_bytes: int  # parameter gradients left by a backward
@@ -174,8 +173,8 @@ class LayerCost:
     forward: Work
     backward: Work
     update: Work
-    # How it takes its inputs (a loss: the outputs): bare is one as itself, several as a tuple; else one is packed too
-    packing: Packing = "bare"
+    packing: Packing = "bare"  # how it takes inputs (a loss: the outputs); bare is one as itself, several as a tuple
+    unrepeatable: str = ""  # why no second forward is like the first, such as "counts its calls"; empty if it can be
     constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies
     # How much of each peak one kernel took for itself and gave back before it returned
     forward_workspace_bytes: int = 0
@@ -205,6 +204,7 @@ class LayerCost:
         for each in fields(self):
             if each.name.endswith("_bytes"):
                 yield each.name, (getattr(self, each.name),)
+        yield "buffers that do not feed back", (self.buffer_bytes - self.fed_back_bytes,)
         yield "storages", self.storages
         yield "gradient_storages", self.gradient_storages
         yield "values", [value.nbytes for value in (*self.inputs, *self.outputs)]

@@ -104,6 +104,18 @@ def test_a_second_forward_works_on_copies_of_the_buffers() -> None:
     assert copied["0R0"].peak_bytes - plain["0R0"].peak_bytes == 11
 
 
+def test_buffers_that_feed_back_are_copied_by_the_first_forward() -> None:
+    """Of 11 bytes of buffers 7 feed back: N copies these, R the other 4, and the backward frees all of them."""
+    model = chain()
+    feeding = replace(model.kinds[1], buffer_bytes=11, fed_back=("average",), fed_back_bytes=7)
+    text = f"{RECEIVED} 0LOAD0 0N0 0R0 0B0"
+    plain, copied = effects(model, 1, 2, text), effects(replace(model, kinds=(model.kinds[0], feeding)), 1, 2, text)
+    words = "0N0", "0R0", "0B0"
+    assert [copied[word].after_bytes - plain[word].after_bytes for word in words] == [7, 4, -11]
+    assert [copied[word].peak_bytes - plain[word].peak_bytes for word in words] == [7, 4, 0]
+    assert [copied[word].after[2] - plain[word].after[2] for word in words] == [7, 4, -11]  # they are activations
+
+
 def test_inputs_that_a_run_works_on_in_place_are_copied_first() -> None:
     """The first layer of the run overwrites its input of 20: N makes a copy, whose bytes are gone when it ends."""
     model = chain()

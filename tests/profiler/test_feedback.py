@@ -1,37 +1,22 @@
-"""Which layers compute with a buffer that they update, and that these are not recomputed."""
+"""Which buffers of a layer feed back, and which layers cannot be recomputed for another reason."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
+from feeding_back import FEEDING_BACK, WIDTH, Average, task_with
 from pipefit.capture import Task
-from pipefit.capture.model import chain
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import plan
 from pipefit.profiler import profile
-
-
-class Average(nn.Module):
-    """Subtracts a moving average of what it has seen."""
-
-    def __init__(self, *, replaces: bool = False, reads: bool = True) -> None:
-        super().__init__()
-        self.linear, self.replaces, self.reads = nn.Linear(4, 4), replaces, reads
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        mean = x.detach().mean(0)
-        if self.replaces:
-            self.average = 0.9 * self.average + 0.1 * mean
-        else:
-            self.average.lerp_(mean, 0.1)
-        return x - self.average if self.reads else x
+from pipefit.profiles import ModelProfile
 
 
 class Constant(nn.Module):
@@ -39,55 +24,230 @@ class Constant(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + self.shift
 
 
-class Wrapped(nn.Module):
-    """A model that is traced, with one part in the middle."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.first, self.part, self.last = nn.Linear(4, 4), part, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.part(self.first(x)))
-
-
 NO_TRACE = ("batch norm, cumulative",)  # reads a tensor's value into Python
-PARTS = {
-    "average": (Average, True),
-    "replaced average": (lambda: Average(replaces=True), True),
-    "average for later": (lambda: Average(reads=False), False),
-    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), True),
-    "batch norm": (lambda: nn.BatchNorm1d(4), False),
-    "batch norm, cumulative": (lambda: nn.BatchNorm1d(4, momentum=None), False),
-    "batch norm, frozen": (lambda: nn.BatchNorm1d(4).eval(), False),
-    "constant": (Constant, False),
-    "none": (lambda: nn.Linear(4, 4), False),
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "average for later": lambda: Average(reads=False),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "batch norm, cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "batch norm, frozen": lambda: nn.BatchNorm1d(WIDTH).eval(),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "constant": Constant,
+    "none": lambda: nn.Linear(WIDTH, WIDTH),
 }
 
 
-CASES = [(name, by_hand) for name in PARTS for by_hand in (False, True) if by_hand or name not in NO_TRACE]
+def fed_back(found: ModelProfile) -> list[str]:
+    """The names of all buffers that feed back, without those of the modules around them in a traced model."""
+    names = [name for cost in found.measurements[0].costs for name in cost.fed_back]
+    return [name.removeprefix("part.") for name in names]
 
 
-@pytest.mark.parametrize(("name", "by_hand"), CASES)
-def test_which_layers_feed_back(name: str, by_hand: bool) -> None:
-    """Those whose outputs depend on a buffer that changes, traced or not; only they cannot be recomputed."""
-    build, expected = PARTS[name]
-    part = build()
-    module = chain([nn.Linear(4, 4), part, nn.Linear(4, 4)]) if by_hand else Wrapped(part)
-    task = Task(module, batch=lambda n: (torch.randn(n, 4), torch.randn(n, 4)), loss=F.mse_loss)
-    found = profile(task, microbatch_size=3)
-    assert [cost.feeds_back for cost in found.measurements[0].costs] == [
-        expected and number == 1 for number in range(len(found.layers))
-    ]
+@pytest.mark.parametrize(("name", "by_hand"), [(n, way) for n, (_, _, ways) in FEEDING_BACK.items() for way in ways])
+def test_buffers_that_feed_back(name: str, by_hand: bool) -> None:
+    """Those that a forward changes, in whatever way, and on which its outputs or its gradients depend."""
+    build, expected, _ = FEEDING_BACK[name]
+    found = profile(task_with(build, by_hand=by_hand), microbatch_size=3)
+    storages = [buffer.untyped_storage() for path, buffer in build().named_buffers() if path in expected]
+    local = fed_back(found)
+    assert len(local) == len(expected)
+    assert all(any(path.endswith(name) for path in expected) for name in local)
+    assert sum(cost.fed_back_bytes for cost in found.measurements[0].costs) == sum(
+        {storage._cdata: storage.nbytes() for storage in storages}.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [(n, way) for n in OTHERS for way in (False, True) if way or n not in NO_TRACE]
+)
+def test_buffers_that_do_not_feed_back(name: str, by_hand: bool) -> None:
+    """Constants, and statistics that training does not compute with; their layers can be recomputed too."""
+    found = profile(task_with(OTHERS[name], by_hand=by_hand), microbatch_size=3)
+    assert fed_back(found) == []
+    plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")
+
+
+# -------------------------------------------------------------------- layers that cannot run twice
+
+
+class Linear(nn.Linear):
+    """What the others have in common."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Add what a forward changes."""
+
+
+class Counting(Linear):
+    """Warms up over its first calls."""
+
+    def prepare(self) -> None:
+        """Start."""
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 10)
+
+
+class Alternating(Linear):
+    """Changes sign with each call."""
+
+    def prepare(self) -> None:
+        """Start."""
+        self.options = {"negative": False}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options["negative"] = not self.options["negative"]
+        return -super().forward(x) if self.options["negative"] else super().forward(x)
+
+
+class Starting(Linear):
+    """Does something else in its first call."""
+
+    def prepare(self) -> None:
+        """Start."""
+        self._started = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor, self._started = 1.0 if self._started else 0.5, True
+        return super().forward(x) * factor
+
+
+class Watching(Linear):
+    """Counts in an object of its own."""
+
+    def prepare(self) -> None:
+        """Start."""
+        self.helper: Any = type("Helper", (), {})()
+        self.helper.seen = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.helper.seen.append(len(x))
+        return super().forward(x)
+
+
+class Table(Linear):
+    """An average that is no buffer."""
+
+    def prepare(self) -> None:
+        """Start."""
+        self.table = [torch.zeros(WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.table[0].lerp_(x.detach().mean(0), 0.1)
+        return x - self.table[0]
+
+
+class Clipped(Linear):
+    """Clips its weight before it uses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class Noisy(Linear):
+    """Draws from another generator than torch's default."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(x.shape, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator()
+
+
+UNREPEATABLE = {
+    Counting: "changes 'calls', which is no buffer",
+    Alternating: "changes 'options', which is no buffer",
+    Starting: "changes '_started', which is no buffer",
+    Watching: "changes 'helper', which is no buffer",
+    Table: "changes 'table', which is no buffer",
+    Clipped: "changes 'weight', which is no buffer",
+    Noisy: "draws from a generator of its own",
+}
+
+
+@pytest.mark.parametrize("build", UNREPEATABLE)
+def test_what_no_copy_helps_against_is_refused(build: type[nn.Module]) -> None:
+    """A layer whose second forward might be another for a reason that is in no buffer is planned, and not recomputed;
+    the error names it.
+    """
+    found = profile(task_with(build, by_hand=True), microbatch_size=3)
     plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="never")
-    if expected:
-        with pytest.raises(UsageError, match=r"cannot recompute layer 1 \(.*\), which computes with a buffer"):
-            plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")
-    else:
+    with pytest.raises(UsageError, match=rf"cannot recompute layer 2 \(2\), which {UNREPEATABLE[build]}"):
+        plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")
+
+
+class Late(nn.Module):
+    """An average that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.average = mean if self.average is None else self.average * 0.9 + mean * 0.1
+        return x - self.average
+
+
+class Growing(Late):
+    """A buffer of all that was ever seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = torch.cat([self.average, x.detach().mean(0, keepdim=True)])
+        return x - self.average.mean(0)
+
+
+@pytest.mark.parametrize("build", [Late, Growing])
+def test_a_buffer_that_changes_its_size_is_refused(build: type[nn.Module]) -> None:
+    """No plan says what it takes; the error names it and the way out."""
+    with pytest.raises(UsageError, match=r"gives the buffer 'average' another shape.*register it with a tensor"):
+        profile(task_with(build, by_hand=True), microbatch_size=3)
+
+
+class Annealed(nn.Module):
+    """A loss that grows with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target) * self.calls
+
+    def method(self, output: Tensor, target: Tensor) -> Tensor:
+        """The same."""
+        return self(output, target)
+
+
+@pytest.mark.parametrize("way", ["module", "method"])
+def test_a_loss_that_counts_is_refused_too(way: str) -> None:
+    """The loss runs again with the last layer; a method's object is looked at too."""
+    loss = Annealed()
+    task = Task(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        batch=lambda n: (torch.randn(n, 4), torch.randn(n, 4)),
+        loss=loss if way == "module" else loss.method,
+    )
+    found = profile(task, microbatch_size=3)
+    with pytest.raises(UsageError, match="cannot recompute the loss, which changes 'calls', which is no buffer"):
         plan(found, Cluster.emulated((2, 1 << 30)), batch_size=6, recompute="always")

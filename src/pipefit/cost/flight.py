@@ -136,14 +136,16 @@ def _forward_only(transition: Transition) -> Answer:
 
 
 def _pass(transition: Transition, *, saves: bool) -> Answer:
-    """A forward that saves for the backward, or one that keeps its inputs alone, to run again."""
+    """A forward that saves for the backward, or one that keeps what it starts from, to run again."""
     first, end = transition.layers()
     inputs = _inputs(transition, first, end)
     piece = Piece(first, end, not saves, inputs)
     values = inputs
     if not saves:
+        copies = buffer_copies(transition.storages, first, end, fed_back=True)
         for instance in (*inputs, *(transition.storages.target_storages if end == transition.storages.count else ())):
             transition.working.hold(instance, transition.holders.kept(first))
+        transition.working.hold(copies, transition.holders.kept(first))
         values = copy_inputs(transition.working, first, inputs)
     values = run_forward(transition.working, Forward(first, end, again=False, saves=saves), values)
     if end == transition.storages.count:
@@ -194,7 +196,7 @@ def _recompute(transition: Transition) -> Answer:
     if not piece.keeps_inputs or piece.again:
         transition.refuse("has nothing to recompute: it belongs once between an N of these layers and their backward")
     kept = transition.holders.kept(first)
-    transition.working.hold(buffer_copies(transition.storages, first, end), kept)
+    transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
     for instance in piece.inputs:
         transition.working.hold(instance, transition.holders.value)
         transition.working.drop(instance, kept)

@@ -32,9 +32,9 @@ class Working:
         self.level = self.peak = self.workspace = 0
 
     def size(self, instance: int) -> int:
-        """Bytes of an instance; a negative instance stands for the copies of the buffers of some layers."""
+        """Bytes of an instance; a negative instance stands for copies of buffers of some layers."""
         if instance < 0:
-            return buffer_bytes(self.storages, *_run_of(self.storages, instance))
+            return _copied_bytes(self.storages, instance)
         sizes = self.storages.sizes
         return sizes[instance % len(sizes)]
 
@@ -88,24 +88,27 @@ class Working:
         )
 
 
-def _run_of(storages: StageStorages, instance: int) -> tuple[int, int]:
-    """The positions whose buffer copies a negative instance stands for."""
-    return divmod(-1 - instance, storages.count + 1)
+def buffer_copies(storages: StageStorages, first: int, end: int, *, fed_back: bool) -> int:
+    """The negative instance that stands for copies of buffers of positions `first` to `end - 1`.
+
+    They are copies of those that feed back, or of all others.
+    """
+    return -1 - (2 * (first * (storages.count + 1) + end) + fed_back)
 
 
-def buffer_copies(storages: StageStorages, first: int, end: int) -> int:
-    """The negative instance that stands for the copies of the buffers of positions `first` to `end - 1`."""
-    return -1 - (first * (storages.count + 1) + end)
-
-
-def buffer_bytes(storages: StageStorages, first: int, end: int) -> int:
-    """Bytes of the buffers of positions `first` to `end - 1`, each once."""
+def _copied_bytes(storages: StageStorages, instance: int) -> int:
+    """Bytes of the copies that a negative instance stands for, each once. Shared buffers never feed back."""
+    run, fed_back = divmod(-1 - instance, 2)
+    first, end = divmod(run, storages.count + 1)
+    costs = storages.costs[first:end]
+    if fed_back:
+        return sum(cost.fed_back_bytes for cost in costs)
     repeated = sum(
         again.shared.nbytes * again.shared.copied
         for again in storages.repeated_buffers
         if first <= again.user and again.later < end
     )
-    return sum(layer.cost.buffer_bytes for layer in storages.layers[first:end]) - repeated
+    return sum(cost.buffer_bytes - cost.fed_back_bytes for cost in costs) - repeated
 
 
 class Forward(NamedTuple):

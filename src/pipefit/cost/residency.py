@@ -17,9 +17,9 @@ What each action holds and drops:
 
     LOAD, RECV_F          holds the inputs (and targets) for the first forward
     F[a:b]                every layer holds what it saves, and drops what only it read
-    N[a:b]                holds the inputs to run again, and saves nothing
-    R[a:b]                runs forward from those inputs with copies of the buffers, saves, and drops its outputs
-    B[a:b]                every layer, from the last to the first, drops what it saved
+    N[a:b]                holds the inputs and copies of buffers that feed back, to run again, and saves nothing
+    R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
+    B[a:b]                every layer, from the last to the first, drops what it saved; then the copies go
     WAIT_SEND_F, _B       drops the outputs or gradients that were sent
     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 """

@@ -274,7 +274,7 @@ class _Survey:
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
-        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
         with _named("(loss)", nn.Module(), [*values, *targets]):
             cost, _ = meter.measure(self.optimizer)
         return replace(cost, packing=chain.packing), meter.layouts[:count]

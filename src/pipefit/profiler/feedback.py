@@ -1,83 +1,152 @@
-"""Which buffers a forward changes, and whether it computes with one of them, as spectral norm does.
+"""What a forward computes with and changes: where a second forward would not be like the first.
 
-Moving averages that feed back do so too. Run a second time, such a forward sees what the first one left, and computes
-something else. Batch norm in training is not of this kind: it updates its statistics and computes with those of the
-batch. It is found in one forward over fake tensors, in which every value is followed back to the buffers that it was
-computed from.
+Some layers compute with a buffer that they change: spectral norm, moving averages that feed back, observers that
+quantise by what they have observed. Their second forward starts from copies of these buffers, made before the first.
+Batch norm in training is not of this kind: it changes its statistics, and computes with those of the batch. A layer may
+also change what no copy is made of (a plain attribute, a parameter), or draw from a generator of its own. It is named,
+so that it is not recomputed.
+
+This is found in one forward over fake tensors, in which every value is followed back to the buffers that it was
+computed from. Tensors in one storage count as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.capture.constants import named_constants
+from pipefit.profiler.graph import nodes
+from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats")
 
 
-class BufferUse(NamedTuple):
-    """The names of the buffers that a forward changes, and whether an output depends on one of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """What makes a second forward of a layer differ from its first: buffers by name, and what no copy helps against."""
 
-    changed: frozenset[str]
-    feeds_back: bool
+    changed: frozenset[str]  # buffers that it changes
+    fed_back: tuple[str, ...]  # those of them with which it computes
+    fed_back_bytes: int
+    unrepeatable: str  # in words; empty if there is nothing else
 
 
-def buffer_use(call: Callable[[Any], Sequence[Tensor]], module: nn.Module, inputs: Any) -> BufferUse:
-    """What `call(inputs)` does to the buffers of `module`; they are left as they were."""
-    before = [
-        (f"{path}.{name}".removeprefix("."), part, name, buffer)
-        for path, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    versions = [buffer._version for *_, buffer in before]
-    if not before:
-        return BufferUse(frozenset(), feeds_back=False)
-    with _Sources([buffer for *_, buffer in before]) as sources:
-        outputs = call(inputs)
-    read = frozenset[int]().union(*map(sources.of, outputs))
-    changed = {
-        full: buffer
-        for (full, part, name, buffer), version in zip(before, versions, strict=True)
-        if part._buffers.get(name) is not buffer or buffer._version != version
-    }
-    for _, part, name, buffer in before:
-        part._buffers[name] = buffer
-    return BufferUse(frozenset(changed), feeds_back=any(id(buffer) in read for buffer in changed.values()))
+def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: object, before: Plain) -> Feedback:
+    """What `forward`, which runs `module`, changes and computes with. Buffers that it replaces are put back.
+
+    Args:
+        owner: whose plain attributes it may change: the module or, for a loss, the function.
+        before: these attributes before any forward, as a first one may differ from the others.
+    """
+    buffers = [_Seen.now(name, b) for name, b in module.named_buffers(remove_duplicate=False)]
+    others = [_Seen.now(name, p) for name, p in module.named_parameters(remove_duplicate=False)]
+    others += [_Seen.now(name, constant) for name, constant in named_constants(module)]
+    plain = plain_attributes(owner)
+    with _Sources([seen.tensor for seen in (*buffers, *others)]) as sources:
+        outputs = forward()
+        read = frozenset[int]().union(*map(sources.of, (*outputs, *_kept_by_custom_functions(outputs))))
+    now = dict(module.named_buffers(remove_duplicate=False))
+    changed = [b for b in buffers if now.get(b.name) is not b.tensor or b.is_changed(sources.written)]
+    _put_back(module, buffers)
+    fed_back = [b for b in buffers if b.storage in read and b.storage in {one.storage for one in changed}]
+    names = [other.name for other in others if other.is_changed(sources.written)]
+    names += filter(None, (changed_name(before, plain), changed_name(plain, plain_attributes(owner))))
+    return Feedback(
+        changed=frozenset(buffer.name for buffer in changed),
+        fed_back=tuple(buffer.name for buffer in fed_back),
+        fed_back_bytes=sum({b.storage: b.tensor.untyped_storage().nbytes() for b in fed_back}.values()),
+        unrepeatable=_unrepeatable(names, draws=sources.draws),
+    )
+
+
+def _unrepeatable(changed: Sequence[str], *, draws: bool) -> str:
+    if changed:
+        return f"changes {changed[0]!r}, which is no buffer"
+    return "draws from a generator of its own" if draws else ""
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class _Seen(NamedTuple):
+    """A tensor as it is before a forward."""
+
+    name: str
+    tensor: Tensor
+    storage: int
+    version: int
+
+    @staticmethod
+    def now(name: str, tensor: Tensor) -> _Seen:
+        """What the tensor is now."""
+        return _Seen(name, tensor, _storage(tensor), tensor._version)
+
+    def is_changed(self, written: Set[int]) -> bool:
+        """Whether it is another since, given the storages that were written to."""
+        return self.storage in written or (self.storage, self.version) != (_storage(self.tensor), self.tensor._version)
+
+
+def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
+    for buffer in buffers:
+        path, _, name = buffer.name.rpartition(".")
+        module.get_submodule(path)._buffers[name] = buffer.tensor
 
 
 class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows, for every storage, the buffers from which its content was computed."""
+    """Follows, for every storage, the storages of the buffers from which its content was computed.
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
+    `written` are the storages that were written to; `draws` is whether random numbers came from another generator than
+    torch's default.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._met: list[Any] = [
-            buffer.untyped_storage() for buffer in buffers
-        ]  # kept, so that no address is used twice
-        self._known = {buffer.untyped_storage()._cdata: frozenset((id(buffer),)) for buffer in buffers}
+        self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept, so that no address is used twice
+        self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
+        self.written: set[int] = set()
+        self.draws = False
 
     def of(self, tensor: Tensor) -> frozenset[int]:
-        """The identities of the buffers."""
-        return self._known.get(tensor.untyped_storage()._cdata, frozenset())
+        """The storages of the buffers."""
+        return self._known.get(_storage(tensor), frozenset())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        changed = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        read = given
         if any(given.get(name) for name in _TRAINING) or "with_update" in str(func):
-            given = {name: item for name, item in given.items() if name not in _STATISTICS}
-        sources = frozenset[int]().union(*map(self.of, _tensors(given)))
+            changed |= set(_STATISTICS)
+            read = {name: item for name, item in given.items() if name not in _STATISTICS}
+        self.draws |= given.get("generator") not in (None, torch.default_generator)
+        sources = frozenset[int]().union(*map(self.of, _tensors(read)))
         out = func(*args, **(kwargs or {}))
-        written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-        for tensor in (*_tensors(out), *_tensors([given.get(name) for name in written])):
+        written = _tensors([given.get(name) for name in changed])
+        self.written |= set(map(_storage, written))
+        for tensor in (*_tensors(out), *written):
             storage = tensor.untyped_storage()
             self._met.append(storage)
             self._known[storage._cdata] = self._known.get(storage._cdata, frozenset()) | sources
         return out
+
+
+def _kept_by_custom_functions(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What custom functions keep for a backward, which their results may not show."""
+    for node in nodes(outputs):
+        if isinstance(node, BackwardCFunction):
+            yield from _tensors([node.saved_tensors, list(vars(node).values())])
 
 
 def _tensors(items: Any) -> list[Tensor]:

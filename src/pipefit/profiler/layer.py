@@ -17,13 +17,16 @@ from torch.optim import Optimizer
 
 from pipefit.capture.constants import constants
 from pipefit.capture.held import held_storages
+from pipefit.capture.refusals import Refusal
 from pipefit.capture.structure import Values
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
-from pipefit.profiler.feedback import buffer_use
+from pipefit.profiler.feedback import feedback
+from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
+from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
@@ -117,8 +120,9 @@ class _Storages:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `shared` are those of its trained parameters that other layers have too. `changed_buffers` are then the names of the
-    buffers that a forward changes, and `layouts` tells how the gradients of the inputs lie.
+    `shared` are those of its trained parameters that other layers have too. `owner` has the plain attributes that a call
+    may change; by default it is `module`. After a measurement `changed_buffers` are the names of the buffers that a
+    forward changes, and `layouts` tells how the gradients of the inputs lie.
     """
 
     def __init__(
@@ -128,8 +132,10 @@ class LayerMeter:
         inputs: Sequence[Tensor],
         kernels: Kernels | None,
         shared: Sequence[nn.Parameter] = (),
+        *,
+        owner: object | None = None,
     ) -> None:
-        self.call, self.module, self.shared = call, module, shared
+        self.call, self.module, self.shared, self.owner = call, module, shared, owner or module
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
@@ -140,6 +146,7 @@ class LayerMeter:
 
     def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
         """The cost of the layer with these parameter groups, and tensors like those that it returned."""
+        attributes, layouts = plain_attributes(self.owner), _layouts(self.module)
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
@@ -153,8 +160,9 @@ class LayerMeter:
             updates = self._update(optimizer, groups)
             self._drop_gradients()
         self.layouts = later.layouts
-        use = buffer_use(self.call, self.module, tuple(torch.empty_like(v, requires_grad=False) for v in self.like))
-        self.changed_buffers = use.changed
+        _check_layouts(layouts, _layouts(self.module))
+        second = feedback(self._forward, self.module, self.owner, attributes)
+        self.changed_buffers = second.changed
         held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
@@ -171,7 +179,9 @@ class LayerMeter:
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
             mutates_inputs=mutates,
-            feeds_back=use.feeds_back,
+            fed_back=second.fed_back,
+            fed_back_bytes=second.fed_back_bytes,
+            unrepeatable=second.unrepeatable,
             backward_first=first.spans,
             backward_later=later.spans,
             gradient_bytes=gradient_bytes,
@@ -208,6 +218,10 @@ class LayerMeter:
         return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
 
     # ---------------------------------------------------------------- the runs
+
+    def _forward(self) -> Values:
+        """Run a forward."""
+        return self.call(self._enter(GraphEnds(), [torch.empty_like(v, requires_grad=False) for v in self.like]))
 
     def _kept_by_forward(self) -> _Kept:
         """Run a forward, and see what exists after it."""
@@ -347,14 +361,8 @@ def _saved(
 
 def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
     """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
-    nodes = {value.grad_fn for value in values if value.grad_fn is not None}
-    pending = list(nodes)
-    while pending:
-        later = {node for node, _ in pending.pop().next_functions if node is not None} - nodes
-        nodes |= later
-        pending += later
     found: dict[object, list[str]] = defaultdict(list)
-    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+    for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
         operation = node.name().rpartition("Backward")[0]
         for name in dir(node):
             if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):
@@ -377,6 +385,26 @@ def _value(tensor: Tensor) -> Value:
     return Value(
         shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad
     )
+
+
+def _layouts(module: nn.Module) -> dict[str, object]:
+    """Shape and dtype of every buffer, None where there is none yet."""
+    buffers = ((f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items())
+    return {name.removeprefix("."): None if b is None else (b.shape, b.dtype) for name, b in buffers}
+
+
+def _check_layouts(before: dict[str, object], after: dict[str, object]) -> None:
+    """Check that buffers are as large as they were before the first forward.
+
+    Raises:
+        Refusal: one is not; names it.
+    """
+    name = changed_name(before, after)
+    if name is not None:
+        raise Refusal(
+            f"its forward gives the buffer {name!r} another shape or type, and what that takes is in no plan",
+            "register it with a tensor of the shape that it is going to have",
+        )
 
 
 def _parameter(name: str, p: Tensor) -> Parameter:

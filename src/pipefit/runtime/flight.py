@@ -13,14 +13,15 @@ from torch import Tensor
 from pipefit.capture.chain import ChainLayer
 from pipefit.profiles import Value
 from pipefit.runtime.boundary import GraphEnds
+from pipefit.runtime.second_forward import Buffers
 
 
 @dataclass(slots=True)
 class Piece:
     """Layers `first` to `end - 1`, whose forward was one action.
 
-    A piece without a graph keeps its inputs and targets, to run forward again. `copies` are the copies of its buffers
-    on which the second forward worked; its graph may refer to them.
+    A piece without a graph keeps its inputs and targets, to run forward again, and as `copies` those buffers that feed
+    back. After that, `copies` are all buffers on which the second forward worked; its graph may refer to them.
     """
 
     first: int
@@ -29,7 +30,7 @@ class Piece:
     inputs: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     has_graph: bool = False
-    copies: list[Tensor] = field(default_factory=list)
+    copies: Buffers = field(default_factory=dict)
 
 
 @dataclass(slots=True)

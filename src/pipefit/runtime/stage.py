@@ -22,11 +22,11 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
-from pipefit.runtime.buffers import buffer_places, in_other_storages
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.runtime.second_forward import fed_back_copies, working_copies
 
 
 class StageRunner:
@@ -91,13 +91,17 @@ class StageRunner:
         return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same forward, which saves nothing; `flight` keeps the inputs, from which it will be recomputed.
+        """The same forward, which saves nothing; `flight` keeps what it starts from, to be recomputed from.
+
+        That is its inputs, and copies of the buffers that feed back.
 
         Raises:
             UsageError: a layer changed the inputs in place, which are still needed.
         """
         piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
         piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
+        places = slice(first - self.start, end - self.start)
+        piece.copies = fed_back_copies(flight.layers[places], self.storages.costs[places])
         versions = [value._version for value in piece.inputs]
         copies = self.storages.costs[first - self.start].mutates_inputs
         box = [value.clone() if copies else value for value in piece.inputs]
@@ -111,7 +115,7 @@ class StageRunner:
         return self._leaving(flight, end, values)
 
     def recompute(self, flight: Flight, first: int, end: int) -> None:
-        """Run the forward of a piece again, with a graph and the same random draws; buffers keep their values.
+        """Run the forward of a piece again, with a graph and the same random draws; buffers are left as they are.
 
         Raises:
             UsageError: the piece has a graph already, or has not run forward.
@@ -122,9 +126,8 @@ class StageRunner:
                 f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
                 "to run just these forward first, and once"
             )
-        with _copied_buffers(flight.layers[first - self.start : end - self.start]) as copies:
+        with working_copies(flight.layers[first - self.start : end - self.start], piece.copies):
             self._with_graph(flight, piece, piece.inputs, piece.targets)
-        piece.copies = copies
 
     def evaluate(self, flight: Flight) -> Values:
         """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
@@ -235,7 +238,8 @@ class StageRunner:
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        backward(graph)
+        with _naming_changes(flight, piece):
+            backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
 
@@ -296,14 +300,19 @@ class StageRunner:
 
 
 @contextmanager
-def _copied_buffers(layers: Sequence[ChainLayer]) -> Iterator[list[Tensor]]:
-    """Inside, layers have copies of their buffers, which the graph may keep; afterwards they have the originals."""
-    places = list(buffer_places([layer.module for layer in layers]))
-    copies, like_originals = in_other_storages([buffer for _, _, buffer in places], Tensor.clone)
+def _naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
+    """Inside, a piece goes backward.
+
+    Raises:
+        UsageError: what it saved has been changed since; autograd's own words name no layer.
+    """
     try:
-        for (part, name, _), copy in zip(places, like_originals, strict=True):
-            part._buffers[name] = copy
-        yield copies
-    finally:
-        for part, name, buffer in places:
-            part._buffers[name] = buffer
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UsageError(
+            f"microbatch {flight.microbatch} cannot go backward through layers {piece.first} to {piece.end - 1}: what "
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            "the plan recompute these layers, or let them compute with a clone of what they change"
+        ) from error

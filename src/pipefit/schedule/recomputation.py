@@ -27,7 +27,8 @@ def recomputed(orders: Sequence[Order], plan: Plan) -> list[Order]:
     """The orders with every decision to recompute carried out.
 
     Raises:
-        UsageError: two decisions recompute one layer for one microbatch, or pieces share a parameter.
+        UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
+            compute something else when it runs again.
     """
     if not any(decision.what is What.RECOMPUTE for decision in plan.decisions):
         return list(orders)
@@ -58,8 +59,8 @@ def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
     """The layers of a stage, divided where recomputation for this microbatch begins and ends.
 
     Raises:
-        UsageError: two decisions recompute one layer, or two pieces share a parameter, whose gradients would be added
-            up in another order than in one backward.
+        UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
+            in another order than in one backward; or a layer computes something else when it runs again.
     """
     assert microbatch is not None
     place = plan.stages[stage]
@@ -76,7 +77,7 @@ def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
         at = stop
     pieces += [(at, place.stop, None)] if at < place.stop else []
     _check_shared(plan, stage, pieces)
-    _check_feedback(plan, stage, pieces)
+    _check_repeatable(plan, stage, pieces)
     return pieces
 
 
@@ -102,19 +103,23 @@ def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
             )
 
 
-def _check_feedback(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
-    """Check that no layer computes with a buffer that it updates and is recomputed.
+def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
+    """Check that every layer that is recomputed computes the same again, and so does the loss.
 
     Raises:
-        UsageError: one is.
+        UsageError: one does not.
     """
+    measured, count = plan.measurement, len(plan.profile.layers)
     for start, stop, decision in pieces:
-        for layer in range(start, stop) if decision is not None else ():
-            if plan.measurement.costs[layer].feeds_back:
+        for layer in range(start, stop + (stop == count)) if decision is not None else ():
+            is_loss = layer == count  # it goes with the last layer
+            why = (measured.loss if is_loss else measured.kinds[measured.layers[layer]]).unrepeatable
+            if why:
+                what = "the loss" if is_loss else f"layer {layer} ({plan.profile.layers[layer]})"
                 raise UsageError(
-                    f"stage {stage} cannot recompute layer {layer} ({plan.profile.layers[layer]}), which computes with "
-                    "a buffer that it updates, as spectral norm does: its second forward would not be the first. "
-                    "Recompute other runs of layers, or none"
+                    f"stage {stage} cannot recompute {what}, which {why}: a second forward might not be like the "
+                    "first. Recompute other runs of layers, or none; or keep what a forward changes in buffers, and "
+                    "draw from torch's default generator"
                 )
 
 

@@ -40,6 +40,7 @@ class Band:
     update_first_peak: Ints
     update_peak: Ints
     buffers: Ints
+    kept: Ints
     checkpoint_sent: Ints
     checkpoint_peak: Ints
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
@@ -112,6 +113,6 @@ def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWH
         if in_flight:
             level = level + in_flight * band.retained[within]
         if checkpoints:
-            level = level + checkpoints * band.inputs[within]
+            level = level + checkpoints * band.kept[within]
         peak = np.maximum(peak, level)
     return peak

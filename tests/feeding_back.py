@@ -1,0 +1,202 @@
+"""Layers whose forwards change buffers and compute with them, and layers that cannot run twice for other reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+from torch.nn.utils import parametrizations, spectral_norm
+
+from pipefit.capture import Task
+from pipefit.capture.model import chain
+
+WIDTH = 6
+
+
+class Average(nn.Module):
+    """A linear layer that subtracts a moving average of what it has seen; or keeps one for later."""
+
+    def __init__(self, *, reads: bool = True) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(WIDTH, WIDTH), reads
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def update(self, mean: Tensor) -> None:
+        """In place."""
+        self.average.lerp_(mean, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.update(x.detach().mean(0))
+        return x - self.average if self.reads else x
+
+
+class Replaced(Average):
+    """It becomes another tensor in each forward."""
+
+    def update(self, mean: Tensor) -> None:
+        """Out of place."""
+        self.average = 0.9 * self.average + 0.1 * mean
+
+
+class ReplacedAfterwards(Average):
+    """What was there before is saved for the backward, and another tensor takes its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        result = x * (1.0 + self.average.unsqueeze(0)) * self.average
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return result
+
+
+class BehindTorch(Average):
+    """It is changed through `.data`, which autograd does not see."""
+
+    def update(self, mean: Tensor) -> None:
+        """In place."""
+        self.average.data.mul_(0.9).add_(mean, alpha=0.1)
+
+
+class Saved(Average):
+    """The average is a factor, so that the backward needs it as it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.update(x.detach().mean(0))
+        return x * self.average
+
+
+class Rows(nn.Module):
+    """Two averages that are rows of one table: all three are buffers in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(2, WIDTH))
+        self.register_buffer("fast", self.table[0])
+        self.register_buffer("slow", self.table[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.fast.lerp_(x.detach().mean(0), 0.5)
+        self.slow.lerp_(self.fast, 0.1)
+        return x - self.table.sum(0)
+
+
+class Observed(nn.Module):
+    """Rounds what it is given to 8 bits between moving averages of the lowest and the highest value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("low", torch.tensor([-1.0]))
+        self.register_buffer("high", torch.tensor([1.0]))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.seen.add_(1)
+        self.low.lerp_(x.detach().amin(), 0.3)
+        self.high.lerp_(x.detach().amax(), 0.3)
+        scale = (self.high - self.low) / 255.0
+        rounded = torch.clamp(torch.round((x - self.low) / scale), 0.0, 255.0) * scale + self.low
+        return x + (rounded - x).detach()
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient has another size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(1.0 + scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class GradientAlone(Average):
+    """Only its gradient depends on the average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.update(x.detach().mean(0))
+        scaled: Tensor = ScaledGradient.apply(x, self.average)
+        return scaled
+
+
+class Twice(nn.Module):
+    """An average and batch norm beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.average = nn.BatchNorm1d(WIDTH), Average()
+        self.register_buffer("mask", torch.ones(5 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.average(self.norm(x)) * self.mask[:WIDTH]
+
+
+def spectral() -> nn.Module:
+    """The one of torch.nn.utils.parametrizations."""
+    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def old_spectral() -> nn.Module:
+    """The one of torch.nn.utils, whose weight is an attribute that each forward replaces."""
+    return spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def fused_observer() -> nn.Module:
+    """torch's own moving averages of the lowest and highest value, and rounding, in one operation."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedMovingAvgObsFakeQuantize())
+
+
+# By name: the layer, the names of its buffers that feed back, and how it may be a part of a model
+FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...]]] = {
+    "average": (Average, {"average"}, (False, True)),
+    "replaced": (Replaced, {"average"}, (False, True)),
+    "replaced afterwards": (ReplacedAfterwards, {"average"}, (True,)),
+    "behind torch": (BehindTorch, {"average"}, (True,)),
+    "saved": (Saved, {"average"}, (False, True)),
+    "rows": (Rows, {"table", "fast", "slow"}, (True,)),
+    "observed": (Observed, {"low", "high"}, (False, True)),
+    "gradient alone": (GradientAlone, {"average"}, (False, True)),
+    "twice": (Twice, {"average.average"}, (False, True)),
+    "spectral norm": (spectral, {"parametrizations.weight.0._u", "parametrizations.weight.0._v"}, (False, True)),
+    "fused observer": (
+        fused_observer,
+        {"1.scale", "1.zero_point", "1.activation_post_process.min_val", "1.activation_post_process.max_val"},
+        (False, True),
+    ),
+    "old spectral norm": (old_spectral, {"weight_u", "weight_v"}, (False,)),
+}
+
+
+class Wrapped(nn.Module):
+    """A model that is traced, with one part in the middle."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(torch.tanh(self.first(x))))
+
+
+def task_with(build: Callable[[], nn.Module], *, by_hand: bool) -> Task:
+    """A task of a few layers with this one among them, as a chain by hand or a model that is traced."""
+
+    def model() -> nn.Module:
+        if not by_hand:
+            return Wrapped(build())
+        return chain([nn.Linear(WIDTH, WIDTH), nn.Tanh(), build(), nn.Linear(WIDTH, WIDTH)])
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+    return Task(model, batch=batch, loss=nn.functional.mse_loss, name="feeding back")

@@ -1,0 +1,168 @@
+"""Layers that compute with buffers that they change, recomputed: the numbers of plain training, and exact bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from feeding_back import FEEDING_BACK, WIDTH, Average, Saved, spectral, task_with
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.errors import UsageError
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.schedule.whole_stages import whole_stages
+from pipefit.simulator import simulate
+from pipefit.training import Training
+from random_cases import Case, accounts
+from tiny import batch_of, plan_of, task_of
+
+STEPS = 3
+CASES = [(name, by_hand) for name, (_, _, ways) in FEEDING_BACK.items() for by_hand in ways]
+
+
+def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """Training without pipefit, a forward and a backward for each microbatch in turn: losses and the last state."""
+    torch.manual_seed(0)
+    module = task.build()
+    optimizer, count = task.optimizer(module.parameters()), plan.training.microbatches
+    losses = []
+    for step in range(STEPS):
+        batch = (torch.tensor_split(part, count) for part in batch_of(task, plan, step))
+        parts = []
+        for inputs, targets in zip(*batch, strict=True):
+            loss = task.loss(module(inputs.clone()), targets.clone())
+            (loss / count).backward()
+            parts.append(loss.detach())
+        losses.append(float(torch.stack(parts) @ torch.full((count,), 1 / count)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, module.state_dict()
+
+
+def check_numbers(task: Task, plan: Plan) -> None:
+    """Every loss, parameter and buffer is that of plain training."""
+    losses, state = plain(task, plan)
+    trainer = Trainer(task, plan)
+    assert [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)] == losses
+    trained = trainer.state_dict()
+    assert trained.keys() == state.keys()
+    assert [name for name, tensor in state.items() if not torch.equal(trained[name], tensor)] == []
+
+
+def check_bytes(task: Task, plan: Plan) -> None:
+    """Simulator, dry run and allocator agree on the peak of every device in every step."""
+    for account in accounts(Case(name=task.name, settings={}, task=task, plan=plan)):
+        assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
+
+
+def kept(task: Task, schedule: str) -> Plan:
+    """Two stages and four microbatches, nothing recomputed."""
+    found = profile(task, microbatch_size=2, threads=torch.get_num_threads())
+    return Plan(
+        profile=found,
+        cluster=Cluster.emulated((2, 1 << 30)),
+        training=Training(batch_size=8, microbatches=4, schedule=schedule),
+        stages=(Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=len(found.layers), grid=Grid.of(1))),
+    )
+
+
+def whole(task: Task, schedule: str) -> Plan:
+    """Both stages recomputed for every microbatch."""
+    plan = kept(task, schedule)
+    return replace(plan, decisions=whole_stages(plan.stages, "always", schedule, 4))
+
+
+def with_run(task: Task, schedule: str) -> Plan:
+    """In the second stage the layer that feeds back alone is recomputed, for two microbatches of three."""
+    plan = kept(task, schedule)
+    layer = next(number for number, cost in enumerate(plan.measurement.costs) if cost.fed_back)
+    run, which = Run(start=layer, stop=layer + 1), Microbatches(taken=2, every=3)
+    decision = Decision(stage=1, subject=run, what=What.RECOMPUTE, microbatches=which, ahead=1)
+    return replace(plan, decisions=(decision,))
+
+
+@pytest.mark.parametrize(("name", "by_hand"), CASES)
+def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_hand: bool) -> None:
+    """With four microbatches in flight, each second forward computes what its first one did and changes nothing. Its
+    copies are counted from the first forward to the backward, of buffers that are replaced too.
+    """
+    task = task_with(FEEDING_BACK[name][0], by_hand=by_hand)
+    plan = whole(task, "gpipe")
+    check_numbers(task, plan)
+    check_bytes(task, plan)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("schedule", ["gpipe", "torchgpipe", "1f1b"])
+@pytest.mark.parametrize("way", [whole, with_run])
+@pytest.mark.parametrize(("name", "by_hand"), CASES)
+def test_every_schedule(name: str, by_hand: bool, way: Callable[[Task, str], Plan], schedule: str) -> None:
+    """Whole stages and single layers, early and just in time, for all microbatches or some."""
+    if name == "saved" and way is with_run:
+        pytest.skip("autograd refuses it where two microbatches that are not recomputed are in flight")
+    task = task_with(FEEDING_BACK[name][0], by_hand=by_hand)
+    plan = way(task, schedule)
+    check_bytes(task, plan)
+    if schedule != "torchgpipe":  # whose backwards, and so sums of gradients, are in another order
+        check_numbers(task, plan)
+
+
+@pytest.mark.parametrize(("build", "by_hand"), [(spectral, False), (Average, True)])
+def test_a_run_for_some_microbatches(build: Callable[[], nn.Module], by_hand: bool) -> None:
+    """Between microbatches that are recomputed lie some that are not, whose only forward changes the buffers too."""
+    task = task_with(build, by_hand=by_hand)
+    plan = with_run(task, "1f1b")
+    check_numbers(task, plan)
+    check_bytes(task, plan)
+
+
+def test_a_checkpoint_keeps_the_buffers_that_feed_back_and_no_others() -> None:
+    """Each microbatch in flight adds the 24 bytes of its average to what it adds without one."""
+    peaks = {}
+    for reads in (True, False):
+        task = task_with(lambda reads=reads: Average(reads=reads), by_hand=True)
+        for count in (2, 3):
+            plan = plan_of(task, [4], microbatches=count, schedule="gpipe", recompute="always")
+            trace = simulate(plan, steps=2)
+            first = [s for s in trace.devices[0].memory if s.step == 1 and s.action == f"0N{count - 1}"]
+            peaks[reads, count] = sum(first[0].bytes)
+    more = {reads: peaks[reads, 3] - peaks[reads, 2] for reads in (True, False)}
+    assert more[True] - more[False] == 6 * 4
+
+
+def test_equal_layers_that_feed_back_are_folded() -> None:
+    """A dry run of four of eight equal layers, each with buffers that feed back, tells the memory of all of them."""
+    task = task_of(lambda: [spectral() for _ in range(8)], inputs=WIDTH, outputs=WIDTH)
+    plan = plan_of(task, [8], microbatches=3, schedule="gpipe", recompute="always")
+    folded, every = certify(task, plan), certify(task, plan, fold=False)
+    assert folded == every
+    assert [d.step_peak_bytes(1) for d in folded.devices] == [simulate(plan, steps=2).devices[0].step_peak_bytes(1)]
+
+
+def test_an_evaluation_between_steps_changes_nothing() -> None:
+    """Layers in evaluation mode leave their buffers alone, and the next step trains as if there had been none."""
+    task = task_with(spectral, by_hand=True)
+    plan = whole(task, "gpipe")
+    trainers = Trainer(task, plan), Trainer(task, plan)
+    for step in range(STEPS):
+        losses = [trainer.step(batch_of(task, plan, step)) for trainer in trainers]
+        assert losses[0] == losses[1]
+        trainers[0].evaluate(batch_of(task, plan, 100 + step))
+    states = [trainer.state_dict() for trainer in trainers]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_saved_average_can_be_trained_in_a_pipeline_where_it_is_recomputed() -> None:
+    """After the next microbatch has changed what was saved, a backward is refused. A copy stays as it was."""
+    task = task_with(Saved, by_hand=True)
+    plan = kept(task, "gpipe")
+    with pytest.raises(UsageError, match=r"microbatch 0 cannot go backward through layers 1 to 3: .* recompute these"):
+        Trainer(task, plan).step(batch_of(task, plan))
+    check_numbers(task, whole(task, "1f1b"))
