@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
+from pipefit.capture.records import opened
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
@@ -35,14 +36,14 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
 
 
 def pair(batch: Any, who: str) -> Sample:
-    """`batch` as (inputs, targets).
+    """`batch` as (inputs, targets), each a tree that torch knows.
 
     Raises:
         UsageError: it is something else; begins with `who`.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(f"{who} a pair (inputs, targets), not {_describe(batch)}")
-    return batch[0], batch[1]
+    return opened(batch[0]), opened(batch[1])
 
 
 def _describe(batch: Any) -> str:

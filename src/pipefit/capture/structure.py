@@ -13,6 +13,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from pipefit.capture.records import closed
 from pipefit.errors import UsageError
 
 Values = tuple[Tensor, ...]
@@ -81,7 +82,7 @@ class Tree:
         leaves = list(self.leaves)
         for number, tensor in zip(self.taken, values, strict=True):
             leaves[number] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        return closed(pytree.tree_unflatten(leaves, self.spec))
 
     def _ordered(self, tree: Any) -> Any:
         """A dictionary in the order of its keys at capture."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
+from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.sample import sample
@@ -107,7 +108,7 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
         UsageError: the layer, or its optimizer, raised an exception.
     """
     try:
-        with refusing(traced=False):
+        with refusing(traced=False), torch_draws_alone():
             yield
     except PipefitError:
         raise
