@@ -20,7 +20,7 @@ from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
-from pipefit.capture.sample import sample
+from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
@@ -45,6 +45,7 @@ def profile_fake(
 ) -> ModelProfile:
     """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
     like = sample(task, microbatch_size)
+    check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
