@@ -21,7 +21,8 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
 
     An existing module is copied, not changed.
     """
-    module = task.module if isinstance(task.module, nn.Module) else _built(task)
+    with fake.assuming_nothing():
+        module = task.module if isinstance(task.module, nn.Module) else _built(task)
     refuse_module(module, task.name)  # before it is copied, for a copy does not show all
     module = copy_of(module, task.name, fake.fake)
     _start_counting(module, fake)

@@ -28,6 +28,7 @@ from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
+from pipefit.kernels import KernelMemory
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
 from pipefit.profiler.cost_key import cost_key
@@ -68,7 +69,8 @@ def profile_fake(
             shared=survey.shared(chain),
         )
     found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
-    return found if kernels is None else _with_kernels(found, kernels)
+    found = found if kernels is None else _with_kernels(found, kernels)
+    return replace(found, kernels=KernelMemory(kernels=(*found.kernels.kernels, *fake.unknown.kernels)))
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:

@@ -1,0 +1,70 @@
+"""What operations return whose results depend on values, over fake tensors that have none.
+
+As if every mask selected all of its tensor and every condition held, which for a loop over experts means that each of
+them is given every token. A layer that its author wrote may do this, in `pipefit.chain`; what a peak is with other
+values is unknown, so the operations are kept by name, and profiles and plans say so. Numbers that are read are ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.kernels import Kernel
+
+aten = torch.ops.aten
+
+_REASON = "it depends on values: counted as if every mask selected all and every condition held"
+
+
+def assumed(func: Any, args: tuple[Any, ...]) -> Any:
+    """What `func(*args)` returns by these assumptions; None where nothing can be assumed. Call it under a fake mode."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(*args)
+
+
+def unknown(func: Any) -> Kernel:
+    """The operation as one whose memory is not known."""
+    return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
+
+
+def _number(tensor: Tensor) -> bool | int | float:
+    return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return torch.empty((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
+
+
+def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+
+
+def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Masks among the indices become the places of all their elements."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        places += _nonzero(index).unbind(1) if index is not None and index.dtype is torch.bool else (index,)
+    found: Tensor = aten.index.Tensor(tensor, places)
+    return found
+
+
+def _ctc(
+    log_probabilities: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    """The losses, and for each the logarithms of alpha: two for every target as long as there may be, and one more."""
+    steps, samples = log_probabilities.shape[:2]
+    longest = targets.shape[1] if targets.ndim == 2 else targets.numel()
+    return log_probabilities.new_empty(samples), log_probabilities.new_empty(samples, steps, 2 * longest + 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _number,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _selected,
+    aten.index.Tensor: _indexed,
+    aten._ctc_loss.Tensor: _ctc,
+}
