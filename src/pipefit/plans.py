@@ -157,8 +157,8 @@ class Plan:
         if self.training.precision != self.profile.assumptions.precision:
             raise UsageError(
                 f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled in "
-                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}, or "
-                f"plan for Training(..., precision={self.profile.assumptions.precision!r})"
+                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}, "
+                f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
             )
         self.profile.at(self.training.microbatch_size)
 

@@ -28,7 +28,7 @@ def the_loss(outputs: Any, name: str) -> Tensor:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
-    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(outputs).__name__
+    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else _kind(outputs)
     raise UsageError(
         f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
         "give the labels among the inputs, or Task(..., loss=...), which is called with what the module returns"
@@ -52,6 +52,12 @@ def everything(outputs: Any, name: str) -> Any:
                 "return tensors, or tuples, dictionaries or dataclasses of them",
             )
     if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
-        what = "None" if outputs is None else f"a {type(outputs).__name__}"
-        raise UsageError(f"{name} returns no tensor but {what}: there is nothing to take a loss of; return one")
+        raise UsageError(
+            f"{name} returns no tensor but {_kind(outputs)}: there is nothing to take a loss of; return one"
+        )
     return tree
+
+
+def _kind(value: object) -> str:
+    """The class of a value; None as it is."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -30,9 +30,7 @@ def configure(module: nn.Module, *, own_loss: bool) -> None:
 
 def advice(module: nn.Module) -> str:
     """Settings of a Hugging Face model that a trace often fails on, and how to turn them off; nothing of others."""
-    found = dict.fromkeys(
-        setting for config in configurations(module) for setting in _settings(config)
-    )
+    found = dict.fromkeys(setting for config in configurations(module) for setting in _settings(config))
     return f"set {' and '.join(found)} in the model's config" if found else ""
 
 

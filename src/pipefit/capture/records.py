@@ -40,7 +40,7 @@ def _opened(leaf: Any) -> Any:
 def _closed(leaf: Any) -> Any:
     if not isinstance(leaf, Record):
         return leaf
-    made = object.__new__(leaf.kind)
+    made: Any = object.__new__(leaf.kind)
     for name, item in leaf.items.items():
         object.__setattr__(made, name, closed(item))
     return made

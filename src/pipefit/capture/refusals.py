@@ -18,8 +18,8 @@ from pipefit.errors import UsageError
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
 VALUES = (
-    "compute it without looking at values (torch.where), or give pipefit the parts instead, pipefit.chain([...]) in the "
-    "order they run: what is inside a part may look at values"
+    "compute it without looking at values (torch.where), or give pipefit the parts instead, pipefit.chain([...]) in "
+    "the order they run: what is inside a part may look at values"
 )
 _OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
 _WITHOUT = "see whether the module takes such a batch without pipefit"
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 
 def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss: bool) -> NoReturn:
-    """Say why `torch.export` failed on `root`, a copy of model `name`, which computes its loss if `own_loss` says so."""
+    """Say why `torch.export` failed on `root`, a copy of model `name` that was to return its loss, if `own_loss`."""
     paths = {part: path for path, part in root.named_modules()}
     where, line = _innermost(error.__traceback__, paths)
     if isinstance(error, Refusal):
@@ -80,20 +80,30 @@ def _definition(module: nn.Module) -> str:
 
 def refuse_transform(name: str, node: fx.Node) -> NoReturn:
     """Say that the operation `node` of model `name` runs under a transform of functions."""
-    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func")
+    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func", REMEDY)
+
+
+def refuse_shape(name: str, node: fx.Node) -> NoReturn:
+    """Say that the shape of what the operation `node` of model `name` returns depends on values."""
+    _refuse_node(name, node, "a shape depends on the values of a tensor", VALUES)
+
+
+def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
+    """Say that the operation `node` of model `name` makes a sparse tensor."""
+    _refuse_node(name, node, "it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Say why the operation `node` of model `name` cannot be part of a layer."""
-    reason = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
+    reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        reason = f"{node.target} holds a function of its own"
-    _refuse_node(name, node, reason)
+        reason, remedy = f"{node.target} holds a function of its own", REMEDY
+    _refuse_node(name, node, reason, remedy)
 
 
-def _refuse_node(name: str, node: fx.Node, reason: str) -> NoReturn:
+def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
     path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {REMEDY}"))
+    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {remedy}"))
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:

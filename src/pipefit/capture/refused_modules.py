@@ -36,7 +36,9 @@ def refuse_module(module: nn.Module, name: str) -> None:
             )
 
 
-LAZY_REMEDY = "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
+LAZY_REMEDY = (
+    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
+)
 
 
 def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -69,9 +71,7 @@ def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[
 
 def _compiled(part: nn.Module) -> str:
     if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
-        return (
-            "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was before"
-        )
+        return "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was before"
     return ""
 
 

@@ -81,4 +81,6 @@ def pair(batch: Any, who: str) -> Sample:
 
 
 def _describe(batch: Any) -> str:
-    return f"{len(batch)} of them" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        return f"{len(batch)} of them"
+    return "None" if batch is None else f"a {type(batch).__name__}"

@@ -88,7 +88,11 @@ class Task:
         except (PipefitError, DataDependentOutputException):  # the latter: it reads numbers from tensors without bytes
             raise
         except Exception as error:
-            remedy = LAZY_REMEDY if "UninitializedParameter" in str(error) else "if it does not without pipefit, pass the module itself, built"
+            remedy = (
+                LAZY_REMEDY
+                if "UninitializedParameter" in str(error)
+                else "if it does not without pipefit, pass the module itself, built"
+            )
             raise UsageError(f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}") from error
         if not isinstance(made, nn.Module):
             raise UsageError(f"the function that builds {self.name} returned {_a(made)}: it must return an nn.Module")

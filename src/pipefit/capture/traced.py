@@ -17,7 +17,7 @@ from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.cuts import pieces
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, plain, role, sweep, value
+from pipefit.capture.flat import flatten, plain, role, value
 from pipefit.capture.flow import Flow
 from pipefit.capture.graph_layer import GraphLayer, layer_class, write
 from pipefit.capture.structure import Tree

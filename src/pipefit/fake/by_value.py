@@ -40,7 +40,7 @@ def _nonzero(tensor: Tensor) -> Tensor:
 
 
 def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+    return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())
 
 
 def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
@@ -52,9 +52,7 @@ def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
     return found
 
 
-def _ctc(
-    log_probabilities: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
+def _ctc(log_probabilities: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """The losses, and for each the logarithms of alpha: two for every target as long as there may be, and one more."""
     steps, samples = log_probabilities.shape[:2]
     longest = targets.shape[1] if targets.ndim == 2 else targets.numel()

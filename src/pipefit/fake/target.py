@@ -144,9 +144,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
         self.assumes, self.by_value = True, dict[Any, None]()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         check_product(func, args)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)

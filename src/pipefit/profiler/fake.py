@@ -20,11 +20,12 @@ from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
+from pipefit.capture.refused_runs import why
 from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.errors import PipefitError, UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
@@ -104,11 +105,11 @@ def _profile(
 
 
 @contextmanager
-def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, an exception of a layer becomes an error that names the layer.
+def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
 
     Raises:
-        UsageError: the layer, or its optimizer, raised an exception.
+        UsageError: the layer, the loss or the optimizer raised an exception.
     """
     try:
         with refusing(traced=False), torch_draws_alone():
@@ -116,12 +117,10 @@ def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[N
     except PipefitError:
         raise
     except Refusal as refusal:
-        raise UsageError(f"layer {name} ({type(module).__name__}) cannot be planned: {refusal}") from refusal
+        raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
-        raise UsageError(
-            f"layer {name} ({type(module).__name__}) cannot be run on {shapes}: {in_one_line(error)}"
-        ) from error
+        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}") from error
 
 
 class _Survey:
@@ -154,7 +153,7 @@ class _Survey:
             return as_values(outputs, layer.name)
 
         meter = LayerMeter(call, layer.module, values, self.kernels)
-        with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
+        with _named(f"layer {layer.name} ({type(layer.module).__name__})", values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
         self.kinds.append(replace(cost, packing=layer.packing))
         return len(self.kinds) - 1, outputs, packing
@@ -196,6 +195,11 @@ class _Survey:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
-        with _named("(loss)", nn.Module(), [*values, *targets]):
-            cost, _ = meter.measure(self.optimizer)
+        with _named(f"the loss of {self.task.name}", [*values, *targets]):
+            cost, (found,) = meter.measure(self.optimizer)
+        if not found.requires_grad:
+            raise UsageError(
+                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
+                "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
+            )
         return replace(cost, packing=chain.packing)
