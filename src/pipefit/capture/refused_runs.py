@@ -20,7 +20,7 @@ _REMEDIES = (
     (r"a product of", "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (r"does not support dense gradients", "use Adam or AdamW"),
-    (r"data is not allocated", "it is given numbers of which it makes a tensor: give it tensors (lengths of ctc_loss)"),
+    (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
     (
         r"DynamicOutputShape|DataDependent",
         f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",

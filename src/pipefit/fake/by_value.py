@@ -40,7 +40,7 @@ def _nonzero(tensor: Tensor) -> Tensor:
 
 
 def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())
+    return tensor.new_empty(aten.broadcast_tensors.default([tensor, mask])[0].numel())
 
 
 def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
