@@ -113,9 +113,9 @@ def _texts(tree: Any) -> tuple[str, ...]:
 
 
 def _lengths(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Of tensors of whole numbers (samples, length), the different lengths in order."""
+    """The different lengths of tensors of whole numbers, (samples, length)."""
     rows = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 2)
-    return tuple(dict.fromkeys(row.shape[1] for row in rows if row.dtype in _WHOLE))
+    return tuple(sorted({row.shape[1] for row in rows if row.dtype in _WHOLE}))
 
 
 def _text(leaf: Any) -> str:
