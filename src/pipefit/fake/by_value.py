@@ -36,7 +36,8 @@ def _number(tensor: Tensor) -> bool | int | float:
 
 
 def _nonzero(tensor: Tensor) -> Tensor:
-    return torch.empty((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
+    """Laid out as kernels do it: one dimension after the other."""
+    return torch.empty((tensor.ndim, tensor.numel()), dtype=torch.int64, device=tensor.device).t()
 
 
 def _selected(tensor: Tensor, mask: Tensor) -> Tensor:

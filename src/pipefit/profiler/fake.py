@@ -71,7 +71,7 @@ def profile_fake(
         )
     found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
     found = found if kernels is None else _with_kernels(found, kernels)
-    return replace(found, kernels=KernelMemory(kernels=(*found.kernels.kernels, *fake.unknown.kernels)))
+    return replace(found, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *found.kernels.kernels)))
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
