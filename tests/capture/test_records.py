@@ -17,7 +17,6 @@ from pipefit.capture import Task, capture
 from pipefit.capture.records import Record, closed, opened
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
-from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from tiny import plan_of
 
