@@ -139,6 +139,9 @@ def transcribed(samples: int) -> Inputs:
     return {"input_values": torch.randn(samples, 400), "labels": torch.randint(1, 32, (samples, 5))}
 
 
+_EXPERTS: Inputs = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_WIDE: Inputs = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS, **_TOKENS}
+
 PRETRAINED: dict[str, Pretrained] = {
     "gpt2": Pretrained("GPT2LMHeadModel", _GPT2, language),
     "gpt2-padded": Pretrained("GPT2LMHeadModel", _GPT2, padded),
@@ -248,6 +251,63 @@ PRETRAINED: dict[str, Pretrained] = {
         spectra,
     ),
     "wav2vec2": Pretrained("Wav2Vec2ForSequenceClassification", {**_SPEECH, **_NEITHER}, waves),
+    "hubert": Pretrained("HubertForSequenceClassification", {**_SPEECH, **_NEITHER}, waves),
+    "siglip": Pretrained(
+        "SiglipModel",
+        {"text_config": {**_TEXT, **_TOKENS}, "vision_config": {**_SMALL, "image_size": 32, "patch_size": 8}},
+        captions,
+    ),
+    "gemma2": Pretrained("Gemma2ForCausalLM", {**_LLAMA, "head_dim": 16}, language),
+    "falcon": Pretrained("FalconForCausalLM", {**_WIDE, "num_attention_heads": 2, "alibi": True}, language),
+    "xlnet": Pretrained(
+        "XLNetLMHeadModel",
+        {"vocab_size": WORDS, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "dropout": 0.0},
+        language,
+    ),
+    "mamba2": Pretrained(
+        "Mamba2ForCausalLM",
+        {**_WIDE, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 4},
+        language,
+    ),
+    "jamba": Pretrained(
+        "JambaForCausalLM",
+        {
+            **_LLAMA,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+        },
+        language,
+    ),
+    "qwen2-moe": Pretrained(
+        "Qwen2MoeForCausalLM",
+        {**_LLAMA, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        language,
+    ),
+    "gpt-oss": Pretrained(
+        "GptOssForCausalLM", {**_LLAMA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, language
+    ),
+    "deepseek": Pretrained(
+        "DeepseekV3ForCausalLM",
+        {
+            **_LLAMA,
+            **_EXPERTS,
+            "num_key_value_heads": 2,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+        language,
+    ),
 }
 REFUSED: dict[str, Pretrained] = {
     "wav2vec2": Pretrained("Wav2Vec2ForSequenceClassification", _SPEECH, waves),

@@ -42,7 +42,7 @@ class Fingerprint:
 
 def samples(count: int, lengths: Sequence[int]) -> str:
     """So many samples in words, with the lengths of their sequences, if they have any."""
-    return f"{count} samples of {_length(lengths)}" if lengths else str(count)
+    return f"{count} sample{'s' * (count > 1)} of {_length(lengths)}" if lengths else str(count)
 
 
 def digest(text: str, digits: int = 16) -> str:

@@ -22,7 +22,7 @@ from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
-from pretrained_models import PRETRAINED, REFUSED, Inputs, language, transcribed
+from pretrained_models import PRETRAINED, REFUSED, WORDS, Inputs, language, tokens, transcribed
 from random_cases import random_plan
 
 STEPS, SIZE, COUNT = 3, 2, 2
@@ -128,6 +128,42 @@ def test_a_loss_of_ones_own() -> None:
     assert set(seen) == {"CausalLMOutputWithCrossAttentions"}
     expected = F.cross_entropy(theirs(inputs["input_ids"]).logits.flatten(0, 1), targets.flatten())
     assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_what_is_asked_for_is_not_overruled() -> None:
+    """A cache that a batch asks for is computed, and refused where a loss outside would be given it."""
+    model = PRETRAINED["gpt2"].build()
+
+    def task(loss: Any) -> Task:
+        return Task(model, batch=lambda size: ({"input_ids": tokens(size), "use_cache": True}, None), loss=loss)
+
+    with pytest.raises(UsageError, match=r"it returns a DynamicCache as \['past_key_values'\].*use_cache=False"):
+        capture(task(lambda outputs, _: outputs.logits.mean()), *sample(task(None), SIZE))
+
+
+def test_attention_that_cannot_be_followed_is_named() -> None:
+    """Flexible attention is refused with the line, and with the kind of attention that can be traced."""
+    model = PRETRAINED["llama"].build()
+    model.set_attn_implementation("flex_attention")  # type: ignore[operator]
+    task = Task(model, batch=lambda size: (language(size), None), loss=None)
+    with pytest.raises(UsageError, match=r"self_attn .*\.py:\d+.*set_attn_implementation\('sdpa'\)"):
+        capture(task, *sample(task, SIZE))
+
+
+def test_a_model_inside_ones_own() -> None:
+    """A module of one's own around a Hugging Face model may return whatever it likes beside its loss."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.head = PRETRAINED["gpt2"].build(), nn.Linear(WORDS, 3)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            outputs = self.model(input_ids, labels=labels, use_cache=True)
+            return {"loss": outputs.loss + self.head(outputs.logits).mean(), "cache": outputs.past_key_values}
+
+    task = Task(Around, batch=lambda size: (language(size), None), loss=None)
+    assert "model.transformer.h.1" in [layer.name for layer in capture(task, *sample(task, SIZE)).layers]
 
 
 def test_outputs_without_names_have_a_loss_too() -> None:

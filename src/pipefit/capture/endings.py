@@ -49,7 +49,7 @@ def everything(outputs: Any, name: str) -> Any:
             raise Refusal(
                 f"it returns a {type(leaf).__name__}{f' as {pytree.keystr(path)}' if path else ''}, which is neither a "
                 "tensor nor a structure of tensors",
-                "return tensors, or tuples, dictionaries or dataclasses of them",
+                "return tensors, or tuples, dictionaries or dataclasses of them; use_cache=False for a cache",
             )
     if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
         raise UsageError(

@@ -16,22 +16,28 @@ from typing import Any
 
 from torch import nn
 
+_FOLLOWED = (None, "eager", "sdpa")  # kinds of attention
 _AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def configure(module: nn.Module, *, own_loss: bool) -> None:
     """Let `module`, a copy that is going to be traced, compute what its training needs, and name its loss."""
-    for config in configurations(module):
+    found = configurations(module)
+    for config in found:
         if getattr(config, "use_cache", None):
             config.use_cache = False
-        if own_loss:
-            config.return_dict = True
+    if own_loss and any(config is getattr(module, "config", None) for config in found):
+        module.config.return_dict = True  # type: ignore[union-attr]
 
 
 def advice(module: nn.Module) -> str:
     """Settings of a Hugging Face model that a trace often fails on, and how to turn them off; nothing of others."""
-    found = dict.fromkeys(setting for config in configurations(module) for setting in _settings(config))
-    return f"set {' and '.join(found)} in the model's config" if found else ""
+    configs = configurations(module)
+    found = dict.fromkeys(setting for config in configs for setting in _settings(config))
+    ways = [f"set {' and '.join(found)} in the model's config"] if found else []
+    if any(getattr(config, "_attn_implementation", None) not in _FOLLOWED for config in configs):
+        ways.append("call the model's set_attn_implementation('sdpa')")
+    return ", and ".join(ways)
 
 
 def configurations(module: nn.Module) -> list[Any]:
