@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -149,6 +150,81 @@ def test_what_nothing_can_be_assumed_of_is_refused() -> None:
         profile(task_of(ByCount), microbatch_size=SIZE)
     text = str(refused.value)
     assert all(words in text for words in ("layer 1 (ByCount)", "test_by_value.py:", "aten.bincount", "custom_op"))
+
+
+@torch.library.custom_op("pipefit_tests::by_count", mutates_args=())
+def by_count(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """Each row of `x` times the matrix of its number, matrix by matrix."""
+    order = numbers.argsort()
+    parts = x[order].split(torch.bincount(numbers, minlength=len(weights)).tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])[order.argsort()]
+
+
+@by_count.register_fake
+def _(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """Its shape."""
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    """In products that look at no values."""
+    x, numbers, weights = ctx.saved_tensors
+    chosen = F.one_hot(numbers, len(weights)).to(x.dtype)
+    return (
+        torch.einsum("no,nio->ni", gradient, weights[numbers]),
+        None,
+        torch.einsum("ne,ni,no->eio", chosen, x, gradient),
+    )
+
+
+by_count.register_autograd(_back, setup_context=_keep)
+
+
+class ByOperator(nn.Module):
+    """What the refusal says: the part that counts is an operator of one's own."""
+
+    def __init__(self, experts: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.gate, self.weights = nn.Linear(width, experts), nn.Parameter(torch.randn(experts, width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances, numbers = self.gate(x).softmax(-1).max(-1)
+        out: Tensor = torch.ops.pipefit_tests.by_count(x, numbers, self.weights)
+        return out * chances[:, None]
+
+
+class Between(nn.Module):
+    """A module that is traced, with the operator inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), ByOperator(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.inner(self.first(x)))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:peaks are without")
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_operator_of_ones_own_is_a_way_out(traced: bool) -> None:
+    """With shapes and a backward of its own, it is planned and trained, by hand and traced."""
+    task = task_of(ByOperator)
+    task = replace(task, module=Between()) if traced else task
+    assert isinstance(task.module, nn.Module)
+    theirs = copy.deepcopy(task.module)
+    made = random_plan(profile(task, microbatch_size=SIZE), Random(2), microbatches=COUNT)
+    certify(task, made)
+    trainer, losses = Trainer(task, made), []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        losses.append(trainer.step(batch(SIZE * COUNT)))
+    expected = plainly(theirs, F.mse_loss, last_first=made.training.schedule == "torchgpipe")
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0.0)
 
 
 SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
