@@ -100,6 +100,19 @@ class NumpyDraws(Part):
         return self.linear(x) * torch.tensor(np.random.rand(8), dtype=torch.float32)
 
 
+class Derives(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(self.linear(x).pow(2).sum(), x, create_graph=True)
+        return found
+
+
+class StepsBack(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x).sum().backward()
+        return self.linear(x)
+
+
 class Sparse(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(torch.sparse.mm(torch.eye(len(x)).to_sparse(), x))
@@ -167,6 +180,11 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "python draws": (lambda: within(PythonDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "numpy draws": (lambda: within(NumpyDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "draws by hand": (lambda: by_hand(NumpyDraws()), ("layer 1 (NumpyDraws)", "draws random numbers", "torch.rand")),
+    "gradients": (
+        lambda: within(Derives()), ("module inner", HERE, "computes gradients inside its forward", "autograd.Function"),
+    ),
+    "backward": (lambda: within(StepsBack()), ("module inner", HERE, "computes gradients inside", "as operations")),
+    "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "no plan holds gradients inside")),
     "sparse": (lambda: within(Sparse()), ("module inner", HERE, "makes a sparse tensor", "use dense tensors")),
     "sparse gradients": (
         lambda: replace(BASE, module=Embeds, batch=words), ("layer table (Embedding)", "sparse=False"),
@@ -201,6 +219,12 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
         ("targets of a batch of mine has the shape (3, 8) where 2 samples were asked for", "along dimension 0"),
     ),
     "no samples": (lambda: fed(lambda n: (torch.randn(n, 8), torch.tensor(1.0))), ("the shape ()", "dimension 0")),
+    "sparse batch": (
+        lambda: fed(lambda n: (torch.eye(n, 8).to_sparse(), torch.randn(n, 8))), ("inputs of a", "a sparse tensor"),
+    ),
+    "nested batch": (
+        lambda: fed(lambda n: (torch.nested.nested_tensor([torch.ones(8)] * n), None)), ("is a nested tensor", "dense"),
+    ),
     "vector": (lambda: judged(lambda x, y: (x - y).mean(1)), ("must be a scalar tensor, not a tensor of shape (2,)",)),
     "loss of nothing": (lambda: judged(lambda *_: None), ("must be a scalar tensor, not None",)),
     "loss as a number": (lambda: judged(lambda x, y: F.mse_loss(x, y).item()), ("scalar tensor, not a float",)),
@@ -221,7 +245,7 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
 @pytest.mark.parametrize(("make", "parts"), SENTENCES.values(), ids=SENTENCES)
 def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts: tuple[str, ...]) -> None:
     """One sentence of our own, without a line break, that has the part, the line, the reason and the remedy."""
@@ -237,6 +261,10 @@ def test_refusals_say_what_where_and_the_way_out(make: Callable[[], Task], parts
         ({"module": None}, "module of a Task must be an nn.Module or a function that builds one, not None"),
         ({"batch": 3}, "batch of a Task must be a function of the batch size .*, not a int"),
         ({"optimizer": "adamw"}, "optimizer of a Task must be a function of parameter groups .*, not a str"),
+        (
+            {"loss": nn.Bilinear(8, 8, 1)},
+            "loss of a Task has parameters, .*: make it a part of the module, .* loss=None",
+        ),
         ({"loss": "mse"}, "loss of a Task must be a function of .*, or None where the module computes it, not a str"),
     ],
 )

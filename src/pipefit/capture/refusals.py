@@ -54,7 +54,8 @@ def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss:
         if error.module is not None:
             where, line = paths[error.module], _definition(error.module)
         setting = f", or {advice(root)}" if advice(root) else ""
-        raise UsageError(_sentence(name, where, line or _definition(root), f"{error}{setting}")) from error
+        line = line or (_definition(root) if _has_run(error) else "")
+        raise UsageError(_sentence(name, where, line, f"{error}{setting}")) from error
     reason, remedy = _reason(error)
     ways = [advice(root), _OUTSIDE if own_loss and not where and remedy == VALUES else "", remedy]
     text = f"{reason}; {', or '.join(way for way in ways if way)}"
@@ -70,6 +71,11 @@ def _reason(error: BaseException) -> tuple[str, str]:
     if type(error).__module__.startswith("torch"):
         return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
     return f"it raises {type(error).__name__}: {text}", f"{_WITHOUT}; if it does, {REMEDY}"
+
+
+def _has_run(error: BaseException) -> bool:
+    """Whether it was raised when a module ran, and not before."""
+    return any(frame.f_code.co_name == "_call_impl" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _definition(module: nn.Module) -> str:

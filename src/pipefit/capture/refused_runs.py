@@ -18,6 +18,10 @@ _REMEDIES = (
         "no plan knows the memory of sparse tensors and gradients: use dense ones (sparse=False)",
     ),
     (r"a product of", "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does"),
+    (
+        r"saves nothing has no backward",
+        "no plan holds gradients inside a forward: write them out as operations, or in a torch.autograd.Function",
+    ),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),

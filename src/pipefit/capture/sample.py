@@ -33,7 +33,23 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
         batch = _made(task, size)
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)
+    _refuse_strange((inputs, targets), task.name)
     return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
+
+
+def _refuse_strange(batch: Sample, name: str) -> None:
+    """Check that the tensors of a batch are dense, and have values.
+
+    Raises:
+        UsageError: one is sparse, nested or on the meta device; names it.
+    """
+    for what, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta):
+                kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else "sparse"
+                raise UsageError(
+                    f"{what}{pytree.keystr(path)} of a batch of {name} is a {kind} tensor: give dense ones, with values"
+                )
 
 
 def _made(task: Task, size: int) -> Any:

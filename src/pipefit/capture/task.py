@@ -71,6 +71,12 @@ class Task:
                 f"{_a(self.loss)}"
             )
 
+        if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
+            raise UsageError(
+                "loss of a Task has parameters, which no stage would train: make it a part of the module, which then "
+                "returns the loss, and give loss=None"
+            )
+
     def build(self) -> nn.Module:
         """The module itself, in the task's precision; a factory is called."""
         module = self.module if isinstance(self.module, nn.Module) else self._made()
