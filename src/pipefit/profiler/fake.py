@@ -104,6 +104,11 @@ def _profile(
     )
 
 
+def _is_trained(chain: Chain) -> bool:
+    """Whether a layer has a parameter that is trained."""
+    return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
+
+
 @contextmanager
 def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
@@ -197,7 +202,7 @@ class _Survey:
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels)
         with _named(f"the loss of {self.task.name}", [*values, *targets]):
             cost, (found,) = meter.measure(self.optimizer)
-        if not found.requires_grad:
+        if not found.requires_grad and _is_trained(chain):
             raise UsageError(
                 f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
