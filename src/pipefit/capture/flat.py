@@ -19,8 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import mutated_arguments
-from pipefit.capture.refusals import REMEDY, refuse_operation, refuse_shape, refuse_sparse, refuse_transform
-from pipefit.errors import UsageError
+from pipefit.capture.refusals import refuse_operation, refuse_shape, refuse_sparse, refuse_transform
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -141,7 +140,7 @@ class _Inliner:
         self.name, self.graph = name, fx.Graph()
         self.roles = {
             spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
-            for index, spec in _numbered(program, name)
+            for index, spec in _numbered(program)
         }
         outputs = self._copy(program.graph_module, None, ())
         self.graph.output(outputs)
@@ -200,16 +199,12 @@ class _Inliner:
         return copied
 
 
-def _numbered(program: ExportedProgram, name: str) -> Iterator[tuple[int, Any]]:
-    """The inputs of a program; those the user gives are numbered.
-
-    Raises:
-        UsageError: one is of a kind that no layer can hold, such as an object of a C++ class.
-    """
+def _numbered(program: ExportedProgram) -> Iterator[tuple[int, Any]]:
+    """The inputs of a program; those the user gives are numbered."""
     leaves = 0
     for spec in program.graph_signature.input_specs:
         if spec.kind not in _KINDS:
-            raise UsageError(f"{name} cannot be cut into layers: it holds a {spec.kind.name.lower()}; {REMEDY}")
+            raise AssertionError(f"an input of kind {spec.kind}")
         yield (leaves if spec.kind is InputKind.USER_INPUT else -1), spec
         leaves += spec.kind is InputKind.USER_INPUT
 
