@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.errors import PipefitWarning, UsageError
+from pipefit.fake.by_value import reading_at_most
 from pipefit.fake.target import FakeTarget
 from pipefit.files import load_cluster
 from pipefit.planner import plan
@@ -150,6 +151,22 @@ def test_what_nothing_can_be_assumed_of_is_refused() -> None:
         profile(task_of(ByCount), microbatch_size=SIZE)
     text = str(refused.value)
     assert all(words in text for words in ("layer 1 (ByCount)", "test_by_value.py:", "aten.bincount", "custom_op"))
+
+
+class Shrinks(nn.Module):
+    """Halves until a condition no longer holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        return x
+
+
+def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on for ever where every condition holds; the sentence has the line and the way out."""
+    monkeypatch.setattr("pipefit.profiler.fake.reading_at_most", partial(reading_at_most, 100))
+    with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
+        profile(task_of(Shrinks), microbatch_size=SIZE)
 
 
 @torch.library.custom_op("pipefit_tests::by_count", mutates_args=())

@@ -22,6 +22,7 @@ _REMEDIES = (
         r"saves nothing has no backward",
         "no plan holds gradients inside a forward: write them out as operations, or in a torch.autograd.Function",
     ),
+    (r"without an end", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),

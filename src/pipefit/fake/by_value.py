@@ -7,7 +7,9 @@ values is unknown, so the operations are kept by name, and profiles and plans sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from pipefit.kernels import Kernel
 
 aten = torch.ops.aten
 
+_MOST_READ = 20_000  # numbers, by a layer in all of its runs
+_left: ContextVar[list[int] | None] = ContextVar("how many numbers the layer that runs may still read", default=None)
 _REASON = "it depends on values: counted as if every mask selected all and every condition held"
 
 
@@ -31,7 +35,26 @@ def unknown(func: Any) -> Kernel:
     return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
 
 
+@contextmanager
+def reading_at_most(most: int = _MOST_READ) -> Iterator[None]:
+    """Inside, a layer runs. One that reads more numbers than that loops for as long as a condition holds: for ever.
+
+    Raises:
+        RuntimeError: it has read more.
+    """
+    token = _left.set([most])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
 def _number(tensor: Tensor) -> bool | int | float:
+    left = _left.get()
+    if left is not None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
     return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 

@@ -26,6 +26,7 @@ from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
+from pipefit.fake.by_value import reading_at_most
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
@@ -117,7 +118,7 @@ def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
         UsageError: the layer, the loss or the optimizer raised an exception.
     """
     try:
-        with refusing(traced=False), torch_draws_alone():
+        with refusing(traced=False), torch_draws_alone(), reading_at_most():
             yield
     except PipefitError:
         raise
