@@ -32,11 +32,17 @@ class Fingerprint:
     optimizer: str  # its class
     options: tuple[str, ...]  # of the optimizer, in words; numbers as zero or not
     groups: str  # which parameters have options of their own; empty where all are alike
+    lengths: tuple[int, ...] = ()  # of the sequences of whole numbers among a sample's inputs, such as its tokens
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits for all of it."""
         return digest(repr(astuple(self)))
+
+
+def samples(count: int, lengths: Sequence[int]) -> str:
+    """So many samples in words, with the lengths of their sequences, if they have any."""
+    return f"{count} sample{'s' * (count > 1)} of {_length(lengths)}" if lengths else str(count)
 
 
 def digest(text: str, digits: int = 16) -> str:
@@ -73,10 +79,13 @@ def _layers(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> Iterat
 
 
 def _data(made: Fingerprint, now: Fingerprint) -> Iterator[str]:
-    if made.inputs != now.inputs:
-        yield f"{_texts('inputs of', made.inputs)}, not {_texts('', now.inputs)}"
-    if made.targets != now.targets:
-        yield f"{_texts('targets of', made.targets)}, not {_texts('', now.targets)}"
+    if made.lengths != now.lengths:  # the shapes of inputs and targets follow
+        yield f"samples of {_length(made.lengths)}, not {_length(now.lengths)}"
+    else:
+        if made.inputs != now.inputs:
+            yield f"{_texts('inputs of', made.inputs)}, not {_texts('', now.inputs)}"
+        if made.targets != now.targets:
+            yield f"{_texts('targets of', made.targets)}, not {_texts('', now.targets)}"
     if made.precision != now.precision:
         yield f"{made.precision}, not {now.precision}"
 
@@ -102,6 +111,11 @@ def _listed(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"layer{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}"
+
+
+def _length(lengths: Sequence[int]) -> str:
+    """The lengths of a sample's sequences in words."""
+    return f"length{'s' * (len(lengths) > 1)} {' and '.join(map(str, lengths))}" if lengths else "no length"
 
 
 def _texts(what: str, texts: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
+from pipefit.fingerprints import samples
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.tables import Table, plain
@@ -156,7 +157,8 @@ class Plan:
         if self.training.precision != self.profile.assumptions.precision:
             raise UsageError(
                 f"the plan would train in {self.training.precision}, but {self.profile.model} was profiled in "
-                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}"
+                f"{self.profile.assumptions.precision}: profile it again with --precision {self.training.precision}, "
+                f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
             )
         self.profile.at(self.training.microbatch_size)
 
@@ -273,7 +275,7 @@ def _head(plan: Plan) -> str:
     return (
         f"{plan.profile.model}: {len(plan.profile.layers)} layers in {len(plan.stages)} stages on {plan.cluster}\n"
         f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
-        f"{training.microbatch_size}, {training.precision}"
+        f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from captured_models import CAPTURED
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import in_mode, sample
-from pipefit.errors import FileError
+from pipefit.errors import FileError, UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, with_loss
 from pipefit.fake.target import FakeTarget
@@ -293,6 +293,48 @@ def test_inputs_are_told_with_their_places() -> None:
     assert of(task(lambda n: {"x": torch.randn(n, 3, 8), "scale": 3.0})).inputs[0] == "['scale'] 3.0"
     turned = of(task(lambda n: {"x": torch.randn(n, 8, 3).transpose(1, 2), "scale": 2.0}))
     assert turned.inputs[1] == "['x'] float32 (n, 3, 8), dimensions in memory in the order (0, 2, 1)"
+
+
+class Words(nn.Module):
+    """Embeds tokens and labels them; its parameters and operations are those of every length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, more: Tensor) -> Tensor:
+        return self.head(self.embed(tokens).mean(1) + self.embed(more).mean(1))
+
+
+def of_length(*lengths: int) -> Task:
+    """Sequences of tokens of two lengths."""
+
+    def batch(size: int) -> tuple[dict[str, Tensor], Tensor]:
+        tokens, more = (torch.randint(16, (size, length)) for length in lengths)
+        return {"tokens": tokens, "more": more}, torch.randint(16, (size,))
+
+    return replace(BASE, module=Words, batch=batch, loss=F.cross_entropy)
+
+
+def test_lengths_are_told_and_checked() -> None:
+    """A plan prints the length of its sequences; for a task, or a batch, of another one it is refused."""
+    assert of(of_length(6, 4)).lengths == (4, 6)
+    task = of_length(6, 6)
+    plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
+    assert "microbatches of 2 samples of length 6, float32" in str(plan)
+    for run in (certify, Trainer):
+        with pytest.raises(FileError, match="it was made for samples of length 6, not lengths 4 and 6: profile and"):
+            run(of_length(6, 4), plan)
+    trainer, size = Trainer(task, plan), plan.training.batch_size
+    trainer.step(task.batch(size))
+    with pytest.raises(UsageError, match=r"tensor 1 of the inputs .* \(n, 4\), but the plan is for \(n, 6\)"):
+        trainer.step(of_length(6, 4).batch(size))
+
+
+def test_samples_without_lengths_are_counted_alone() -> None:
+    """Numbers that are no sequence of whole numbers have no length."""
+    plan = plan_of(BASE, [len(profile(BASE, microbatch_size=2).layers)])
+    assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in str(plan)
 
 
 def test_a_stage_trained_alone_belongs_to_its_task_too(tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def test_a_step_leaves_what_it_found() -> None:
     ("loss", "what"),
     [
         (lambda output, target: (output - target) ** 2, r"a tensor of shape \(2, 4\)"),
-        (lambda output, target: 3.0, "float"),
-        (lambda output, target: (F.mse_loss(output, target), 1), "tuple"),
+        (lambda output, target: 3.0, "a float"),
+        (lambda output, target: (F.mse_loss(output, target), 1), "a tuple"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss: Callable[[Any, Any], Any], what: str) -> None:

@@ -1,7 +1,7 @@
-"""What the caller's own contexts, batches and modules may be, and how the caller's module is left as it is.
+"""What the caller's own contexts and batches may be, and how the caller's module is left as it is.
 
 Training records a graph under `torch.no_grad()` too. What a pipeline cannot do is refused by name: training inside
-inference mode or autocast, gradients for the tensors of a batch, modules that were made in inference mode.
+inference mode or autocast, gradients for the tensors of a batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.capture.copying import copied
+from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 
@@ -56,34 +56,6 @@ def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
                 )
 
 
-def refuse_inference(module: nn.Module, name: str) -> None:
-    """Tensors that were made in inference mode cannot be trained.
-
-    Raises:
-        UsageError: a parameter or buffer is one; names it.
-    """
-    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_inference():
-            raise UsageError(
-                f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: make the "
-                "model outside of it"
-            )
-
-
-def refuse_compiled(module: nn.Module, name: str) -> None:
-    """Compiled modules cannot be planned: what their code saves and needs is unknown.
-
-    Raises:
-        UsageError: a part of the module is compiled; names it.
-    """
-    for place, part in module.named_modules():
-        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
-            raise UsageError(
-                f"{f'{place} of {name}' if place else name} is compiled by torch.compile, so that its memory is "
-                "unknown: give pipefit the module as it was before"
-            )
-
-
 def on_a_copy(task: Task) -> Task:
     """`task` with a copy of its module, without gradients, so that the caller's own module stays as it is.
 
@@ -91,4 +63,5 @@ def on_a_copy(task: Task) -> Task:
     """
     if not isinstance(task.module, nn.Module):
         return task
-    return replace(task, module=copied(task.module, lambda tensor: tensor.detach().clone()))
+    refuse_module(task.module, task.name)
+    return replace(task, module=copy_of(task.module, task.name, lambda tensor: tensor.detach().clone()))

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pipefit.capture.refusals import Refusal
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_OPERATORS = "GeneratedBackwardFor_"  # how torch.library names the backward of an operator, which traces keep whole
 
 
 class CustomFunction:
@@ -117,8 +118,10 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
 def applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `function.apply` returns; during a trace it becomes an operation."""
     calls = _calls.get()
-    call = None if calls is None else _Call(function, args, kwargs)
-    if calls is None or call is None or not call.tensors:
+    if calls is None or function.__name__.startswith(_OPERATORS):
+        return _APPLY(function, *args, **kwargs)
+    call = _Call(function, args, kwargs)
+    if not call.tensors:
         return _APPLY(function, *args, **kwargs)
     calls.append(call)
     return call.packed(torch.ops.pipefit.custom_function(call.tensors, len(calls) - 1))

@@ -7,10 +7,11 @@ Milliseconds per operation: 10 s for a model of 7 billion parameters. Shapes are
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +25,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
+from pipefit.capture.endings import everything, the_loss
+from pipefit.capture.foreign_draws import refuse_foreign_draws
+from pipefit.capture.pretrained import configure
+from pipefit.capture.records import closed
 from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
+from pipefit.errors import PipefitError, UsageError
 
 
-def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
+def export(module: nn.Module, name: str, inputs: Any, *, own_loss: bool) -> ExportedProgram:
     """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
+
+    It returns the loss that the module computes, if `own_loss` says so, else all that the module returns.
 
     Raises:
         UsageError: it cannot be exported; says which part, where and why.
@@ -38,17 +46,52 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
     with _disable_current_modes(), torch.enable_grad():
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         copied = _fake_copy(module, mode)
-        paths = {part: path for path, part in copied.named_modules()}
-        _update_replaced_buffers(copied)
+        configure(copied, own_loss=own_loss)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
+        _check_arguments(copied, name, args, kwargs)
+        refuse_foreign_draws(copied)
+        _update_replaced_buffers(copied)
+        _close_and_end(copied, the_loss if own_loss else everything, name)
         try:
             refuse_hooks(module)
             with _quiet(), eager_masks(kwargs), refusing(traced=True), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
+        except PipefitError:
+            raise
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
-            refuse_export(error, name, paths)
+            refuse_export(error, name, copied, own_loss=own_loss)
     call_them(program, calls)
     return program
+
+
+def _check_arguments(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that the forward of `module` takes these arguments.
+
+    Raises:
+        UsageError: it takes others; names them.
+    """
+    taken = inspect.signature(module.forward)
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as error:
+        given = f"the keyword arguments {', '.join(kwargs)}" if kwargs else f"{len(args)} positional arguments"
+        raise UsageError(
+            f"{name} cannot be called with the inputs of a batch, {given}: {error}. Its forward takes "
+            f"({', '.join(taken.parameters)}); a tuple of inputs is its positional arguments, a dictionary its keywords"
+        ) from error
+
+
+def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: str) -> None:
+    """Let the forward of `module` be given dataclasses where its arguments hold records, and end in `ending`."""
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return closed(args), closed(kwargs)
+
+    def end(_: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        return ending(outputs, name)
+
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end)
 
 
 def _update_replaced_buffers(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import mutated_arguments
-from pipefit.capture.refusals import refuse_operation, refuse_transform
+from pipefit.capture.refusals import refuse_operation, refuse_shape, refuse_sparse, refuse_transform
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -177,13 +177,18 @@ class _Inliner:
             return self._copy(args[4], args[5:], _autocast(around, args[:4]))
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
             return args[0]  # what `torch.tensor(...)` in a forward leaves behind
+        if any(map(_by_value, pytree.tree_leaves(node.meta.get("val")))):
+            refuse_shape(self.name, node)
         if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
             refuse_operation(self.name, node)
         target = (
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )
-        if any(map(_transformed, pytree.tree_leaves(node.meta.get("val")))):
+        made = pytree.tree_leaves(node.meta.get("val"))
+        if any(map(_transformed, made)):
             refuse_transform(self.name, node)
+        if any(isinstance(item, Tensor) and item.layout is not torch.strided for item in made):
+            refuse_sparse(self.name, node)
         copied = self.graph.create_node("call_function", target, args, kwargs)
         copied.meta = {
             "stack": tuple(dict.fromkeys(_calls(node.meta.get("nn_module_stack") or {}))),
@@ -226,6 +231,11 @@ def _autocast(around: Context, settings: tuple[Any, ...]) -> Context:
 def _transformed(item: Any) -> bool:
     """Whether it is a tensor inside torch.vmap or another transform of torch.func."""
     return isinstance(item, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(item)
+
+
+def _by_value(item: Any) -> bool:
+    """Whether it is a tensor one of whose sizes depends on the values of another: all others are numbers."""
+    return isinstance(item, Tensor) and not all(isinstance(size, int) for size in item.shape)
 
 
 def _through(item: Any, known: Mapping[fx.Node, Any]) -> Any:

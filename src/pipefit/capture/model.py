@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipefit.capture.caller import refuse_compiled, refuse_inference
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.constants import constants
+from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
@@ -32,8 +32,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it.
     """
     module = task.build()
-    refuse_inference(module, task.name)
-    refuse_compiled(module, task.name)
+    refuse_module(module, task.name)
     if isinstance(inputs, tuple | list | dict) and not inputs:
         raise UsageError(
             f"the inputs of a batch of {task.name} hold no tensor: there are no samples to cut; "

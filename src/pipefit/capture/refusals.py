@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Mapping
@@ -12,56 +13,103 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from pipefit.capture.pretrained import advice
 from pipefit.errors import UsageError
 
 REMEDY = "give pipefit the parts instead, pipefit.chain([...]) in the order they run, or change that line"
+VALUES = (
+    "compute it without looking at values (torch.where), or give pipefit the parts instead, pipefit.chain([...]) in "
+    "the order they run: what is inside a part may look at values"
+)
+_OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
+_WITHOUT = "see whether the module takes such a batch without pipefit"
+_LONGEST = 200  # characters of a foreign exception
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _REASONS = (
-    (r"data-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor"),
-    (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array"),
-    (r"not a known type|Unsupported output type|Unsupported input type", "it returns a type that export does not know"),
-    (r"[Uu]nsupported operator|no fake impl|Meta kernel", "it uses an operator of unknown shapes"),
-)  # fmt: skip
+    (r"DynamicOutputShape|data-dependent shape", "a shape depends on the values of a tensor", VALUES),
+    (r"[Dd]ata-dependent|DataDependent|guard on|unbacked", "what runs next depends on the values of a tensor", VALUES),
+    (r"\.numpy\(\)|numpy", "it turns a tensor into a numpy array", REMEDY),
+    (r"[Uu]nsupported ?[Oo]perator|no fake impl|Meta kernel", "it uses an operator of unknown shapes", REMEDY),
+    (r"FakeTensor", "it needs the values of a tensor", VALUES),
+)
 
 
 class Refusal(Exception):
-    """Raised in the middle of a forward that cannot be followed: the reason, and the way out."""
+    """Raised in the middle of a forward that cannot be followed: the reason, and the way out.
 
-    def __init__(self, reason: str, remedy: str = REMEDY) -> None:
+    `module` is the part that does it, where it is another than the one that was running.
+    """
+
+    def __init__(self, reason: str, remedy: str = REMEDY, *, module: nn.Module | None = None) -> None:
         super().__init__(f"{reason}; {remedy}")
+        self.module = module
 
 
-def refuse_export(error: BaseException, name: str, paths: Mapping[nn.Module, str]) -> NoReturn:
-    """Say why `torch.export` failed on model `name`; `paths` names the modules it ran."""
+def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss: bool) -> NoReturn:
+    """Say why `torch.export` failed on `root`, a copy of model `name` that was to return its loss, if `own_loss`."""
+    paths = {part: path for path, part in root.named_modules()}
     where, line = _innermost(error.__traceback__, paths)
-    reason = str(error) if isinstance(error, Refusal) else f"{_reason(error)}; {REMEDY}"
-    raise UsageError(_sentence(name, where, line, reason)) from error
+    if isinstance(error, Refusal):
+        if error.module is not None:
+            where, line = paths[error.module], _definition(error.module)
+        setting = f", or {advice(root)}" if advice(root) else ""
+        line = line or (_definition(root) if _has_run(error) else "")
+        raise UsageError(_sentence(name, where, line, f"{error}{setting}")) from error
+    reason, remedy = _reason(error)
+    ways = [advice(root), _OUTSIDE if own_loss and not where and remedy == VALUES else "", remedy]
+    text = f"{reason}; {', or '.join(way for way in ways if way)}"
+    raise UsageError(_sentence(name, where, line or _definition(root), text)) from error
 
 
-def _reason(error: BaseException) -> str:
-    """Why torch.export failed."""
-    known = next((words for pattern, words in _REASONS if re.search(pattern, f"{type(error).__name__}: {error}")), "")
-    text = " ".join(str(error).split("\n\n")[0].split())
-    return known or f"torch.export cannot follow it ({type(error).__name__}: {text[:200]})"
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Why torch.export failed, and the way out."""
+    text = " ".join(str(error).split("\n\n")[0].split())[:_LONGEST]
+    for pattern, reason, remedy in _REASONS:
+        if re.search(pattern, f"{type(error).__name__}: {error}"):
+            return reason, remedy
+    if type(error).__module__.startswith("torch"):
+        return f"torch.export cannot follow it ({type(error).__name__}: {text})", REMEDY
+    return f"it raises {type(error).__name__}: {text}", f"{_WITHOUT}; if it does, {REMEDY}"
+
+
+def _has_run(error: BaseException) -> bool:
+    """Whether it was raised when a module ran, and not before."""
+    return any(frame.f_code.co_name == "_call_impl" for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _definition(module: nn.Module) -> str:
+    """Where the forward of a module begins."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def refuse_transform(name: str, node: fx.Node) -> NoReturn:
     """Say that the operation `node` of model `name` runs under a transform of functions."""
-    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func")
+    _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func", REMEDY)
+
+
+def refuse_shape(name: str, node: fx.Node) -> NoReturn:
+    """Say that the shape of what the operation `node` of model `name` returns depends on values."""
+    _refuse_node(name, node, "a shape depends on the values of a tensor", VALUES)
+
+
+def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
+    """Say that the operation `node` of model `name` makes a sparse tensor."""
+    _refuse_node(name, node, "it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
 
 
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Say why the operation `node` of model `name` cannot be part of a layer."""
-    reason = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"
+    reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        reason = f"{node.target} holds a function of its own"
-    _refuse_node(name, node, reason)
+        reason, remedy = f"{node.target} holds a function of its own", REMEDY
+    _refuse_node(name, node, reason, remedy)
 
 
-def _refuse_node(name: str, node: fx.Node, reason: str) -> NoReturn:
+def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
     path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {REMEDY}"))
+    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {remedy}"))
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:

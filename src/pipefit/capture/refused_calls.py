@@ -1,7 +1,7 @@
 """What a forward may not call, refused while it is called: with the module and the line.
 
 Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model, besides,
-would lose what works by something other than operations: hooks on tensors, inference mode.
+would lose what works by something other than operations: hooks on tensors, inference mode, gradients of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _COMPILED = (
     "give pipefit the module or function as it was before",
 )
 _INFERENCE = "it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()"
+_BACKWARD = (
+    "it computes gradients inside its forward (torch.autograd.grad, .backward()), where a trace loses weights",
+    "write that gradient out as operations, or in a torch.autograd.Function",
+)
 _TENSOR_HOOK = "it registers a hook on a tensor, which a trace loses", f"use a torch.autograd.Function, or {REMEDY}"
 _SAVED_HOOKS = (
     "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
@@ -66,6 +70,7 @@ def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Callable[..., Any
     if traced:
         yield torch.inference_mode, "__enter__", _refuse_inference
         yield Tensor, "register_hook", _refuser(*_TENSOR_HOOK)
+        yield torch.autograd, "_engine_run_backward", _refuser(*_BACKWARD)
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(*_SAVED_HOOKS)
 
 

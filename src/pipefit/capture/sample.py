@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import refuse_gradients
+from pipefit.capture.records import opened
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
+from pipefit.errors import PipefitError, UsageError, in_one_line
 
 Sample = tuple[Any, Any]
 
@@ -24,26 +25,78 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
     """A real batch of `size` samples, as the task makes it: (inputs, targets). The caller's random state is left alone.
 
     Raises:
-        UsageError: the task's batch function returns something else than a pair, or tensors that wait for a gradient.
+        UsageError: the task's batch function fails, or returns something else than a pair, or tensors that wait for a
+            gradient.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        batch = task.batch(size)
+        batch = _made(task, size)
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)
+    _refuse_strange((inputs, targets), task.name)
     return pytree.tree_map_only(Tensor, task.cast, inputs), pytree.tree_map_only(Tensor, task.cast, targets)
 
 
+def _refuse_strange(batch: Sample, name: str) -> None:
+    """Check that the tensors of a batch are dense, and have values.
+
+    Raises:
+        UsageError: one is sparse, nested or on the meta device; names it.
+    """
+    for what, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta):
+                kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else "sparse"
+                raise UsageError(
+                    f"{what}{pytree.keystr(path)} of a batch of {name} is a {kind} tensor: give dense ones, with values"
+                )
+
+
+def _made(task: Task, size: int) -> Any:
+    """What the task's batch function returns.
+
+    Raises:
+        UsageError: it fails.
+    """
+    try:
+        return task.batch(size)
+    except PipefitError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the batch function of {task.name} fails when it is asked for {size} samples ({in_one_line(error)}): it "
+            "is called with the number of samples, and returns (inputs, targets)"
+        ) from error
+
+
+def check_samples(batch: Sample, size: int, name: str) -> None:
+    """Check that every tensor of a batch that was asked for `size` samples holds them along dimension 0.
+
+    Raises:
+        UsageError: one does not; names it.
+    """
+    for what, tree in zip(("inputs", "targets"), batch, strict=True):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != size):
+                raise UsageError(
+                    f"{what}{pytree.keystr(path)} of a batch of {name} has the shape {tuple(leaf.shape)} where {size} "
+                    f"samples were asked for: every tensor of a batch holds its samples along dimension 0; what is the "
+                    "same for all samples belongs into the module"
+                )
+
+
 def pair(batch: Any, who: str) -> Sample:
-    """`batch` as (inputs, targets).
+    """`batch` as (inputs, targets), each a tree that torch knows.
 
     Raises:
         UsageError: it is something else; begins with `who`.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(f"{who} a pair (inputs, targets), not {_describe(batch)}")
-    return batch[0], batch[1]
+    return opened(batch[0]), opened(batch[1])
 
 
 def _describe(batch: Any) -> str:
-    return f"{len(batch)} of them" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        return f"{len(batch)} of them"
+    return "None" if batch is None else f"a {type(batch).__name__}"

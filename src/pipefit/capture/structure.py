@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from pipefit.capture.records import closed
 from pipefit.errors import UsageError
 
 Values = tuple[Tensor, ...]
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Tree:
     """What `what` (the inputs, the outputs) look like.
 
     `taken` numbers the leaves that are handed over as tensors, in the flat tuple's order; `leaves` holds the others.
-    `texts` has every leaf in words, a tensor with the shape of `n` samples.
+    `texts` has every leaf in words, a tensor with the shape of `n` samples; `lengths` the lengths of sequences of whole
+    numbers, such as tokens, each once.
     """
 
     what: str
@@ -32,6 +36,7 @@ class Tree:
     leaves: tuple[Any, ...]
     plain: bool = False  # a tensor, or a tuple or list of tensors: either will do for the other
     texts: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @staticmethod
     def of(what: str, tree: Any) -> Tree:
@@ -49,8 +54,9 @@ class Tree:
             raise UsageError(
                 f"{what} of a batch must be a tensor, or a tuple or dictionary of tensors, not a "
                 f"{type(tree if strange is None else strange).__name__}"
+                f"{'; convert it with torch.as_tensor' if hasattr(strange, '__array__') else ''}"
             )
-        return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree))
+        return Tree(what, spec, taken, constants, _is_flat(tree), _texts(tree), _lengths(leaves))
 
     def flatten(self, tree: Any) -> Values:
         """The tensors of `tree`.
@@ -81,7 +87,7 @@ class Tree:
         leaves = list(self.leaves)
         for number, tensor in zip(self.taken, values, strict=True):
             leaves[number] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        return closed(pytree.tree_unflatten(leaves, self.spec))
 
     def _ordered(self, tree: Any) -> Any:
         """A dictionary in the order of its keys at capture."""
@@ -104,6 +110,12 @@ def _texts(tree: Any) -> tuple[str, ...]:
     """Every leaf in words, behind its place in the tree; a tensor alone has none."""
     named, _ = pytree.tree_flatten_with_path(tree)
     return tuple(f"{pytree.keystr(place)} {_text(leaf)}".strip() for place, leaf in named)
+
+
+def _lengths(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The different lengths of tensors of whole numbers, (samples, length)."""
+    rows = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 2)
+    return tuple(sorted({row.shape[1] for row in rows if row.dtype in _WHOLE}))
 
 
 def _text(leaf: Any) -> str:

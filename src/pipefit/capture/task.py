@@ -8,10 +8,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 
+from pipefit.capture.refused_modules import LAZY_REMEDY
+from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.training import Precision
 
+_CALLABLE = {
+    "module": "an nn.Module or a function that builds one",
+    "batch": "a function of the batch size that returns (inputs, targets)",
+    "optimizer": "a function of parameter groups that returns a torch.optim optimizer, such as its class",
+}
 ParameterOptions = Callable[[str, nn.Parameter], dict[str, Any]]
 Granularity = Literal["blocks", "halves", "operations"]
 
@@ -53,10 +61,48 @@ class Task:
     granularity: Granularity = field(kw_only=True, default="blocks")
     name: str = field(kw_only=True, default="model")
 
+    def __post_init__(self) -> None:
+        for name in ("module", "batch", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {_a(getattr(self, name))}")
+        if self.loss is not None and not callable(self.loss):
+            raise UsageError(
+                f"loss of a Task must be a function of (outputs, targets), or None where the module computes it, not "
+                f"{_a(self.loss)}"
+            )
+
+        if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
+            raise UsageError(
+                "loss of a Task has parameters, which no stage would train: make it a part of the module, which then "
+                "returns the loss, and give loss=None"
+            )
+
     def build(self) -> nn.Module:
         """The module itself, in the task's precision; a factory is called."""
-        module = self.module if isinstance(self.module, nn.Module) else self.module()
+        module = self.module if isinstance(self.module, nn.Module) else self._made()
         return module if self.dtype is None else module.to(self.dtype)
+
+    def _made(self) -> nn.Module:
+        """What the factory builds.
+
+        Raises:
+            UsageError: it fails, or builds something other than a module.
+        """
+        assert not isinstance(self.module, nn.Module)
+        try:
+            made = self.module()
+        except (PipefitError, DataDependentOutputException):  # the latter: it reads numbers from tensors without bytes
+            raise
+        except Exception as error:
+            remedy = (
+                LAZY_REMEDY
+                if "UninitializedParameter" in str(error)
+                else "if it does not without pipefit, pass the module itself, built"
+            )
+            raise UsageError(f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}") from error
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"the function that builds {self.name} returned {_a(made)}: it must return an nn.Module")
+        return made
 
     def cast(self, tensor: Tensor) -> Tensor:
         """`tensor` in the task's precision, if it holds floating-point numbers."""
@@ -82,3 +128,8 @@ class Task:
             return None
         found: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))
         return found
+
+
+def _a(value: object) -> str:
+    """What a value is, for people."""
+    return "None" if value is None else f"a {type(value).__name__}"

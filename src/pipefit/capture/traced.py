@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.cuts import pieces
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, plain, role, sweep, value
+from pipefit.capture.flat import flatten, plain, role, value
 from pipefit.capture.flow import Flow
 from pipefit.capture.graph_layer import GraphLayer, layer_class, write
 from pipefit.capture.structure import Tree
@@ -33,7 +32,7 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
         UsageError: it cannot be traced, or returns no loss where it should.
     """
     shape = Tree.of("the inputs", inputs)
-    program = export(module, task.name, inputs)
+    program = export(module, task.name, inputs, own_loss=task.loss is None)
     graph = flatten(program, task.name)
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)
@@ -84,32 +83,11 @@ def _end(task: Task, program: ExportedProgram, graph: fx.Graph) -> Tree:
     assert spec is not None
     leaves = list(end.args[0])  # type: ignore[arg-type]
     if task.loss is None:
-        loss = leaves[_loss_number(task.name, pytree.tree_unflatten(list(range(len(leaves))), spec), leaves)]
-        end.args = ((loss,),)
-        sweep(graph)
-        return Tree.of("the outputs", value(loss))
+        return Tree.of("the outputs", value(leaves[0]))
     taken = tuple(number for number, leaf in enumerate(leaves) if isinstance(leaf, fx.Node))
-    if not taken:
-        raise UsageError(f"{task.name} returns no tensor: there is nothing to take a loss of; return one")
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     end.args = (tuple(leaves[number] for number in taken),)
     return Tree("the outputs", spec, taken, constants)
-
-
-def _loss_number(name: str, numbered: Any, leaves: Sequence[Any]) -> int:
-    """Which leaf of the outputs is the loss."""
-    found = numbered if isinstance(numbered, int) else getattr(numbered, "loss", None)
-    if found is None and isinstance(numbered, dict):
-        found = numbered.get("loss")
-    tensor = value(leaves[found]) if isinstance(found, int) and isinstance(leaves[found], fx.Node) else None
-    if not isinstance(tensor, Tensor) or tensor.numel() != 1:
-        what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(numbered).__name__
-        raise UsageError(
-            f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
-            "give the labels among the inputs, or Task(..., loss=...)"
-        )
-    assert isinstance(found, int)
-    return found
 
 
 def _taken(shape: Tree, program: ExportedProgram, inputs: Any, first: Sequence[fx.Node]) -> Tree:

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
-from pipefit.capture.caller import refuse_compiled
-from pipefit.capture.copying import copied
+from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
 from pipefit.fake.target import FakeTarget
@@ -22,9 +21,10 @@ def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool =
 
     An existing module is copied, not changed.
     """
-    module = task.module if isinstance(task.module, nn.Module) else _built(task)
-    refuse_compiled(module, task.name)  # a copy does not show it
-    module = copied(module, fake.fake)
+    with fake.assuming_nothing():
+        module = task.module if isinstance(task.module, nn.Module) else _built(task)
+    refuse_module(module, task.name)  # before it is copied, for a copy does not show all
+    module = copy_of(module, task.name, fake.fake)
     _start_counting(module, fake)
     return capture(replace(task, module=in_mode(module, training)), *sample)
 

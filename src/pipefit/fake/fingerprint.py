@@ -64,6 +64,7 @@ def fingerprint(task: Task, chain: Chain) -> Fingerprinted:
         optimizer=type(optimizer).__qualname__,
         options=options(optimizer.defaults),
         groups="" if task.groups is None else digest(repr(list(_groups(task, chain))), _DIGITS),
+        lengths=chain.inputs.lengths,
     )
     return Fingerprinted(found, digest(repr([sizes for _, sizes in layers])))
 

@@ -1,8 +1,8 @@
 """Shape functions of a few training kernels that torch cannot run on fake tensors.
 
-They are fused optimizers, the fused GRU cell and margin losses. Fake tensors need a function from input shapes to
-output shapes for every operator. For an operator without one, torch would run the real kernel on zeros as large as the
-model; a `FakeTarget` refuses that and names the operator.
+They are fused optimizers, the fused GRU cell, margin losses and the backward of CTC. Fake tensors need a function from
+input shapes to output shapes for every operator. For an operator without one, torch would run the real kernel on zeros
+as large as the model; a `FakeTarget` refuses that and names the operator.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ _SHAPES = {
     "_fused_adamw_.tensor_lr": _in_place,
     "_fused_adagrad_": _in_place,
     "_fused_adagrad_.tensor_lr": _in_place,
+    "_ctc_loss_backward.Tensor": _loss_backward,
     "multi_margin_loss_backward": _loss_backward,
     "multilabel_margin_loss_backward": _loss_backward,
     "_thnn_fused_gru_cell": _gru_cell,

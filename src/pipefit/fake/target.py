@@ -27,6 +27,7 @@ Not imitated:
   choice of attention under `torch.inference_mode`.
 
 An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
+Of operations that depend on values something is assumed (`by_value`).
 
 Torch's private interfaces to fake devices are used only here, in `attention_choice` and in `missing_shapes`;
 `tests/fake/test_target.py` lists each of them.
@@ -35,20 +36,30 @@ Torch's private interfaces to fake devices are used only here, in `attention_cho
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+)
 from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
+from pipefit.fake.by_value import assumed, unknown
 from pipefit.fake.missing_shapes import register_missing_shapes
+from pipefit.fake.products import check_product
+from pipefit.kernels import KernelMemory
 
 Target = Literal["cpu", "cuda"]
 
@@ -96,6 +107,20 @@ class FakeTarget:
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
+    @contextmanager
+    def assuming_nothing(self) -> Iterator[None]:
+        """Inside, an operation whose result depends on values raises an exception, instead of what `by_value` says."""
+        self._mode.assumes = False
+        try:
+            yield
+        finally:
+            self._mode.assumes = True
+
+    @property
+    def unknown(self) -> KernelMemory:
+        """The operations met so far of which something had to be assumed, because they depend on values."""
+        return KernelMemory(kernels=tuple(map(unknown, self._mode.by_value)))
+
     def set_value(self, tensor: Tensor, value: int) -> None:
         """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
         with _disable_current_modes():
@@ -117,6 +142,19 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_fallback_kernels=False)  # a fallback would compute, on real zeros
         register_missing_shapes()
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
+        self.assumes, self.by_value = True, dict[Any, None]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_product(func, args)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            with self:
+                found = assumed(func, args) if self.assumes else None
+            if found is None:
+                raise
+            self.by_value[func] = None
+            return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
         return self  # a copied fake tensor, as `nn.TransformerEncoder` makes of its layer, stays in the mode it is in

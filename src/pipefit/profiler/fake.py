@@ -18,17 +18,21 @@ from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
+from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.held import SharedStorage, shared_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
-from pipefit.capture.sample import sample
+from pipefit.capture.refused_runs import why
+from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.errors import PipefitError, UsageError
+from pipefit.fake.by_value import reading_at_most
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
+from pipefit.kernels import KernelMemory
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
 from pipefit.profiler.arriving import Layouts, dense
@@ -48,6 +52,7 @@ def profile_fake(
 ) -> ModelProfile:
     """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
     like = sample(task, microbatch_size)
+    check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
@@ -72,7 +77,8 @@ def profile_fake(
             shared_buffers=survey.shared_buffers(chain),
         )
     found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
-    return found if kernels is None else _with_kernels(found, kernels)
+    found = found if kernels is None else _with_kernels(found, kernels)
+    return replace(found, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *found.kernels.kernels)))
 
 
 def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
@@ -105,25 +111,28 @@ def _profile(
     )
 
 
+def _is_trained(chain: Chain) -> bool:
+    """Whether a layer has a parameter that is trained."""
+    return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
+
+
 @contextmanager
-def _named(name: str, module: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, an exception of a layer becomes an error that names the layer.
+def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
 
     Raises:
-        UsageError: the layer, or its optimizer, raised an exception.
+        UsageError: the layer, the loss or the optimizer raised an exception.
     """
     try:
-        with refusing(traced=False):
+        with refusing(traced=False), torch_draws_alone(), reading_at_most():
             yield
     except PipefitError:
         raise
     except Refusal as refusal:
-        raise UsageError(f"layer {name} ({type(module).__name__}) cannot be planned: {refusal}") from refusal
+        raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
-        raise UsageError(
-            f"layer {name} ({type(module).__name__}) cannot be run on {shapes}: {in_one_line(error)}"
-        ) from error
+        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}") from error
 
 
 class _Survey:
@@ -162,7 +171,7 @@ class _Survey:
 
         shared = [p for p in layer.module.parameters() if id(p) in self._shared]
         meter = LayerMeter(call, layer.module, values, self.kernels, shared)
-        with _named(layer.name, layer.module, values), unchanged_constants(layer.module):
+        with _named(f"layer {layer.name} ({type(layer.module).__name__})", values), unchanged_constants(layer.module):
             cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
         self._meters.append((meter, dense(outputs), meter.layouts))
         self.kinds.append(replace(cost, packing=layer.packing))
@@ -275,8 +284,13 @@ class _Survey:
             return (chain.loss(inputs[:count], inputs[count:]),)
 
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
-        with _named("(loss)", nn.Module(), [*values, *targets]):
-            cost, _ = meter.measure(self.optimizer)
+        with _named(f"the loss of {self.task.name}", [*values, *targets]):
+            cost, (found,) = meter.measure(self.optimizer)
+        if not found.requires_grad and _is_trained(chain):
+            raise UsageError(
+                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
+                "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
+            )
         return replace(cost, packing=chain.packing), meter.layouts[:count]
 
 

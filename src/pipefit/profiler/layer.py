@@ -120,9 +120,9 @@ class _Storages:
 class LayerMeter:
     """Measures `call` (a layer, or the loss) with the parameters of `module`, on inputs like `inputs`.
 
-    `shared` are those of its trained parameters that other layers have too. `owner` has the plain attributes that a call
-    may change; by default it is `module`. After a measurement `changed_buffers` are the names of the buffers that a
-    forward changes, and `layouts` tells how the gradients of the inputs lie.
+    `shared` are those of its trained parameters that other layers have too. `owner` has the plain attributes that a
+    call may change; by default it is `module`. After a measurement `changed_buffers` are the names of the buffers that
+    a forward changes, and `layouts` tells how the gradients of the inputs lie.
     """
 
     def __init__(

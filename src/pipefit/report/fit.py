@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes
@@ -17,14 +18,15 @@ def describe_fit(fit: Fit) -> list[Block]:
 def _head(fit: Fit) -> Iterator[str]:
     plan = fit.best.plan
     training = plan.training
-    size = f" ({fit.best.value} bytes)" if fit.grown == "memory" else ""
+    nbytes = f" ({fit.best.value} bytes)" if fit.grown == "memory" else ""
     yield (
-        f"{fit.named(fit.best.value)}{size} is the {fit.sense} that fits: {plan.profile.model} of "
+        f"{fit.named(fit.best.value)}{nbytes} is the {fit.sense} that fits: {plan.profile.model} of "
         f"{fit.best.parameters:,} parameters on {plan.cluster}"
     )
     recompute = ", recomputed" if plan.decisions else ""
+    size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
-        f"{training.schedule}, {training.microbatches} microbatches of {training.microbatch_size}, "
+        f"{training.schedule}, {training.microbatches} microbatches of {size}, "
         f"{training.precision}{recompute}, kernels of {plan.profile.assumptions.target}"
     )
 

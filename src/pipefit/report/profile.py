@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from pipefit.additive_costs import AdditiveCosts
+from pipefit.fingerprints import samples
 from pipefit.kernels import KernelMemory
 from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.tables import Block, Table
@@ -56,8 +57,9 @@ def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
     named = enumerate(zip(profile.layers, measurement.costs, strict=True))
     rows = [_layer_row(str(number), name, cost) for number, (name, cost) in named]
     rows.append(_layer_row("", "(loss)", measurement.loss))
+    size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
     columns = ("layer", "name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
-    return Table(columns, tuple(rows), title=f"a microbatch of {measurement.microbatch_size}")
+    return Table(columns, tuple(rows), title=f"a microbatch of {size}")
 
 
 def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:

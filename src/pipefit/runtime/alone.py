@@ -84,7 +84,7 @@ class LoneStages:
                 for _ in range(steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)
-                    cut = cut_batch(plan.training, *flat)
+                    cut = cut_batch(plan, *flat)
                     run_in_turn([runner], cut.inputs, cut.targets)
         finally:
             for layer in (layer for each in runner.stages.values() for layer in each.layers):

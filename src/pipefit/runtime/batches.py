@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiles import Value
 from pipefit.runtime.runner import Microbatch
-from pipefit.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +22,13 @@ class Cut:
     sizes: tuple[int, ...]
 
 
-def cut_batch(training: Training, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Cut:
+def cut_batch(plan: Plan, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Cut:
     """`inputs` and `targets`, cut along dimension 0.
 
     Raises:
-        UsageError: they hold no samples, different numbers, or more than the plan trains.
+        UsageError: they hold no samples, different numbers, or more than the plan trains; or samples of another shape.
     """
+    training, measurement = plan.training, plan.measurement
     counts = {value.shape[0] if value.ndim else 0 for value in (*inputs, *targets)}
     if len(counts) != 1:
         raise UsageError(f"the tensors of a batch must hold equally many samples, not {sorted(counts)}")
@@ -36,9 +38,26 @@ def cut_batch(training: Training, inputs: Sequence[Tensor], targets: Sequence[Te
             f"the batch holds {samples} samples, but the plan trains batches of {training.batch_size}: "
             "make a plan for this batch size"
         )
+    _check_shapes("inputs", inputs, measurement.costs[0].inputs)
+    _check_shapes("targets", targets, measurement.loss.inputs[len(measurement.costs[-1].outputs) :])
     size = training.microbatch_size
     sizes = [size] * (samples // size) + ([samples % size] if samples % size else [])
     return Cut(inputs=_pieces(inputs, sizes), targets=_pieces(targets, sizes), sizes=tuple(sizes))
+
+
+def _check_shapes(what: str, tensors: Sequence[Tensor], planned: Sequence[Value]) -> None:
+    """Check that the samples in `tensors` have the shapes that the plan was made for.
+
+    Raises:
+        UsageError: one has another; names it.
+    """
+    for number, (tensor, value) in enumerate(zip(tensors, planned, strict=True)):
+        if tensor.shape[1:] != value.shape[1:]:
+            own, wanted = (f"({', '.join(('n', *map(str, shape[1:])))})" for shape in (tensor.shape, value.shape))
+            raise UsageError(
+                f"tensor {number} of the {what} of this batch has the shape {own}, but the plan is for {wanted}, as "
+                "its memory depends on it: pad or cut the samples, or profile and plan the task with such batches"
+            )
 
 
 def _pieces(values: Sequence[Tensor], sizes: list[int]) -> list[Microbatch]:

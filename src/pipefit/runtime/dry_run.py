@@ -7,6 +7,7 @@ certified before anyone pays for a GPU.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
+from pipefit.errors import PipefitWarning
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
@@ -60,6 +62,8 @@ def certify(
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
+    if gap := fake.unknown.gap:
+        warnings.warn(gap, PipefitWarning, stacklevel=2)
     return Trace(
         source="dry run",
         steps=steps,

@@ -146,8 +146,9 @@ class Trainer:
         """
         began = self._clock()
         with recording("training"):
-            given = self._cut(pair(batch, "a step takes"))
-            refuse_gradients(batch, self.task.name)
+            both = pair(batch, "a step takes")
+            refuse_gradients(both, self.task.name)
+            given = self._cut(both)
             if self._accumulated == 0:
                 self._drop_gradients()
             update = self._accumulated + 1 == self.accumulate
@@ -205,7 +206,7 @@ class Trainer:
     def _cut(self, batch: tuple[Any, Any]) -> Cut:
         """`batch` in microbatches."""
         given, wanted = batch
-        return cut_batch(self.plan.training, self.chain.flatten(given), self.chain.flatten_targets(wanted))
+        return cut_batch(self.plan, self.chain.flatten(given), self.chain.flatten_targets(wanted))
 
     def _drop_gradients(self) -> None:
         """Drop gradients from before the step, such as the caller's own, which must not enter its update."""

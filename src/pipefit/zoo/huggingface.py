@@ -92,7 +92,7 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
         if key.startswith("_") or key not in names:
             raise UsageError(f"hf:{name} has no setting {key!r}{_closest(key, [*names, *_OWN])}")
     try:
-        config = transformers.AutoConfig.for_model(name, **{"use_cache": False, **settings})
+        config = transformers.AutoConfig.for_model(name, **settings)
     except Exception as error:
         raise UsageError(f"hf:{name}: {' '.join(str(error).split())[:300]}") from error
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:

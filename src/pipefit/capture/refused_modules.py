@@ -1,0 +1,93 @@
+"""Modules that cannot be captured, whatever their forward does: refused by name before anything is copied or traced.
+
+Made in inference mode, compiled, scripted, quantised, or without shapes yet. And modules that cannot be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+
+from pipefit.capture.copying import copied
+from pipefit.errors import UsageError, in_one_line
+
+
+def refuse_module(module: nn.Module, name: str) -> None:
+    """Check that `module`, the model `name`, is one that can be planned and trained.
+
+    Raises:
+        UsageError: a part of it is not; names the part, the reason and the way out.
+    """
+    for place, part in module.named_modules():
+        for reason in filter(None, (refused(part) for refused in _REASONS)):
+            raise UsageError(f"{f'{place} of {name}' if place else name} {reason}")
+    for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{place} of {name} has no shape yet, as in lazy modules before their first call: {LAZY_REMEDY}"
+            )
+        if tensor.is_inference():
+            raise UsageError(
+                f"{place} of {name} was made inside torch.inference_mode(), where no tensor can be trained: make the "
+                "model outside of it"
+            )
+
+
+LAZY_REMEDY = (
+    "write the sizes out (Linear for LazyLinear), or call the module on a small batch and pass the module itself"
+)
+
+
+def copy_of(module: nn.Module, name: str, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `module`, the model `name`, with each tensor replaced by what `convert` makes of it.
+
+    Raises:
+        UsageError: it cannot be copied; names the innermost part that cannot.
+    """
+    try:
+        return copied(module, convert)
+    except Exception as error:
+        place, part = _innermost(module, convert)
+        raise UsageError(
+            f"{f'{place} of {name}' if place else name} ({type(part).__name__}) cannot be copied "
+            f"({in_one_line(error)}), and a profile is made of a copy: give it a __deepcopy__, or pass a function that "
+            "builds the module"
+        ) from error
+
+
+def _innermost(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> tuple[str, nn.Module]:
+    """The last part, from outside to inside, that cannot be copied."""
+    found = "", module
+    for place, part in module.named_modules():
+        try:
+            copied(part, convert)
+        except Exception:  # noqa: BLE001 -- whatever a copy of the user's part raises
+            found = place, part
+    return found
+
+
+def _compiled(part: nn.Module) -> str:
+    if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+        return "is compiled by torch.compile, so that its memory is unknown: give pipefit the module as it was before"
+    return ""
+
+
+def _scripted(part: nn.Module) -> str:
+    if isinstance(part, ScriptModule):
+        return (
+            "is a TorchScript module (torch.jit.script or torch.jit.trace), which can be neither copied nor followed: "
+            "give pipefit the module as it was before"
+        )
+    return ""
+
+
+def _quantised(part: nn.Module) -> str:
+    if type(part).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
+        return f"is a quantised {type(part).__name__}, which cannot be trained: train the module as it was before"
+    return ""
+
+
+_REASONS = (_compiled, _scripted, _quantised)

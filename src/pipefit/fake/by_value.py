@@ -1,0 +1,92 @@
+"""What operations return whose results depend on values, over fake tensors that have none.
+
+As if every mask selected all of its tensor and every condition held, which for a loop over experts means that each of
+them is given every token. A layer that its author wrote may do this, in `pipefit.chain`; what a peak is with other
+values is unknown, so the operations are kept by name, and profiles and plans say so. Numbers that are read are ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.kernels import Kernel
+
+aten = torch.ops.aten
+
+_MOST_READ = 20_000  # numbers, by a layer in all of its runs
+_left: ContextVar[list[int] | None] = ContextVar("how many numbers the layer that runs may still read", default=None)
+_REASON = "it depends on values: counted as if every mask selected all and every condition held"
+
+
+def assumed(func: Any, args: tuple[Any, ...]) -> Any:
+    """What `func(*args)` returns by these assumptions; None where nothing can be assumed. Call it under a fake mode."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(*args)
+
+
+def unknown(func: Any) -> Kernel:
+    """The operation as one whose memory is not known."""
+    return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
+
+
+@contextmanager
+def reading_at_most(most: int = _MOST_READ) -> Iterator[None]:
+    """Inside, a layer runs. One that reads more numbers than that loops for as long as a condition holds: for ever.
+
+    Raises:
+        RuntimeError: it has read more.
+    """
+    token = _left.set([most])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _number(tensor: Tensor) -> bool | int | float:
+    left = _left.get()
+    if left is not None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
+    return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    """Laid out as kernels do it: one dimension after the other."""
+    return torch.empty((tensor.ndim, tensor.numel()), dtype=torch.int64, device=tensor.device).t()
+
+
+def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(aten.broadcast_tensors.default([tensor, mask])[0].numel())
+
+
+def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Masks among the indices become the places of all their elements."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        places += _nonzero(index).unbind(1) if index is not None and index.dtype is torch.bool else (index,)
+    found: Tensor = aten.index.Tensor(tensor, places)
+    return found
+
+
+def _ctc(log_probabilities: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The losses, and for each the logarithms of alpha: two for every target as long as there may be, and one more."""
+    steps, samples = log_probabilities.shape[:2]
+    longest = targets.shape[1] if targets.ndim == 2 else targets.numel()
+    return log_probabilities.new_empty(samples), log_probabilities.new_empty(samples, steps, 2 * longest + 1)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _number,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _selected,
+    aten.index.Tensor: _indexed,
+    aten._ctc_loss.Tensor: _ctc,
+}

@@ -1,0 +1,232 @@
+"""Hugging Face models go in as they are: trained to the numbers of a plain loop, and left as they were."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BatchEncoding
+
+from pipefit.capture import Task, capture
+from pipefit.capture.sample import sample
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pretrained_models import PRETRAINED, REFUSED, WORDS, Inputs, language, tokens, transcribed
+from random_cases import random_plan
+
+STEPS, SIZE, COUNT = 3, 2, 2
+SAMPLE = ("gpt2", "mixtral", "clip")  # the others take a minute
+NAMES = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.gallery) for name in PRETRAINED]
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batches(inputs: Any, *, count: int = STEPS) -> list[Inputs]:
+    """Keyword arguments for every step."""
+    found = []
+    for step in range(count):
+        torch.manual_seed(step)
+        found.append(inputs(SIZE * COUNT))
+    return found
+
+
+def microbatches(batch: Inputs) -> Iterator[Inputs]:
+    """The batch in parts; flags are the same in all."""
+    for start in range(0, SIZE * COUNT, SIZE):
+        yield {name: item[start : start + SIZE] if isinstance(item, Tensor) else item for name, item in batch.items()}
+
+
+def trained_plainly(module: nn.Module, steps: list[Inputs], *, last_first: bool) -> list[float]:
+    """Losses of a loop over microbatches without pipefit, which calls the module and its own loss."""
+    optimizer, means = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
+    for batch in steps:
+        losses = [module(**inputs).loss for inputs in microbatches(batch)]
+        for loss in reversed(losses) if last_first else losses:
+            (loss / COUNT).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        means.append(torch.stack([loss.detach() for loss in losses]).mean().item())
+    return means
+
+
+def tolerance(plan: Plan) -> dict[str, float]:
+    """To the bit, but where stages add up the gradients of a parameter that they share."""
+    shared = plan.measurement.shared and len(plan.stages) > 1
+    return {"rtol": 1e-3, "atol": 1e-5} if shared else {"rtol": 0.0, "atol": 0.0}
+
+
+@pytest.mark.filterwarnings("ignore:peaks are without")  # of operators of transformers
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_as_it_is(name: str) -> None:
+    """A model with its default configuration and its own loss trains as in a plain loop, and keeps its settings."""
+    made = PRETRAINED[name]
+    ours, theirs = made.build(), made.build()
+    before = repr(ours.config)
+    task = Task(ours, batch=lambda size: (made.inputs(size), None), loss=None, optimizer=SGD)
+    plan = random_plan(profile(task, microbatch_size=SIZE), Random(name), microbatches=COUNT)
+    trainer, steps = Trainer(task, plan), batches(made.inputs)
+    losses = [trainer.step((batch, None)) for batch in steps]
+    expected = trained_plainly(theirs, steps, last_first=plan.training.schedule == "torchgpipe")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+    trained = trainer.state_dict()
+    assert trained.keys() == theirs.state_dict().keys()
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(trained[key], tensor, **tolerance(plan), msg=lambda text, key=key: f"{key}: {text}")
+    assert repr(ours.config) == before
+
+
+def test_the_cache_is_no_part_of_training() -> None:
+    """No layer computes a cache: the code is that of a model whose configuration asks for none."""
+    codes = []
+    for use_cache in (True, False):
+        model = PRETRAINED["gpt2"].build()
+        model.config.use_cache = use_cache
+        task = Task(model, batch=lambda size: (language(size), None), loss=None)
+        codes.append([layer.module.generated_code for layer in capture(task, *sample(task, SIZE)).layers])
+        assert model.config.use_cache is use_cache
+    assert codes[0] == codes[1]
+
+
+def test_a_loss_of_ones_own() -> None:
+    """A loss outside is given the model's own output class; a batch may be what a tokenizer returns."""
+    ours = PRETRAINED["gpt2"].build()
+    theirs = copy.deepcopy(ours)
+    seen = []
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(type(outputs).__name__)
+        return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+    def batch(size: int) -> tuple[BatchEncoding, Tensor]:
+        found = language(size)
+        return BatchEncoding({"input_ids": found["input_ids"]}), found["labels"]
+
+    task = Task(ours, batch=batch, loss=loss, optimizer=SGD)
+    plan = random_plan(profile(task, microbatch_size=SIZE), Random(3), microbatches=1)
+    torch.manual_seed(0)
+    inputs, targets = batch(SIZE)
+    found = Trainer(task, plan).step((inputs, targets))
+    assert set(seen) == {"CausalLMOutputWithCrossAttentions"}
+    expected = F.cross_entropy(theirs(inputs["input_ids"]).logits.flatten(0, 1), targets.flatten())
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_what_is_asked_for_is_not_overruled() -> None:
+    """A cache that a batch asks for is computed, and refused where a loss outside would be given it."""
+    model = PRETRAINED["gpt2"].build()
+
+    def task(loss: Any) -> Task:
+        return Task(model, batch=lambda size: ({"input_ids": tokens(size), "use_cache": True}, None), loss=loss)
+
+    with pytest.raises(UsageError, match=r"it returns a DynamicCache as \['past_key_values'\].*use_cache=False"):
+        capture(task(lambda outputs, _: outputs.logits.mean()), *sample(task(None), SIZE))
+
+
+def test_attention_that_cannot_be_followed_is_named() -> None:
+    """Flexible attention is refused with the line, and with the kind of attention that can be traced."""
+    model = PRETRAINED["llama"].build()
+    model.set_attn_implementation("flex_attention")  # type: ignore[operator]
+    task = Task(model, batch=lambda size: (language(size), None), loss=None)
+    with pytest.raises(UsageError, match=r"self_attn .*\.py:\d+.*set_attn_implementation\('sdpa'\)"):
+        capture(task, *sample(task, SIZE))
+
+
+def test_a_model_inside_ones_own() -> None:
+    """A module of one's own around a Hugging Face model may return whatever it likes beside its loss."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.head = PRETRAINED["gpt2"].build(), nn.Linear(WORDS, 3)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            outputs = self.model(input_ids, labels=labels, use_cache=True)
+            return {"loss": outputs.loss + self.head(outputs.logits).mean(), "cache": outputs.past_key_values}
+
+    task = Task(Around, batch=lambda size: (language(size), None), loss=None)
+    assert "model.transformer.h.1" in [layer.name for layer in capture(task, *sample(task, SIZE)).layers]
+
+
+def test_outputs_without_names_have_a_loss_too() -> None:
+    """A model that was told to return tuples is asked for names while it is traced, and for nothing afterwards."""
+    model = PRETRAINED["bert-classes"].build()
+    model.config.return_dict = False
+    task = Task(model, batch=lambda size: (PRETRAINED["bert-classes"].inputs(size), None), loss=None)
+    found = capture(task, *sample(task, SIZE))
+    assert found.outputs is not None and model.config.return_dict is False
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "wav2vec2",
+            ("module wav2vec2.encoder", "set layerdrop=0.0 and apply_spec_augment=False in the model's config"),
+        ),
+        ("augmented", ("module wav2vec2", "draws random numbers from", "set apply_spec_augment=False")),
+        ("ctc", ("modeling_wav2vec2.py:", "leave the labels out of the inputs and give Task(..., loss=...)")),
+    ],
+)
+def test_what_cannot_be_traced_has_a_way_out(name: str, words: tuple[str, ...]) -> None:
+    """A refusal names the module, the line, and the setting or the argument that makes it work."""
+    made = REFUSED[name]
+    task = Task(made.build(), batch=lambda size: (made.inputs(size), None), loss=None)
+    with pytest.raises(UsageError) as refused:
+        capture(task, *sample(task, SIZE))
+    assert all(word in str(refused.value) for word in (*words, ".py:"))
+
+
+@pytest.mark.filterwarnings("ignore:peaks are without")  # of the CTC loss
+def test_the_way_out_of_labels_that_are_checked() -> None:
+    """A CTC loss outside the model trains as the model's own loss does in a plain loop."""
+    ours, theirs = REFUSED["ctc"].build(), REFUSED["ctc"].build()
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        letters = outputs.logits.log_softmax(-1).transpose(0, 1)
+        lengths = (torch.full((len(targets),), size) for size in (len(letters), targets.shape[1]))
+        return F.ctc_loss(letters, targets, *lengths)
+
+    def batch(size: int) -> tuple[Inputs, Tensor]:
+        found = transcribed(size)
+        return {"input_values": found["input_values"]}, found["labels"]
+
+    theirs.config.ctc_loss_reduction = "mean"
+    task = Task(ours, batch=batch, loss=loss, optimizer=SGD)
+    found = profile(task, microbatch_size=SIZE)
+    assert any("_ctc_loss" in kernel.operation for kernel in found.kernels.unknown)
+    plan = random_plan(found, Random(1), microbatches=COUNT)
+    trainer, steps = Trainer(task, plan), batches(transcribed)
+    losses = [trainer.step(({"input_values": step["input_values"]}, step["labels"])) for step in steps]
+    expected = trained_plainly(theirs, steps, last_first=plan.training.schedule == "torchgpipe")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
+
+
+def test_transformers_is_not_imported() -> None:
+    """Capturing a model that is none of theirs does not import transformers."""
+    code = (
+        "import sys, torch; from pipefit.capture import Task, capture; from pipefit.capture.sample import sample\n"
+        "task = Task(torch.nn.Bilinear(2, 2, 2), batch=lambda n: ((torch.ones(n, 2), torch.ones(n, 2)), None),"
+        " loss=lambda outputs, _: outputs.sum())\n"
+        "capture(task, *sample(task, 1)); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

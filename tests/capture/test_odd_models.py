@@ -1,0 +1,167 @@
+"""Oddities that look as if they had to be refused, and are trained to the numbers of a plain loop instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from pipefit.capture import Task
+from pipefit.capture.model import chain
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from random_cases import random_plan
+
+SIZE, COUNT, STEPS = 2, 2, 3
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Model(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.inner(self.first(x)))
+        return out
+
+
+class Nested(Model):
+    """Takes its input in pieces, and returns texts and None beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU())
+
+    def forward(self, x: Any, *, more: Any) -> Any:  # type: ignore[override]
+        return {"logits": super().forward(x["a"]["b"] + more[0]), "name": "nested", "nothing": None}
+
+
+class Listed(nn.Module):
+    """Parameters in a list and in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(8) for _ in range(3))
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(8))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x + self.named["bias"]
+
+
+class Fourier(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=8)
+
+
+class There(nn.Module):
+    """To frequencies, which are complex and cross to the next layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x)
+
+
+class Back(nn.Module):
+    """And back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(x, n=8)
+
+
+def batch(size: int) -> tuple[Any, Any]:
+    """Made-up regression data."""
+    return torch.randn(size, 8), torch.randn(size, 8)
+
+
+def nested(size: int) -> tuple[Any, Any]:
+    """The same in pieces."""
+    pieces = {"x": {"a": {"b": torch.randn(size, 8)}}, "more": [torch.randn(size, 8)]}
+    return pieces, (torch.randn(size, 8),)
+
+
+def speech(size: int) -> tuple[Any, Any]:
+    """Frames, with letters and how many of them there are."""
+    return torch.randn(size, 12, 8), (torch.randint(1, 8, (size, 4)), torch.randint(1, 5, (size,)))
+
+
+def letters(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    """The CTC loss."""
+    frames = torch.full((len(outputs),), outputs.shape[1])
+    return F.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), targets[0], frames, targets[1])
+
+
+@pytest.fixture
+def make() -> Callable[[str], Task]:
+    """The tasks by name; they are made where warnings of old interfaces are caught."""
+
+    def task(name: str) -> Task:
+        torch.manual_seed(1)
+        base = Task(Model(nn.ReLU()), batch=batch, loss=F.mse_loss, optimizer=SGD)
+        match name:
+            case "old weight norm":
+                return replace(base, module=Model(nn.utils.weight_norm(nn.Linear(8, 8))))  # type: ignore[no-untyped-call]
+            case "lists of parameters":
+                return replace(base, module=Model(Listed()))
+            case "complex parameter":
+                return replace(base, module=Model(Fourier()))
+            case "complex values between layers":
+                return replace(base, module=chain([nn.Linear(8, 8), There(), Back(), nn.Linear(8, 8)]))
+            case "nested batch":
+                return replace(base, module=Nested(), batch=nested, loss=lambda o, t: F.mse_loss(o["logits"], t[0]))
+        return replace(base, batch=speech, loss=letters)
+
+    return task
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:peaks are without")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "old weight norm",
+        "lists of parameters",
+        "complex parameter",
+        "complex values between layers",
+        "nested batch",
+        "CTC loss",
+    ],
+)
+def test_oddities_are_trained(make: Callable[[str], Task], name: str) -> None:
+    """Losses and parameters are those of the plain loop, bit by bit."""
+    task, theirs = make(name), make(name).module
+    assert isinstance(theirs, nn.Module) and task.loss is not None
+    plan = random_plan(profile(task, microbatch_size=SIZE), Random(name), microbatches=COUNT)
+    trainer, optimizer = Trainer(task, plan), SGD(theirs.parameters())
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        whole = task.batch(SIZE * COUNT)
+        found = trainer.step(whole)
+        losses = []
+        for number in range(COUNT):
+            inputs, targets = pytree.tree_map(lambda tensor: tensor.split(SIZE)[number], whole)  # noqa: B023
+            losses.append(task.loss(theirs(**inputs) if isinstance(inputs, dict) else theirs(inputs), targets))
+        for loss in reversed(losses) if plan.training.schedule == "torchgpipe" else losses:
+            (loss / COUNT).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert found == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    trained = trainer.state_dict()
+    assert trained.keys() == theirs.state_dict().keys()
+    for key, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(trained[key], tensor, rtol=0.0, atol=0.0)
