@@ -82,8 +82,7 @@ def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sa
         raise
     except Exception as error:
         raise NotComparable(
-            f"{task.name} cannot be compared with its chain: as a plain module on the CPU it fails itself "
-            f"({in_one_line(error)})"
+            f"{task.name} itself, as a plain module on the CPU, fails in training ({in_one_line(error)})"
         ) from error
     return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 

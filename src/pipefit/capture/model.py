@@ -53,19 +53,23 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     return replace(found, layers=layers, autocast=task.autocast)
 
 
-def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
-    """The chain of a task's module as it trains, for microbatches of so many samples.
+def built(task: Task, *, seed: int = 0) -> Task:
+    """`task` with its module as it trains; the caller's random generator is left as it was.
 
-    The module is built after `torch.manual_seed(seed)`, so that every worker builds the same; the caller's generator is
-    left as it was.
+    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return replace(task, module=in_mode(task.build(), True))
+
+
+def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
+    """The chain of a task's module as it trains, for microbatches of so many samples; see `built`.
 
     Raises:
         UsageError: the module cannot be captured, or a batch is not as it should be.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        training = replace(task, module=in_mode(task.build(), True))
-        return capture(training, *sample(task, microbatch_size))
+    return capture(built(task, seed=seed), *sample(task, microbatch_size))
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
