@@ -25,7 +25,7 @@ from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.refusals import Refusal, refuse_export
-from pipefit.capture.refused_calls import refuse_hooks, refusing
+from pipefit.capture.refused_calls import RefusingStrangers, refuse_changes, refuse_hooks, refusing
 
 
 def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
@@ -39,10 +39,11 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         copied = _fake_copy(module, mode)
         paths = {part: path for path, part in copied.named_modules()}
         _update_replaced_buffers(copied)
+        refuse_changes(copied)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), kept_whole() as calls:
+            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)

@@ -1,7 +1,8 @@
 """From a task's module to its chain: by hand, or through `torch.export`.
 
-An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module is traced once, for
-the shapes of a sample, and cut between its own modules. Nothing is computed and nothing is allocated.
+An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module, and one with a
+forward or hooks of its own, is traced once, for the shapes of a sample, and cut between its own modules. Nothing is
+computed and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
             "pass at least one tensor"
         )
     wanted = None if targets is None else Tree.of("the targets", targets)
-    if isinstance(module, nn.Sequential):
+    if _is_chain(module):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
         _check_inputs(task.name, inputs, given)
         layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
@@ -79,6 +80,13 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     """
     named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
     return nn.Sequential(OrderedDict(named))
+
+
+def _is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether its parts in order are all that it does: a subclass may have a forward of its own, and hooks do more."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:

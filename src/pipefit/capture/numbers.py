@@ -85,11 +85,11 @@ class Numbers:
     @property
     def _refusal(self) -> str:
         told, rest = self.differences[:_TOLD], len(self.differences) - _TOLD
-        more = f"; and {rest} more" if rest > 0 else ""
+        more = f", and {rest} more" if rest > 0 else ""
         return (
-            f"{self.name} computes as a chain other numbers than as a module ({self.allowed:.0e} of the largest value "
-            f"is allowed): {'; '.join(map(str, told))}{more}. {self._cause}: change that, or give pipefit the parts "
-            "instead, pipefit.chain([...]) in the order they run"
+            f"{self.name} computes as a chain other numbers than as a module: {', '.join(map(str, told))}{more} "
+            f"({self.allowed:.0e} of the largest value is allowed); {self._cause}; change that, or give pipefit the "
+            "parts instead, pipefit.chain([...]) in the order they run"
         )
 
     @property
@@ -99,17 +99,17 @@ class Numbers:
         losses = [name for name in what if name.startswith("the loss")]
         if losses and losses[0] != _loss_name(0):
             return (
-                "Only the first microbatch has the same loss, so the forward keeps something from one call to the "
+                "only the first microbatch has the same loss, so the forward keeps something from one call to the "
                 "next, which the chain does not keep: a count, a tensor in an attribute, a parameter changed in place"
             )
         if losses:
             return (
-                "The forward is another, as where it depends on more than its inputs, parameters and buffers: on "
+                "the forward is another, as where it depends on more than its inputs, parameters and buffers: on "
                 "Python's state, on whether it is traced, on the data of a tensor (x.data)"
             )
         if any(name.startswith("the gradient") for name in what):
-            return "The forward is the same, so that a backward was lost on the way"
-        return "Losses and gradients are the same, so that the update of a buffer was lost on the way"
+            return "the forward is the same, so that a backward was lost on the way"
+        return "losses and gradients are the same, so that the update of a buffer was lost on the way"
 
 
 def compared(

@@ -51,6 +51,12 @@ def refuse_transform(name: str, node: fx.Node) -> NoReturn:
     _refuse_node(name, node, "it runs under torch.vmap or another transform of torch.func")
 
 
+def refuse_object(name: str, what: str) -> NoReturn:
+    """Say that model `name` computes with an object that is no tensor, such as a `torch.Generator`."""
+    reason = f"it computes with {what}, which is no tensor, such as a torch.Generator of its own"
+    raise UsageError(_sentence(name, "", "", f"{reason}; {REMEDY}"))
+
+
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Say why the operation `node` of model `name` cannot be part of a layer."""
     reason = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)"

@@ -1,7 +1,8 @@
 """What a forward may not call, refused while it is called: with the module and the line.
 
 Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model, besides,
-would lose what works by something other than operations: hooks on tensors, inference mode.
+would lose what works by something other than operations: hooks on tensors, inference mode. And it would repeat for ever
+what Python said while it was traced: a random number of Python's, a count in an attribute.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
+from pipefit.capture.random_state import python_state
 from pipefit.capture.refusals import REMEDY, Refusal
 
 _CHECKPOINT = (
@@ -32,6 +38,23 @@ _SAVED_HOOKS = (
     "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
     "leave them out, and let the plan recompute",
 )
+
+
+_DATA_SET = (
+    "it puts other data into a tensor (x.data = ...), which a trace loses",
+    "use x.copy_() under torch.no_grad()",
+)
+_PYTHON_DRAWS = (
+    "its forward draws from Python's random or numpy.random, and a trace would repeat what was drawn",
+    "draw from torch (torch.rand), as a tensor",
+)
+_STRANGER = (
+    "it computes with a parameter that none of its modules has, or that a function which holds the module reaches, and "
+    "a trace would never train that"
+)
+_REGISTER = "register it or freeze it (requires_grad_(False)), and make a lambda over self a method"
+_NUMBERS = (bool, int, float, str)
+_TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
 
 
 @contextmanager
@@ -56,7 +79,57 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+class RefusingStrangers(TorchFunctionMode):
+    """Inside, a forward that computes with a trained parameter which is not fake raises a `Refusal`.
+
+    What is traced is a copy of the module on fake tensors. A parameter of anything else would become a constant: one
+    that belongs to nobody, or the module's own, reached through a function that holds the module (a lambda over self).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, FakeTensor):
+                raise Refusal(_STRANGER, _REGISTER)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_changes(module: nn.Module) -> None:
+    """Let a forward of `module` end with a `Refusal` if it has done what a trace would repeat, not do again.
+
+    That is: it drew from a generator that is not torch's, or gave an attribute another number or text.
+    """
+    before: dict[str, Any] = {}
+
+    def begin(*_: Any) -> None:
+        before.update(draws=python_state(), settings=_settings(module))
+
+    def end(*_: Any) -> None:
+        if python_state() != before["draws"]:
+            raise Refusal(*_PYTHON_DRAWS)
+        for name, setting in _settings(module).items():
+            was = before["settings"].get(name, setting)
+            if was != setting:
+                raise Refusal(
+                    f"its forward changes the attribute {name!r} from {was!r} to {setting!r}, and a trace would repeat "
+                    "the first call",
+                    f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
+                )
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
+
+
+def _settings(module: nn.Module) -> dict[str, bool | int | float | str]:
+    """The numbers and texts among the attributes of a module and its parts."""
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, _NUMBERS)
+    }
+
+
+def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
     """Whose attribute is replaced by what."""
     yield checkpoint, "_checkpoint_without_reentrant_generator", _refuser(*_CHECKPOINT)
     yield checkpoint.CheckpointFunction, "apply", _refuser(*_CHECKPOINT)
@@ -67,6 +140,7 @@ def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Callable[..., Any
         yield torch.inference_mode, "__enter__", _refuse_inference
         yield Tensor, "register_hook", _refuser(*_TENSOR_HOOK)
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _refuser(*_SAVED_HOOKS)
+        yield Tensor, "data", property(_data, _set_data)
 
 
 def _refuser(reason: str, remedy: str) -> Callable[..., NoReturn]:
@@ -84,6 +158,26 @@ def _refuse_inference(context: torch.inference_mode) -> None:
 
 
 _enter_inference = torch.inference_mode.__enter__
+
+
+def _data(tensor: Tensor) -> Tensor:
+    """What `tensor.data` is for a model that is traced: an operation, which the trace sees."""
+    return tensor.detach() if _asked_by_a_model() else _DATA.__get__(tensor)
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    if _asked_by_a_model():
+        raise Refusal(*_DATA_SET)
+    _DATA.__set__(tensor, data)
+
+
+_DATA: Any = Tensor.__base__.__dict__["data"]
+
+
+def _asked_by_a_model() -> bool:
+    """Whether whoever asked for an attribute is a model's code, or a layer of torch.nn, and not torch's machinery."""
+    file = sys._getframe(2).f_code.co_filename
+    return file.startswith(_LAYERS) or not file.startswith(_TORCH)
 
 
 def _unless_compiled(original: Callable[..., Any]) -> Callable[..., Any]:

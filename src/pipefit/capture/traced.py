@@ -34,7 +34,7 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     """
     shape = Tree.of("the inputs", inputs)
     program = export(module, task.name, inputs)
-    graph = flatten(program, task.name)
+    graph = flatten(program, task.name, autocasts=task.autocast is not None)
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)
     if not flow.order:
