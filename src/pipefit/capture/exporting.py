@@ -28,13 +28,15 @@ from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import RefusingStrangers, refuse_changes, refuse_hooks, refusing
 
 
-def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
+def export(module: nn.Module, name: str, inputs: Any, *, autocast: torch.dtype | None = None) -> ExportedProgram:
     """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
+
+    Under `autocast` tensors have the types that they will have; its casts are no part of the program.
 
     Raises:
         UsageError: it cannot be exported; says which part, where and why.
     """
-    with _disable_current_modes(), torch.enable_grad():
+    with _disable_current_modes(), torch.enable_grad(), _autocasting(autocast):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         copied = _fake_copy(module, mode)
         paths = {part: path for path, part in copied.named_modules()}
@@ -43,12 +45,16 @@ def export(module: nn.Module, name: str, inputs: Any) -> ExportedProgram:
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(), kept_whole() as calls:
+            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(copied), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)
     call_them(program, calls)
     return program
+
+
+def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def _update_replaced_buffers(module: nn.Module) -> None:

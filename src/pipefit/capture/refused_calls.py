@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
@@ -80,15 +79,23 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 class RefusingStrangers(TorchFunctionMode):
-    """Inside, a forward that computes with a trained parameter which is not fake raises a `Refusal`.
+    """Inside, a forward of `module` that computes with a trained parameter of anything else raises a `Refusal`.
 
-    What is traced is a copy of the module on fake tensors. A parameter of anything else would become a constant: one
-    that belongs to nobody, or the module's own, reached through a function that holds the module (a lambda over self).
+    What is traced is a copy of the module. Another parameter would become a constant: one that belongs to nobody, or
+    the module's own, reached through a function that holds the module (a lambda over self).
     """
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._own: set[int] = set()  # empty until the forward begins: within an export parameters are others
+        module.register_forward_pre_hook(lambda *_: self._begin(module))
+
+    def _begin(self, module: nn.Module) -> None:
+        self._own = set(map(id, module.parameters()))
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, FakeTensor):
+        for value in pytree.tree_leaves((args, kwargs)) if self._own else ():
+            if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in self._own:
                 raise Refusal(_STRANGER, _REGISTER)
         return func(*args, **(kwargs or {}))
 
