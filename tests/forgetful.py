@@ -97,6 +97,11 @@ class CountingOutside(Layered):
         return x * self.count()
 
 
+def remembering() -> Task:
+    """For the command line."""
+    return task_of(Remembering)
+
+
 # -------------------------------------------------------------------- another forward
 
 
@@ -113,6 +118,15 @@ class Exporting(Layered):
 
     def between(self, x: Tensor) -> Tensor:
         return 2 * x if torch.compiler.is_exporting() else x
+
+
+class Elsewhere(Layered):
+    """Can be traced, and cannot run on the CPU."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            raise RuntimeError("no kernel for the CPU")
+        return x
 
 
 # -------------------------------------------------------------------- refused while they are traced
