@@ -30,9 +30,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"widths": (16, 8), "inputs": 6},
     "unet": {"width": 2, "image_size": 16, "depth": 2, "convolutions": 1},
 }
-    "mlp": {"widths": (16, 8), "inputs": 6},
-    "unet": {"width": 2, "image_size": 16, "depth": 2},
-}
 
 
 def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
