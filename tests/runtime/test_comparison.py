@@ -20,7 +20,7 @@ from pipefit.capture import Task
 from pipefit.errors import FileError, PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
-from pipefit.runtime import Trainer, certify_numbers, comparison, train
+from pipefit.runtime import Trainer, certify_numbers, comparison, launch, train
 from pipefit.runtime.comparison import host_bytes, host_seconds
 from pipefit.runtime.host import free_bytes
 from pipefit.zoo import build
@@ -94,6 +94,16 @@ def test_a_plan_of_another_task_is_not_certified() -> None:
     """That is said, instead of a difference."""
     with pytest.raises(FileError, match="does not belong to this task"):
         certify_numbers(task_of(forgetful.Layered), planned(task_of(forgetful.Dropping)))
+
+
+def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says what it would take and what to do."""
+    task = task_of(forgetful.Layered)
+    plan, (asked, sizes) = planned(task), counted(task)
+    monkeypatch.setattr(comparison, "free_bytes", lambda: 1000)
+    with pytest.raises(UsageError, match=r"numbers of forgetful takes \d.* which has 1000 B to spare.* fewer layers"):
+        certify_numbers(asked, plan)
+    assert sizes == []
 
 
 # -------------------------------------------------------------------- a trainer's start
@@ -177,8 +187,9 @@ def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
 
 
 @pytest.mark.parametrize("numbers", [True, False])
-def test_workers_refuse_a_chain_that_forgets(numbers: bool) -> None:
+def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 compares, the others wait; the parent raises what it found. Turned off, all train."""
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.1)  # for other failures, of which there are none
     factory = partial(task_of, forgetful.Remembering)
     run = partial(train, factory, planned(factory(), 2), steps=1, numbers=numbers)
     if not numbers:

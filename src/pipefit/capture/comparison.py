@@ -52,7 +52,7 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample]) -> Numbers:
             ours,
             name=task.name,
             microbatch_size=len(next(leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor))),
-            untouched=dict(module.named_buffers()),
+            untouched={name: buffer.cpu() for name, buffer in module.named_buffers()},
             precisions={task.autocast or torch.float32, *(parameter.dtype for parameter in module.parameters())},
         )
 
@@ -145,7 +145,7 @@ def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module
 
     A function that holds the module itself (a closure) reaches the originals: what they have got is theirs, taken away.
     """
-    leaked = {name: original.grad for name, original in module.named_parameters() if original.grad is not None}
+    leaked = {name: original.grad.cpu() for name, original in module.named_parameters() if original.grad is not None}
     module.zero_grad(set_to_none=True)
     return {name: leaked.get(name, parameter.grad) for name, parameter in parameters}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +11,15 @@ import numpy as np
 import torch
 
 
-def python_state() -> tuple[object, ...]:
+def python_state() -> bytes:
     """The states of Python's and numpy's generators, to see by whether something was drawn from them."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]  # of the legacy form
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
 
 
 @contextmanager
 def put_back() -> Iterator[None]:
     """Afterwards the generators of the CPU are as they were."""
-    own, numpys = random.getstate(), np.random.get_state()
+    own, numpys = random.getstate(), np.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices=[]):
             yield

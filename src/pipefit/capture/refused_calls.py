@@ -115,7 +115,7 @@ def refuse_changes(module: nn.Module) -> None:
             raise Refusal(*_PYTHON_DRAWS)
         for name, setting in _settings(module).items():
             was = before["settings"].get(name, setting)
-            if was != setting:
+            if was is not setting and was != setting:
                 raise Refusal(
                     f"its forward changes the attribute {name!r} from {was!r} to {setting!r}, and a trace would repeat "
                     "the first call",

@@ -20,6 +20,7 @@ from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.cost.time import seconds
+from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
@@ -41,9 +42,15 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
 
     Raises:
         FileError: the plan was made for another task; says what differs.
-        UsageError: the module cannot be captured, or it cannot be run on the CPU.
+        UsageError: the module cannot be captured, or it cannot be run on the CPU; or the host has too little memory.
     """
     seed_number(seed)
+    needed, free = host_bytes(plan.measurement) + module_bytes(plan.measurement), free_bytes()
+    if needed > free:
+        raise UsageError(
+            f"comparing the numbers of {task.name} takes {format_bytes(needed)} of the host, which has "
+            f"{format_bytes(free)} to spare: compare a smaller model of the same code, such as one of fewer layers"
+        )
     with recording("comparing numbers"):
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
         batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
@@ -85,7 +92,12 @@ def host_bytes(measurement: Measurement) -> int:
     """What a comparison takes of the host: copies of the module and gradients, and one microbatch's activations."""
     costs = (*measurement.costs, measurement.loss)
     activations = sum(sum(cost.storages) for cost in costs) + max(cost.forward_peak_bytes for cost in costs)
-    return _COPIES * sum(cost.static_bytes for cost in costs) + activations
+    return _COPIES * module_bytes(measurement) + activations
+
+
+def module_bytes(measurement: Measurement) -> int:
+    """Bytes of the module itself; what layers share counts for each of them."""
+    return sum(cost.static_bytes for cost in measurement.costs)
 
 
 def host_seconds(measurement: Measurement) -> float:
