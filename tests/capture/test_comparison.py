@@ -273,6 +273,15 @@ def test_dropout_passes(model: type[nn.Module], precision: Any) -> None:
     assert named(numbers(task_of(model, precision=precision))) == []
 
 
+@pytest.mark.parametrize(
+    ("precision", "allowed"), [("float64", 1e-9), (None, 1e-4), ("bfloat16", 6e-2), ("mixed-bfloat16", 6e-2)]
+)
+def test_what_is_allowed_follows_the_precision_of_training(precision: Any, allowed: float) -> None:
+    """That of the parameters, or of autocast."""
+    found = numbers(task_of(Layered, precision=precision))
+    assert (found.differences, found.allowed) == ((), allowed)
+
+
 def test_a_model_of_the_zoo_passes_with_dropout() -> None:
     """The reference models are chains by hand."""
     task = build("gpt", layers=2, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.2)
@@ -358,7 +367,9 @@ def test_the_caller_sees_nothing_of_it() -> None:
 
 
 def test_a_function_that_reaches_the_module_leaves_no_trace_in_it() -> None:
-    """By hand, a lambda over the module adds to the buffers and gradients of the original: both are put back."""
+    """By hand, a lambda over the module adds to the buffers and gradients of the original: both are put back. What the
+    original got is compared all the same.
+    """
 
     class Reaching(nn.Linear):
         def __init__(self) -> None:
@@ -371,6 +382,8 @@ def test_a_function_that_reaches_the_module_leaves_no_trace_in_it() -> None:
             return super().forward(self.reach(x))
 
     module = nn.Sequential(Reaching())
-    numbers(Task(module, batch=forgetful.batch, loss=F.cross_entropy))
+    task = Task(module, batch=forgetful.batch, loss=F.cross_entropy)
+    assert "the gradient of 0.scale" not in named(numbers(task))
+    assert "the gradient of 0.scale" in named(numbers(task, breaking(0, WrongBackward)))
     assert module[0].scale.grad is None
     assert not module[0].mean.any()

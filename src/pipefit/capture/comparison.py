@@ -44,16 +44,21 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample]) -> Numbers:
     """
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"), _put_back(module):
-        plain = _plain_run(task, module, chain, batches)
-        ours = _chain_run(module, chain, batches)
+    with put_back(), recording("comparing numbers"):
+        with _put_back(module):
+            plain = _plain_run(task, module, chain, batches)
+        with _put_back(module):
+            ours = _chain_run(module, chain, batches)
         return compared(
             plain,
             ours,
             name=task.name,
             microbatch_size=len(next(leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor))),
             untouched={name: buffer.cpu() for name, buffer in module.named_buffers()},
-            precisions={task.autocast or torch.float32, *(parameter.dtype for parameter in module.parameters())},
+            precisions={
+                *(parameter.dtype for parameter in module.parameters()),
+                *([task.autocast] if task.autocast else []),
+            },
         )
 
 
@@ -143,10 +148,9 @@ def _own_loss(outputs: Any) -> Tensor:
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> dict[str, Tensor | None]:
     """The gradients of copies of the module's parameters, by name.
 
-    A function that holds the module itself (a closure) reaches the originals: what they have got is theirs, taken away.
+    A function that holds the module itself (a closure) reaches the originals instead.
     """
     leaked = {name: original.grad.cpu() for name, original in module.named_parameters() if original.grad is not None}
-    module.zero_grad(set_to_none=True)
     return {name: leaked.get(name, parameter.grad) for name, parameter in parameters}
 
 
@@ -154,7 +158,7 @@ def _gradients(parameters: Iterable[tuple[str, nn.Parameter]], module: nn.Module
 def _put_back(module: nn.Module) -> Iterator[None]:
     """Inside, parameters have no gradients; afterwards they have their own again, and buffers their values.
 
-    Neither run touches the module, unless a function in it holds the original.
+    A run does not touch the module, unless a function in it holds the original.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

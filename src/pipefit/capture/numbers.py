@@ -126,7 +126,7 @@ def compared(
     `untouched` are the buffers before the runs: those that no layer uses stay so. The coarsest of `precisions` decides
     what is allowed.
     """
-    allowed = max(ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED)
+    allowed = max((ALLOWED[dtype] for dtype in precisions if dtype in ALLOWED), default=ALLOWED[torch.float32])
     found = list(_differences(plain, replace(ours, buffers={**untouched, **ours.buffers})))
     return Numbers(
         name=name,
