@@ -34,6 +34,7 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
     ("model", "reason", "way_out"),
     [
         (forgetful.Counting, r"changes the attribute 'calls' from 0 to 1", "a buffer"),
+        (forgetful.Annealing, r"changes the attribute 'temperature' from 1.0 to 0.5", "a buffer"),
         (forgetful.PythonDraws, r"draws from Python's random or numpy", "torch.rand"),
         (forgetful.NumpyDraws, r"draws from Python's random or numpy", "torch.rand"),
         (forgetful.OverItself, r"forgetful.py:\d+.* a parameter that .* a function which holds the module", "a method"),

@@ -37,8 +37,6 @@ _SAVED_HOOKS = (
     "it saves tensors through hooks (saved_tensors_hooks, save_on_cpu), which a trace loses",
     "leave them out, and let the plan recompute",
 )
-
-
 _DATA_SET = (
     "it puts other data into a tensor (x.data = ...), which a trace loses",
     "use x.copy_() under torch.no_grad()",
@@ -127,13 +125,14 @@ def refuse_changes(module: nn.Module) -> None:
 
 
 def _settings(module: nn.Module) -> dict[str, bool | int | float | str]:
-    """The numbers and texts among the attributes of a module and its parts."""
-    return {
-        f"{path}.{name}".removeprefix("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, _NUMBERS)
-    }
+    """The numbers and texts among the attributes of a module and its parts, and of their classes."""
+    found = {}
+    for path, part in module.named_modules():
+        classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+        for owner in (*reversed(classes), part):
+            numbers = {name: value for name, value in vars(owner).items() if isinstance(value, _NUMBERS)}
+            found.update({f"{path}.{name}".removeprefix("."): value for name, value in numbers.items()})
+    return found
 
 
 def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:
