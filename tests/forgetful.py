@@ -226,6 +226,18 @@ class ReadingData(Layered):
         return x * x.data - self.mean.data
 
 
+class Settling(Layered):
+    """Notes the width of what it sees, as windowed attention does, and computes with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 7
+
+    def between(self, x: Tensor) -> Tensor:
+        self.width = x.shape[1]
+        return x / self.width
+
+
 class DrawingInVain(Layered):
     """Draws what it does not use, and then what it does."""
 

@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
+from pipefit.capture.random_state import put_back
 from pipefit.capture.refusals import Refusal, refuse_export
-from pipefit.capture.refused_calls import RefusingStrangers, refuse_changes, refuse_hooks, refusing
+from pipefit.capture.refused_calls import Memory, RefusingStrangers, refuse_hooks, refusing
 
 
 def export(module: nn.Module, name: str, inputs: Any, *, autocast: torch.dtype | None = None) -> ExportedProgram:
@@ -36,17 +37,18 @@ def export(module: nn.Module, name: str, inputs: Any, *, autocast: torch.dtype |
     Raises:
         UsageError: it cannot be exported; says which part, where and why.
     """
-    with _disable_current_modes(), torch.enable_grad(), _autocasting(autocast):
+    with _disable_current_modes(), torch.enable_grad(), put_back(), _autocasting(autocast):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         copied = _fake_copy(module, mode)
         paths = {part: path for path, part in copied.named_modules()}
         _update_replaced_buffers(copied)
-        refuse_changes(copied)
+        memory = Memory(copied)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
         try:
             refuse_hooks(module)
             with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(copied), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
+                memory.refuse(lambda: copied(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
             refuse_export(error, name, paths)
     call_them(program, calls)

@@ -51,6 +51,7 @@ _STRANGER = (
 )
 _REGISTER = "register it or freeze it (requires_grad_(False)), and make a lambda over self a method"
 _NUMBERS = (bool, int, float, str)
+Settings = dict[str, bool | int | float | str]
 _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
 
 
@@ -98,35 +99,49 @@ class RefusingStrangers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_changes(module: nn.Module) -> None:
-    """Let a forward of `module` end with a `Refusal` if it has done what a trace would repeat, not do again.
+class Memory:
+    """What forwards of `module` leave in Python: draws from its generators, other numbers and texts in attributes.
 
-    That is: it drew from a generator that is not torch's, or gave an attribute another number or text.
+    A trace repeats the first call for ever.
     """
-    before: dict[str, Any] = {}
 
-    def begin(*_: Any) -> None:
-        before.update(draws=python_state(), settings=_settings(module))
+    def __init__(self, module: nn.Module) -> None:
+        self._draws = b""
+        self._before: Settings = {}
+        self._changes: dict[str, tuple[object, object]] = {}  # what the last forward has changed, from what to what
+        module.register_forward_pre_hook(lambda *_: self._begin(module))
+        module.register_forward_hook(lambda *_: self._end(module))
 
-    def end(*_: Any) -> None:
-        if python_state() != before["draws"]:
+    def refuse(self, again: Callable[[], object]) -> None:
+        """Check that a trace has not lost what it left; `again` calls the module.
+
+        Raises:
+            Refusal: an attribute changes in every call. One that a forward sets to the same in each call does not.
+        """
+        if self._changes:
+            again()  # the first call once more, because a trace puts attributes back
+            again()
+        for name, (was, now) in self._changes.items():
+            raise Refusal(
+                f"its forward changes the attribute {name!r} in every call (the second from {was!r} to {now!r}), and a "
+                "trace would repeat the first",
+                f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
+            )
+
+    def _begin(self, module: nn.Module) -> None:
+        self._draws, self._before = python_state(), _settings(module)
+
+    def _end(self, module: nn.Module) -> None:
+        if python_state() != self._draws:
             raise Refusal(*_PYTHON_DRAWS)
-        for name, setting in _settings(module).items():
-            was = before["settings"].get(name, setting)
-            if was is not setting and was != setting:
-                raise Refusal(
-                    f"its forward changes the attribute {name!r} from {was!r} to {setting!r}, and a trace would repeat "
-                    "the first call",
-                    f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
-                )
-
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end)
+        now, before = _settings(module), self._before
+        both = {name: (was, now[name]) for name, was in before.items() if name in now}
+        self._changes = {name: (was, new) for name, (was, new) in both.items() if was is not new and was != new}
 
 
-def _settings(module: nn.Module) -> dict[str, bool | int | float | str]:
+def _settings(module: nn.Module) -> Settings:
     """The numbers and texts among the attributes of a module and its parts, and of their classes."""
-    found = {}
+    found: Settings = {}
     for path, part in module.named_modules():
         classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
         for owner in (*reversed(classes), part):
