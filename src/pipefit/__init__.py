@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipefit.profiler import profile
     from pipefit.profiles import ModelProfile
     from pipefit.program import Program
-    from pipefit.runtime import Trainer, certify, train
+    from pipefit.runtime import Trainer, certify, certify_numbers, train
     from pipefit.schedule import lower
     from pipefit.simulator import simulate
     from pipefit.trace import Trace
@@ -61,6 +61,7 @@ __all__ = [
     "WorkerFailed",
     "__version__",
     "certify",
+    "certify_numbers",
     "chain",
     "load",
     "load_cluster",
@@ -91,7 +92,7 @@ _HOMES = {
     "profiles": ("ModelProfile",),
     "profiler": ("profile",),
     "program": ("Program",),
-    "runtime": ("Trainer", "certify", "train"),
+    "runtime": ("Trainer", "certify", "certify_numbers", "train"),
     "schedule": ("lower",),
     "simulator": ("simulate",),
     "trace": ("Trace",),

@@ -77,6 +77,33 @@ def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
     assert max(load(tmp_path / "trace.json", Trace).peak_bytes) > 1000
 
 
+def test_numbers_are_certified_when_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`certify --numbers` says what it compared, before the peaks; with --json stdout has the trace alone."""
+    assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers"]) == 0
+    assert "computes as a chain what it computes as a module: 2 microbatches of 4, losses" in capsys.readouterr().out
+    assert main(["certify", str(folder / "plan.json"), *MODEL, "--numbers", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "as a module" in told.err
+    assert json.loads(told.out)["source"] == "dry run"
+
+
+def test_a_chain_of_other_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that remembers what a trace forgets exits with 2, and one sentence says which number differs; without
+    --numbers its peaks are certified. With --no-numbers it trains all the same.
+    """
+    model, paths = "forgetful:remembering", [str(tmp_path / name) for name in ("profile.json", "plan.json")]
+    assert main(["profile", model, "--microbatch-size", "2", "-o", paths[0]]) == 0
+    assert main(["plan", paths[0], "--cluster", "emulated:1x1MiB", "--batch-size", "4", "-o", paths[1]]) == 0
+    assert main(["certify", paths[1], model]) == 0
+    capsys.readouterr()
+    assert main(["certify", paths[1], model, "--numbers"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "the loss of microbatch 2 is" in told.err
+    assert main(["train", paths[1], model, "--steps", "1", "--no-numbers"]) == 0
+
+
 def test_a_plan_for_another_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan and a model that do not belong together exit with 6, before anything runs."""
     save(load(folder / "plan.json", Plan), folder / "again.json")

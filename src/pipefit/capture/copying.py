@@ -1,7 +1,7 @@
 """Deep copies of modules, with every tensor in them replaced: parameters, buffers, and whatever else holds one.
 
 A plain `copy.deepcopy` fails on tensors that were computed, such as the weight that old weight norm keeps in a module,
-and on real tensors under a fake mode.
+and on real tensors and random generators under a fake mode.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
         found: Tensor = memo[id(tensor)]
         return found
 
-    with mock.patch.object(Tensor, "__deepcopy__", deepcopy), mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy):
+    with (
+        mock.patch.object(Tensor, "__deepcopy__", deepcopy),
+        mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
+        mock.patch.dict(copy._deepcopy_dispatch, {torch.Generator: _generator}),  # type: ignore[attr-defined]
+    ):
         return copy.deepcopy(module)
 
 
@@ -53,3 +57,8 @@ def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: di
             whole = flat(tensor.detach())
         storages[key] = convert(whole)
     return placed(tensor, storages[key])
+
+
+def _generator(generator: torch.Generator, memo: dict[int, Any]) -> torch.Generator:
+    with _disable_current_modes():
+        return generator.clone_state()

@@ -28,22 +28,26 @@ from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.endings import everything, the_loss
 from pipefit.capture.foreign_draws import refuse_foreign_draws
 from pipefit.capture.pretrained import configure
+from pipefit.capture.random_state import put_back
 from pipefit.capture.records import closed
 from pipefit.capture.refusals import Refusal, refuse_export
-from pipefit.capture.refused_calls import refuse_hooks, refusing
+from pipefit.capture.refused_calls import Memory, RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError
 
 
-def export(module: nn.Module, name: str, inputs: Any, *, own_loss: bool) -> ExportedProgram:
+def export(
+    module: nn.Module, name: str, inputs: Any, *, own_loss: bool, autocast: torch.dtype | None = None
+) -> ExportedProgram:
     """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
 
-    It returns the loss that the module computes, if `own_loss` says so, else all that the module returns.
+    It returns the loss that the module computes, if `own_loss` says so, else all that the module returns. Under
+    `autocast` tensors have the types that they will have; its casts are no part of the program.
 
     Raises:
         UsageError: it cannot be exported; says which part, where and why.
     """
-    with _disable_current_modes(), torch.enable_grad():
+    with _disable_current_modes(), torch.enable_grad(), put_back(), _autocasting(autocast):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         copied = _fake_copy(module, mode)
         configure(copied, own_loss=own_loss)
@@ -51,11 +55,13 @@ def export(module: nn.Module, name: str, inputs: Any, *, own_loss: bool) -> Expo
         _check_arguments(copied, name, args, kwargs)
         refuse_foreign_draws(copied)
         _update_replaced_buffers(copied)
+        memory = Memory(copied)
         _close_and_end(copied, the_loss if own_loss else everything, name)
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), kept_whole() as calls:
+            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(copied), kept_whole() as calls:
                 program = torch.export.export(copied, args, kwargs, strict=False)
+                memory.refuse(lambda: copied(*args, **kwargs))
         except PipefitError:
             raise
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
@@ -92,6 +98,10 @@ def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: s
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end)
+
+
+def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def _update_replaced_buffers(module: nn.Module) -> None:

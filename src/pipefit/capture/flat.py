@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import mutated_arguments
-from pipefit.capture.refusals import refuse_operation, refuse_shape, refuse_sparse, refuse_transform
+from pipefit.capture.refusals import refuse_object, refuse_operation, refuse_shape, refuse_sparse, refuse_transform
 
 Context = tuple[tuple[Any, ...], ...]  # ("grad", enabled) or ("autocast", device type, dtype, enabled, cached)
 
@@ -46,13 +46,16 @@ class Role:
     index: int = -1
 
 
-def flatten(program: ExportedProgram, name: str) -> fx.Graph:
+def flatten(program: ExportedProgram, name: str, *, autocasts: bool = False) -> fx.Graph:
     """The program's operations in order; see `role`, `path`, `context` and `value` for what each node says.
 
+    `autocasts` says that the layers will run under autocast, which parts of the model may turn off.
+
     Raises:
-        UsageError: an operation that cannot be laid flat (`torch.cond`), or that reads a tensor into Python.
+        UsageError: an operation that cannot be laid flat (`torch.cond`), or that reads a tensor into Python; an object
+            that is no tensor.
     """
-    graph = _Inliner(program, name).graph
+    graph = _Inliner(program, name, autocasts=autocasts).graph
     _settle_buffers(graph)
     sweep(graph)
     return graph
@@ -87,11 +90,21 @@ def nbytes(node: fx.Node) -> int:
     return found.numel() * found.element_size() if isinstance(found, Tensor) else 0
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether the operation draws random numbers from torch's own generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def sweep(graph: fx.Graph) -> None:
-    """Remove what neither the output nor a mutated buffer depends on."""
+    """Remove what neither the output nor a mutated buffer depends on; all that is drawn stays drawn."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or node in live or any(_outlives(target, live) for target in mutated_arguments(node)):
+        if (
+            node.op == "output"
+            or node in live
+            or draws(node)
+            or any(_outlives(target, live) for target in mutated_arguments(node))
+        ):
             live.add(node)
             live.update(node.all_input_nodes)
     for node in reversed(list(graph.nodes)):
@@ -136,11 +149,12 @@ def mutated_roots(node: fx.Node) -> Iterator[fx.Node]:
 class _Inliner:
     """Copies a program and the functions inside it into one graph."""
 
-    def __init__(self, program: ExportedProgram, name: str) -> None:
+    def __init__(self, program: ExportedProgram, name: str, *, autocasts: bool) -> None:
         self.name, self.graph = name, fx.Graph()
+        self.autocasts = autocasts
         self.roles = {
             spec.arg.name: Role(_KINDS[spec.kind], spec.target or spec.arg.name, index)  # type: ignore[arg-type]
-            for index, spec in _numbered(program)
+            for index, spec in _numbered(program, name)
         }
         outputs = self._copy(program.graph_module, None, ())
         self.graph.output(outputs)
@@ -174,7 +188,7 @@ class _Inliner:
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             return self._copy(args[1], args[2:], (*around, ("grad", args[0])))
         if node.target is torch.ops.higher_order.wrap_with_autocast:
-            return self._copy(args[4], args[5:], _autocast(around, args[:4]))
+            return self._copy(args[4], args[5:], self._autocast(around, args[:4]))
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
             return args[0]  # what `torch.tensor(...)` in a forward leaves behind
         if any(map(_by_value, pytree.tree_leaves(node.meta.get("val")))):
@@ -198,13 +212,19 @@ class _Inliner:
         }
         return copied
 
+    def _autocast(self, around: Context, settings: tuple[Any, ...]) -> Context:
+        """`around` and, inside it, an autocast; one that turns nothing off is left out."""
+        if not settings[2] and not self.autocasts and not any(entry[0] == "autocast" for entry in around):
+            return around
+        return (*around, ("autocast", *settings))
 
-def _numbered(program: ExportedProgram) -> Iterator[tuple[int, Any]]:
+
+def _numbered(program: ExportedProgram, name: str) -> Iterator[tuple[int, Any]]:
     """The inputs of a program; those the user gives are numbered."""
     leaves = 0
     for spec in program.graph_signature.input_specs:
         if spec.kind not in _KINDS:
-            raise AssertionError(f"an input of kind {spec.kind}")
+            refuse_object(name, spec.target or spec.arg.name)
         yield (leaves if spec.kind is InputKind.USER_INPUT else -1), spec
         leaves += spec.kind is InputKind.USER_INPUT
 
@@ -219,13 +239,6 @@ def _calls(modules: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
 def plain(call: str) -> str:
     """The path of the module that was called."""
     return call.partition("@")[0]
-
-
-def _autocast(around: Context, settings: tuple[Any, ...]) -> Context:
-    """`around` and, inside it, an autocast; one that turns nothing off is left out."""
-    if not settings[2] and not any(entry[0] == "autocast" for entry in around):
-        return around
-    return (*around, ("autocast", *settings))
 
 
 def _transformed(item: Any) -> bool:

@@ -6,14 +6,13 @@ A draw is seen by the state that it changes; 20 microseconds for each call of a 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import nn
 
+from pipefit.capture.random_state import python_state
 from pipefit.capture.refusals import Refusal
 
 _REASON = (
@@ -30,9 +29,9 @@ def torch_draws_alone() -> Iterator[None]:
     Raises:
         Refusal: it has drawn random numbers from another generator than torch's.
     """
-    before = _states()
+    before = python_state()
     yield
-    if _states() != before:
+    if python_state() != before:
         raise Refusal(_REASON, _REMEDY)
 
 
@@ -41,18 +40,12 @@ def refuse_foreign_draws(module: nn.Module) -> None:
     begun: list[object] = []
 
     def begin(*_: Any) -> None:
-        begun.append(_states())
+        begun.append(python_state())
 
     def end(part: nn.Module, *_: Any) -> None:
-        if begun.pop() != _states():
+        if begun.pop() != python_state():
             raise Refusal(_REASON, _REMEDY, module=part)
 
     for part in module.modules():
         part.register_forward_pre_hook(begin)
         part.register_forward_hook(end)
-
-
-def _states() -> object:
-    """The states of the two generators."""
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tobytes(), numpy[2:]

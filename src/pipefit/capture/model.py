@@ -1,7 +1,8 @@
 """From a task's module to its chain: by hand, or through `torch.export`.
 
-An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module is traced once, for
-the shapes of a sample, and cut between its own modules. Nothing is computed and nothing is allocated.
+An `nn.Sequential` is a chain as it stands: its author decided what a layer is. Every other module, and one with a
+forward or hooks of its own, is traced once, for the shapes of a sample, and cut between its own modules. Nothing is
+computed and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
             "pass at least one tensor"
         )
     wanted = None if targets is None else Tree.of("the targets", targets)
-    if isinstance(module, nn.Sequential):
+    if _is_chain(module):
         layers, given = _by_hand(module, task.name), Tree.of("the inputs", inputs)
         _check_inputs(task.name, inputs, given)
         layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
@@ -52,19 +53,23 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     return replace(found, layers=layers, autocast=task.autocast)
 
 
-def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
-    """The chain of a task's module as it trains, for microbatches of so many samples.
+def built(task: Task, *, seed: int = 0) -> Task:
+    """`task` with its module as it trains; the caller's random generator is left as it was.
 
-    The module is built after `torch.manual_seed(seed)`, so that every worker builds the same; the caller's generator is
-    left as it was.
+    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return replace(task, module=in_mode(task.build(), True))
+
+
+def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
+    """The chain of a task's module as it trains, for microbatches of so many samples; see `built`.
 
     Raises:
         UsageError: the module cannot be captured, or a batch is not as it should be.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        training = replace(task, module=in_mode(task.build(), True))
-        return capture(training, *sample(task, microbatch_size))
+    return capture(built(task, seed=seed), *sample(task, microbatch_size))
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
@@ -74,6 +79,13 @@ def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:
     """
     named = [part if isinstance(part, tuple) else (str(number), part) for number, part in enumerate(parts)]
     return nn.Sequential(OrderedDict(named))
+
+
+def _is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether its parts in order are all that it does: a subclass may have a forward of its own, and hooks do more."""
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Sequential.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _by_hand(module: nn.Sequential, name: str) -> tuple[ChainLayer, ...]:

@@ -99,6 +99,12 @@ def refuse_sparse(name: str, node: fx.Node) -> NoReturn:
     _refuse_node(name, node, "it makes a sparse tensor, whose memory no plan knows", "use dense tensors")
 
 
+def refuse_object(name: str, what: str) -> NoReturn:
+    """Say that model `name` computes with an object that is no tensor, such as a `torch.Generator`."""
+    reason = f"it computes with {what}, which is no tensor, such as a torch.Generator of its own"
+    raise UsageError(_sentence(name, "", "", f"{reason}; {REMEDY}"))
+
+
 def refuse_operation(name: str, node: fx.Node) -> NoReturn:
     """Say why the operation `node` of model `name` cannot be part of a layer."""
     reason, remedy = "it reads a tensor's value into Python (.item(), int() or float() of a tensor)", VALUES

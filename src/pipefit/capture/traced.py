@@ -32,8 +32,8 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
         UsageError: it cannot be traced, or returns no loss where it should.
     """
     shape = Tree.of("the inputs", inputs)
-    program = export(module, task.name, inputs, own_loss=task.loss is None)
-    graph = flatten(program, task.name)
+    program = export(module, task.name, inputs, own_loss=task.loss is None, autocast=task.autocast)
+    graph = flatten(program, task.name, autocasts=task.autocast is not None)
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)
     if not flow.order:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,13 +23,17 @@ def command(
     target: Annotated[
         Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
     ] = None,
+    numbers: Annotated[
+        bool, typer.Option("--numbers", help="Also compare the chain's losses and gradients with the model's own.")
+    ] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Certify PLAN: exact peaks by a dry run.
 
     The real runtime runs over fake tensors, so this needs neither the hardware nor the data. Exits with 4 if a device
-    would pass its memory.
+    would pass its memory. With --numbers two real microbatches go through the model itself and through its chain, on
+    the CPU; exits with 2 if their losses, gradients or buffers differ.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
@@ -38,8 +44,15 @@ def command(
     check_output(output)
     document = load(plan, Plan)
     task = resolve(model, settings, document.training.precision)
-    from pipefit.runtime import certify
+    from pipefit.runtime import certify, certify_numbers
+    from pipefit.tables import write
 
+    if numbers:
+        with progress("comparing numbers"):
+            found = certify_numbers(task, document)
+        found.check()
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            write([str(found)])
     with progress("dry run"):
         trace = certify(task, document, steps=steps, target=target)
     deliver(trace, output=output, as_json=as_json)

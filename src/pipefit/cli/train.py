@@ -32,6 +32,10 @@ def command(
             min=1, max=1e6, metavar="SECONDS", help="Longest that an action may take; over 120 s also the start."
         ),
     ] = 60.0,
+    numbers: Annotated[
+        bool,
+        typer.Option("--numbers/--no-numbers", help="Compare the numbers of a traced model's chain first, if cheap."),
+    ] = True,
     metrics: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
@@ -70,6 +74,7 @@ def command(
             seed=seed,
             timeout_seconds=timeout,
             start_seconds=max(timeout, START_SECONDS),
+            numbers=numbers,
             on_step=on_step,
         )
     if output is not None:

@@ -80,7 +80,7 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
         OutOfMemory: a device passed its cap.
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
-        trainer = Trainer(on_a_copy(task), plan)
+        trainer = Trainer(on_a_copy(task), plan, numbers=False)
         torch.manual_seed(0)
         for _ in range(steps):
             trainer.step(task.batch(plan.training.batch_size))

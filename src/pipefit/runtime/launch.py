@@ -16,6 +16,7 @@ import pickle
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any
 
 from pipefit.actions import Action
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, UsageError, WorkerFailed
+from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
@@ -56,6 +57,7 @@ def train(
     seed: int = 0,
     timeout_seconds: float = 60.0,
     start_seconds: float = START_SECONDS,
+    numbers: bool = True,
     on_step: OnStep | None = None,
 ) -> tuple[list[float], Trace]:
     """Train for `steps` steps with one worker process per device; the losses and the measured trace of all devices.
@@ -66,20 +68,22 @@ def train(
         timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
             as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
         start_seconds: the longest that a worker may take to start, and to build its layers.
+        numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
         on_step: called with (step, mean loss) as each step ends.
 
     Raises:
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
         FileError: the plan was made for another model.
-        UsageError: the task cannot be sent to the workers, or a number is out of range.
+        UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
+            numbers as a chain than as a module.
     """
     whole("steps", steps, 1)
     seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, on_step), _pickled(task)
+    supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, numbers, on_step), _pickled(task)
     try:
         supervisor.start(pickled, seed)
         supervisor.until_done()
@@ -141,6 +145,7 @@ class _Supervisor:
     steps: int
     timeout_seconds: float
     start_seconds: float
+    numbers: bool
     on_step: OnStep | None
     workers: list[_Worker] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -164,7 +169,9 @@ class _Supervisor:
         if self.directory is None:
             self.directory = tempfile.mkdtemp(prefix="pipefit-")
         store, context = os.path.join(self.directory, "store"), forks()
-        assignment = Assignment(task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, store=store)
+        assignment = Assignment(
+            task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, numbers=self.numbers, store=store
+        )
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
         process = context.Process(
@@ -239,6 +246,8 @@ class _Supervisor:
             self.losses.append(loss)
             if self.on_step is not None:
                 self.on_step(step, loss)
+        elif kind == "warning":
+            warnings.warn(words[0], PipefitWarning, stacklevel=2)
         elif kind == "done":
             worker.result = tuple(words)
         elif kind == "error":

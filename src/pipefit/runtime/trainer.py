@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,16 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.capture.caller import recording, refuse_gradients
-from pipefit.capture.model import build_chain
-from pipefit.capture.sample import pair
+from pipefit.capture.chain import Chain
+from pipefit.capture.model import built, capture
+from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, UsageError, first_line
+from pipefit.errors import PeerLost, PipefitWarning, UsageError, first_line
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import backend_of, local_device, meter_of
 from pipefit.runtime.plan_check import check_model
@@ -59,15 +62,20 @@ class Trainer:
             holds instead.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
+        numbers: whether a traced model is compared with its chain at the start, if the host has the memory to spare and
+            it takes no longer than ten seconds (`pipefit.runtime.comparison`). Of several workers the first compares,
+            and `not_compared` says there why it did not.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
             supervision.
 
     Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
-    this process has; and, on emulated devices, of operations whose kernels could not be measured.
+    this process has; where the numbers could not be compared; and, on emulated devices, of operations whose kernels
+    could not be measured.
 
     Raises:
         FileError: the plan was made for another model.
-        UsageError: the number of workers is not the number of devices in use, or there is no such GPU.
+        UsageError: the number of workers is not the number of devices in use, or there is no such GPU; or the model
+            computes other numbers as a chain than as a module.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class Trainer:
         timeout_seconds: float = 60.0,
         accumulate: int = 1,
         callbacks: Sequence[Callback] = (),
+        numbers: bool = True,
         on_action: Callable[[int], None] | None = None,
     ) -> None:
         seed_number(seed)
@@ -99,9 +108,8 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
-        with recording("training"):
-            self.chain = chain = build_chain(task, plan.training.microbatch_size, seed=seed)
-        check_model(plan, task, chain)
+        self.not_compared = ""
+        self.chain = chain = self._captured(seed, numbers)
         ranks = plan.ranks
         site = Site(
             task=task,
@@ -199,6 +207,22 @@ class Trainer:
         return dict(self.state.tensors)
 
     # ---------------------------------------------------------------- inside
+
+    def _captured(self, seed: int, numbers: bool) -> Chain:
+        """The chain of the task's module, as the plan has it; a traced one has been compared with the module."""
+        task, plan = self.task, self.plan
+        with recording("training"):
+            whole = built(task, seed=seed)
+            first = sample(task, plan.training.microbatch_size)
+            chain = capture(whole, *first)
+        check_model(plan, task, chain)
+        if numbers and chain.traced:
+            second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
+            if self.rank == 0:
+                self.not_compared = compare_at_start(whole, plan, chain, (first, second))
+        if self.not_compared:
+            warnings.warn(self.not_compared, PipefitWarning, stacklevel=3)
+        return chain
 
     def _clock(self) -> float:
         return time.perf_counter() - getattr(self, "_began", 0.0)

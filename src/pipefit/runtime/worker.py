@@ -1,8 +1,8 @@
 """A worker: one process that trains the stages of one device and reports to its parent.
 
-It sends its reports through a pipe: the loss of each step, then its trace, or what failed. The number of the action
-that it is at stands in shared memory (`Heartbeat`), so that the parent can read it even when the worker hangs. A worker
-ends when its parent ends.
+It sends its reports through a pipe: a warning if there is one, the loss of each step, then its trace, or what failed.
+The number of the action that it is at stands in shared memory (`Heartbeat`), so that the parent can read it even when
+the worker hangs. A worker ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Assignment:
     rank: int
     steps: int
     seed: int
+    numbers: bool
     store: str  # a file that does not exist yet, through which the workers find each other
 
 
@@ -116,14 +117,17 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
     rendezvous = _Rendezvous(assignment) if len(ranks) > 1 else None
     heartbeat.at(BUILDING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PipefitWarning)  # the parent has warned already
+        warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
         trainer = Trainer(
             task,
             assignment.plan,
             seed=assignment.seed,
             timeout_seconds=_FOREVER.total_seconds(),
+            numbers=assignment.numbers,
             on_action=heartbeat.at,
         )
+    if trainer.not_compared:
+        pipe.send(("warning", trainer.not_compared))
     if rendezvous is not None:
         heartbeat.at(RENDEZVOUS)
         rendezvous.wait("ready")

@@ -1,0 +1,106 @@
+"""Holds a model's chain to the model itself before it is trained: for a certificate, and as a trainer starts.
+
+Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
+than operations (`pipefit.capture.comparison` says how the two are compared). So a trainer compares a traced model by
+itself, if that is cheap beside training: where the host has the memory to spare and it takes no longer than
+`LONGEST_SECONDS`, by a guess from the profile. Otherwise it says that it did not, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipefit.capture.caller import on_a_copy, recording
+from pipefit.capture.chain import Chain
+from pipefit.capture.comparison import NotComparable, compare
+from pipefit.capture.model import built, capture
+from pipefit.capture.numbers import Numbers
+from pipefit.capture.sample import Sample, sample
+from pipefit.capture.task import Task
+from pipefit.cluster import Cluster
+from pipefit.cost.time import seconds
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement
+from pipefit.runtime.host import free_bytes
+from pipefit.runtime.plan_check import check_model
+from pipefit.units import format_bytes
+from pipefit.validation import seed_number
+
+LONGEST_SECONDS = 10.0
+_MICROBATCHES, _RUNS = 2, 2
+_COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
+_CORE = Cluster.emulated((1, 1)).devices[0].kind
+
+
+def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
+    """Two real microbatches of `plan` through the task's module and through its chain: what differs.
+
+    A module that exists, its gradients, buffers and random generators stay as they are; a factory builds after
+    `torch.manual_seed(seed)`. Runs on the CPU, and takes about as long as four microbatches take to train there.
+
+    Raises:
+        FileError: the plan was made for another task; says what differs.
+        UsageError: the module cannot be captured, or it cannot be run on the CPU; or the host has too little memory.
+    """
+    seed_number(seed)
+    needed, free = host_bytes(plan.measurement) + module_bytes(plan.measurement), free_bytes()
+    if needed > free:
+        raise UsageError(
+            f"comparing the numbers of {task.name} takes {format_bytes(needed)} of the host, which has "
+            f"{format_bytes(free)} to spare: compare a smaller model of the same code, such as one of fewer layers"
+        )
+    with recording("comparing numbers"):
+        whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
+        batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
+        chain = capture(whole, *batches[0])
+    check_model(plan, task, chain)
+    return compare(whole, chain.measured(plan.measurement), batches)
+
+
+def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
+    """Compare the module of `whole` with its chain before that is trained; nothing, or why they were not compared.
+
+    Raises:
+        UsageError: the chain computes other numbers than the module; says which.
+    """
+    reason = _obstacle(plan.measurement)
+    if not reason:
+        try:
+            compare(whole, chain.measured(plan.measurement), batches).check()
+        except NotComparable as error:
+            reason = str(error)
+        else:
+            return ""
+    return (
+        f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
+        "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+    )
+
+
+def _obstacle(measurement: Measurement) -> str:
+    """Why a comparison is more than a trainer may take for it; nothing where it is not."""
+    needed, free = host_bytes(measurement), free_bytes()
+    if needed > free:
+        return f"it takes {format_bytes(needed)} of the host, which has {format_bytes(free)} to spare"
+    taken = host_seconds(measurement)
+    return f"it takes about {taken:.0f} s" if taken > LONGEST_SECONDS else ""
+
+
+def host_bytes(measurement: Measurement) -> int:
+    """What a comparison takes of the host: copies of the module and gradients, and one microbatch's activations."""
+    costs = (*measurement.costs, measurement.loss)
+    activations = sum(sum(cost.storages) for cost in costs) + max(cost.forward_peak_bytes for cost in costs)
+    return _COPIES * module_bytes(measurement) + activations
+
+
+def module_bytes(measurement: Measurement) -> int:
+    """Bytes of the module itself; what layers share counts for each of them."""
+    return sum(cost.static_bytes for cost in measurement.costs)
+
+
+def host_seconds(measurement: Measurement) -> float:
+    """About how long a comparison takes on one core, by operations and bytes, whatever the profile was timed on."""
+    work = [replace(work, seconds=None) for cost in measurement.costs for work in (cost.forward, cost.backward)]
+    return _MICROBATCHES * _RUNS * sum(seconds(each, _CORE) for each in work)

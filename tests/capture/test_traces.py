@@ -1,0 +1,110 @@
+"""What a trace keeps of a forward besides its operations, and what it cannot keep and therefore refuses, by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import forgetful
+import pipefit
+from forgetful import task_of
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.training import Training
+from tiny import alone, batch_of, plan_of
+
+
+def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the state after some steps on one device; nothing is compared on the way."""
+    plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
+    torch.manual_seed(0)
+    trainer = Trainer(task, plan, numbers=False)
+    losses = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
+    return losses, trainer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "way_out"),
+    [
+        (forgetful.Counting, r"changes the attribute 'calls' in every call", "a buffer"),
+        (forgetful.Annealing, r"changes the attribute 'temperature' in every call", "a buffer"),
+        (forgetful.PythonDraws, r"draws from Python's random or numpy", "torch.rand"),
+        (forgetful.NumpyDraws, r"draws from Python's random or numpy", "torch.rand"),
+        (forgetful.OverItself, r"forgetful.py:\d+.* a parameter that .* a function which holds the module", "a method"),
+        (forgetful.Hiding, r"forgetful.py:\d+.* a parameter that none of its modules has", "freeze it"),
+        (forgetful.PuttingData, r"forgetful.py:\d+.* other data into a tensor", "copy_"),
+        (forgetful.OwnGenerator, r"no tensor, such as a torch.Generator", "pipefit.chain"),
+    ],
+)
+def test_what_a_trace_would_repeat_or_lose_is_refused(model: type[nn.Module], reason: str, way_out: str) -> None:
+    """The sentence says what, where a line can be told also where, and what to do; a profile refuses it already, and
+    leaves the generators as they were.
+    """
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    for task in (task_of(model), task_of(model())):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=rf"forgetful cannot be cut into layers.*{reason}.*{way_out}"):
+            profile(task, microbatch_size=2)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+def test_a_hidden_module_may_be_frozen() -> None:
+    """As networks are that only judge others: what they hold never trains, in plain training and here."""
+
+    def frozen() -> nn.Module:
+        model = forgetful.Hiding()
+        model.hidden[0].requires_grad_(False)
+        return model
+
+    torch.manual_seed(3)
+    task = task_of(frozen())  # type: ignore[arg-type]
+    assert same_as_plain(task)
+
+
+@pytest.mark.parametrize("model", [forgetful.ReadingData, forgetful.Settling, forgetful.doubled, forgetful.hooked])
+def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.Module]) -> None:
+    """Data read by `.data` and changed through it; a number that each call sets to the same; a Sequential with a
+    forward or a hook of its own.
+    """
+    assert same_as_plain(task_of(model))
+
+
+def same_as_plain(task: Task) -> bool:
+    """Whether two steps lead where they lead a plain loop, which shares nothing with pipefit."""
+    plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
+    module = task.module
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()} if is_module(module) else {}
+    wanted_losses, wanted = alone(task, plan, steps=2)
+    wanted = {name: tensor.clone() for name, tensor in wanted.items()}
+    if is_module(module):
+        module.load_state_dict(before)
+    losses, state = trained(task)
+    assert losses == pytest.approx(wanted_losses, rel=1e-6)
+    return all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def is_module(module: object) -> bool:
+    return isinstance(module, nn.Module)
+
+
+@pytest.mark.parametrize("precision", [None, "mixed-bfloat16"])
+def test_a_model_that_asks_for_the_precision_is_answered_as_it_will_be(precision: str | None) -> None:
+    """Under autocast, and where a part turns it off, types and products are those of plain training under autocast."""
+    task = task_of(forgetful.AskingForPrecision, precision=precision)
+    costs = profile(task, microbatch_size=2)
+    training = Training(batch_size=4, microbatches=2, precision=task.precision or "float32")
+    plan = pipefit.plan(costs, Cluster.emulated((1, 1 << 30)), training, recompute="never")
+    torch.manual_seed(0)
+    module, inputs = forgetful.AskingForPrecision(), batch_of(task, plan)
+    with torch.autocast("cpu", torch.bfloat16) if precision else nullcontext():
+        wanted = [task.loss(module(x), y) for x, y in zip(*(part.split(2) for part in inputs), strict=True)]  # type: ignore[misc]
+    torch.manual_seed(0)
+    assert Trainer(task, plan, numbers=False).step(inputs) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-6)

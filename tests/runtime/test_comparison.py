@@ -1,0 +1,255 @@
+"""Comparing a model with its chain before it is trained: by `certify_numbers`, and as a trainer starts."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forgetful
+import pipefit
+from forgetful import task_of
+from pipefit.capture import Task
+from pipefit.errors import FileError, PipefitWarning, UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify_numbers, comparison, launch, train
+from pipefit.runtime.comparison import host_bytes, host_seconds
+from pipefit.runtime.host import free_bytes
+from pipefit.zoo import build
+from tiny import batch_of, plan_of
+
+SMALL: dict[str, dict[str, Any]] = {
+    "mlp": {"widths": (16, 8), "inputs": 6},
+    "unet": {"width": 2, "image_size": 16, "depth": 2, "convolutions": 1},
+}
+
+
+def planned(task: Task, devices: int = 1, **options: Any) -> Plan:
+    """A plan of about as many layers on each device."""
+    layers = len(profile(task, microbatch_size=2).layers)
+    return plan_of(task, [layers // devices] * (devices - 1) + [layers - layers // devices * (devices - 1)], **options)
+
+
+def in_precision(task: Task) -> Plan:
+    """A plan in the task's precision."""
+    training = pipefit.Training(batch_size=4, microbatches=2, precision=task.precision or "float32")
+    cluster = pipefit.Cluster.emulated((1, 1 << 30))
+    return pipefit.plan(profile(task, microbatch_size=2), cluster, training, recompute="never")
+
+
+def counted(task: Task) -> tuple[Task, list[int]]:
+    """The task with a batch function that notes the sizes it is asked for."""
+    sizes: list[int] = []
+
+    def batch(size: int) -> Any:
+        sizes.append(size)
+        return task.batch(size)
+
+    return replace(task, batch=batch), sizes
+
+
+# -------------------------------------------------------------------- certify_numbers
+
+
+def test_a_certificate_tells_what_was_compared() -> None:
+    """The plan's microbatches, their losses, and how many gradients and buffers are equal."""
+    task = task_of(forgetful.Dropping)
+    found = certify_numbers(task, planned(task))
+    assert (found.microbatch_size, found.gradients, found.buffers, found.differences) == (2, 6, 0, ())
+    assert f"2 microbatches of 2, losses {found.losses[0]:.6g} and {found.losses[1]:.6g}, 6 gradients" in str(found)
+    assert found.losses[0] != found.losses[1]
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+def test_a_certificate_leaves_an_existing_module_as_it_was(precision: Any) -> None:
+    """Weights, dtypes, gradients and random generators stay."""
+    module = forgetful.Dropping()
+    task = task_of(module, precision=precision)  # type: ignore[arg-type]
+    plan = in_precision(task)
+    module.last.bias.grad = torch.ones(3)
+    before = {name: (id(p), p.dtype, p.tolist()) for name, p in module.named_parameters()}
+    states = random.getstate(), torch.get_rng_state().tolist()
+    assert not certify_numbers(task, plan).differences
+    assert {name: (id(p), p.dtype, p.tolist()) for name, p in module.named_parameters()} == before
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states
+    assert module.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "unet"])
+def test_a_chain_by_hand_can_be_certified_too(name: str) -> None:
+    """It has no trace that could have lost something; the command still answers."""
+    task = build(name, **SMALL[name])
+    assert not certify_numbers(task, planned(task)).differences
+
+
+def test_a_plan_of_another_task_is_not_certified() -> None:
+    """That is said, instead of a difference."""
+    with pytest.raises(FileError, match="does not belong to this task"):
+        certify_numbers(task_of(forgetful.Layered), planned(task_of(forgetful.Dropping)))
+
+
+def test_a_model_too_large_for_the_host_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says what it would take and what to do."""
+    task = task_of(forgetful.Layered)
+    plan, (asked, sizes) = planned(task), counted(task)
+    monkeypatch.setattr(comparison, "free_bytes", lambda: 1000)
+    with pytest.raises(UsageError, match=r"numbers of forgetful takes \d.* which has 1000 B to spare.* fewer layers"):
+        certify_numbers(asked, plan)
+    assert sizes == []
+
+
+# -------------------------------------------------------------------- a trainer's start
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -> None:
+    """An existing module keeps its weights; without the comparison it trains something else."""
+    module = forgetful.Remembering()
+    task = task_of(module)  # type: ignore[arg-type]
+    plan = planned(task, devices)
+    before = {name: parameter.tolist() for name, parameter in module.named_parameters()}
+    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"):
+        Trainer(task, plan)
+    assert {name: parameter.tolist() for name, parameter in module.named_parameters()} == before
+    assert module.left is None
+    Trainer(task, plan, numbers=False).step(batch_of(task, plan))
+
+
+def test_a_comparison_changes_nothing_of_the_training() -> None:
+    """Losses, parameters, random draws, traces and peaks are those of a trainer that does not compare."""
+    task = task_of(forgetful.Dropping)
+    plan, runs = planned(task, 2), []
+    for numbers in (True, False):
+        torch.manual_seed(1)
+        random.seed(1)
+        trainer = Trainer(task, plan, numbers=numbers)
+        losses = [trainer.step(task.batch(4)) for _ in range(2)]
+        state = {name: tensor.tolist() for name, tensor in trainer.state_dict().items()}
+        memory = [(sample.action, sample.bytes) for device in trainer.trace.devices for sample in device.memory]
+        runs.append((losses, state, memory, torch.rand(1).item(), random.random()))
+    assert runs[0] == runs[1]
+
+
+def test_the_modules_of_a_chain_by_hand_are_not_run_before_training() -> None:
+    """They have nothing that a trace could lose."""
+    calls: list[int] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().forward(x)
+
+    task = task_of(lambda: nn.Sequential(Noting(6, 6), nn.Linear(6, 3)))
+    plan = planned(task)
+    calls.clear()
+    Trainer(task, plan)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("free_bytes", lambda: 1000, r"it takes \d.* of the host, which has 1000 B to spare"),
+        ("LONGEST_SECONDS", 0.0, r"it takes about 0 s"),
+    ],
+)
+def test_what_is_not_compared_is_said(name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host has too little memory, or it would take too long: one warning with the reason and the ways out.
+    The batch function is asked as often, so that the workers of one training all draw the same. Turned off, nothing is
+    said.
+    """
+    task = task_of(forgetful.Remembering)
+    plan = planned(task)
+    monkeypatch.setattr(comparison, name, value)
+    asked, sizes = counted(task)
+    with pytest.warns(PipefitWarning, match=rf"numbers of forgetful .* not compared .*{reason}; pipefit certify"):
+        trainer = Trainer(asked, plan)
+    assert "numbers=False" in trainer.not_compared
+    assert sizes == [2, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Trainer(task, plan, numbers=False).not_compared == ""
+
+
+def test_a_module_that_the_host_cannot_run_is_trained_uncompared() -> None:
+    """Such as one with kernels of a GPU alone: the warning says what it raised."""
+    task = task_of(forgetful.Elsewhere)
+    with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
+        Trainer(task, planned(task))
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_workers_refuse_a_chain_that_forgets(numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 compares, the others wait; the parent raises what it found. Turned off, all train."""
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.1)  # for other failures, of which there are none
+    factory = partial(task_of, forgetful.Remembering)
+    run = partial(train, factory, planned(factory(), 2), steps=1, numbers=numbers)
+    if not numbers:
+        assert len(run()[0]) == 1
+        return
+    with pytest.raises(UsageError, match="loss of microbatch 2"):
+        run()
+
+
+def test_a_worker_that_does_not_compare_tells_its_parent() -> None:
+    """The parent warns, as it does of all else."""
+    factory = partial(task_of, forgetful.Elsewhere)
+    with pytest.warns(PipefitWarning, match=r"not compared .*no kernel for the CPU"):
+        train(factory, planned(factory(), 2), steps=1)
+
+
+# -------------------------------------------------------------------- what it takes
+
+
+def test_the_memory_that_is_asked_for_is_three_times_the_module_and_its_activations() -> None:
+    """Of a chain of two linear layers by hand, so that a pencil can follow."""
+    task = task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    found = host_bytes(planned(task).measurement)
+    module, outputs = 4 * (6 * 6 + 6 + 3 * 6 + 3), 4 * 2 * (6 + 3)
+    assert 3 * module + outputs <= found <= 3 * module + 4 * outputs
+
+
+@pytest.mark.parametrize("seconds", [None, 100.0])
+def test_the_time_is_guessed_from_operations_whatever_was_timed(seconds: float | None) -> None:
+    """A profile with the seconds of a GPU says nothing of the host."""
+    measurement = planned(task_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))).measurement
+    kinds = tuple(replace(kind, forward=replace(kind.forward, seconds=seconds)) for kind in measurement.kinds)
+    assert host_seconds(replace(measurement, kinds=kinds)) == host_seconds(measurement) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"meminfo": "MemTotal: 9 kB\nMemAvailable:    8 kB\n"}, 8192),
+        ({"meminfo": "MemAvailable: 8 kB\n", "memory.max": "max\n", "memory.current": "5\n"}, 8192),
+        ({"meminfo": "MemAvailable: 8 kB\n", "memory.max": "5000\n", "memory.current": "3000\n"}, 2000),
+        (
+            {
+                "meminfo": "MemAvailable: 8 kB\n",
+                "memory.max": "5000",
+                "memory.current": "3000",
+                "memory.stat": "anon 5\ninactive_file 1000\n",
+            },
+            3000,
+        ),
+    ],
+)
+def test_free_memory_is_the_machines_and_the_containers(files: dict[str, str], free: int, tmp_path: Path) -> None:
+    """The smaller of the two; files that the container has cached are given up when memory is needed."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == free
+
+
+def test_free_memory_is_known_everywhere(tmp_path: Path) -> None:
+    """Where the system does not say, it is half of what the machine has; here it is something."""
+    assert free_bytes(tmp_path / "none", tmp_path) > 1 << 20
+    assert free_bytes() > 1 << 20
