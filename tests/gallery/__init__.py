@@ -1,0 +1,37 @@
+"""The gallery: small models of all kinds, by families, and how each is trained without pipefit."""
+
+from __future__ import annotations
+
+from gallery.adapters import ADAPTERS
+from gallery.detection import DETECTION
+from gallery.experts import EXPERT_MODELS
+from gallery.generative import GENERATIVE
+from gallery.graphs import GRAPHS
+from gallery.language import LANGUAGE
+from gallery.masked import MASKED
+from gallery.multi_task import MULTI_TASK
+from gallery.oddities import ODDITIES
+from gallery.recommendation import RECOMMENDATION
+from gallery.recurrent import RECURRENT
+from gallery.residual import RESIDUAL
+from gallery.speech import SPEECH
+from gallery.state_space import STATE_SPACE
+from gallery.vision import VISION
+
+FAMILIES = {
+    "vision": (*RESIDUAL, *VISION),
+    "language": (*MASKED, *LANGUAGE),
+    "speech": SPEECH,
+    "recommendation": RECOMMENDATION,
+    "graphs": GRAPHS,
+    "generative": GENERATIVE,
+    "state space": STATE_SPACE,
+    "experts": EXPERT_MODELS,
+    "detection": DETECTION,
+    "multi-task": MULTI_TASK,
+    "adapters": ADAPTERS,
+    "recurrent": RECURRENT,
+    "oddities": ODDITIES,
+}
+MODELS = {model.name: model for models in FAMILIES.values() for model in models}
+SAMPLE: tuple[str, ...] = ("mobilenet",)  # for every run of the tests: one of each family

@@ -1,0 +1,102 @@
+"""Models of all kinds, trained by random plans with and without recomputation, are trained as a plain loop trains them,
+and need the memory that was predicted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from gallery import MODELS, SAMPLE
+from gallery.plain import Step
+from gallery.plain import train as train_plainly
+from gallery.planned import SEED, Prepared, prepared, trained
+from pipefit.plans import Plan
+from random_cases import Case, accounts
+
+ROUNDED = {"rtol": 1e-3, "atol": 1e-5}
+EXACT = {"rtol": 0.0, "atol": 0.0}
+# All tests of one model run one after the other, so that it is profiled once.
+of_every_model = pytest.mark.parametrize(
+    "name",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.gallery) for name in MODELS],
+    scope="module",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[str]:
+    """What is not the same in one step."""
+    assert ours.gradients.keys() == plain.gradients.keys()
+    assert ours.state.keys() == plain.state.keys()
+    found = [f"losses {ours.losses} {plain.losses}"] if unlike(ours.losses, plain.losses, tolerance) else []
+    for what, mine, theirs in (("gradient", ours.gradients, plain.gradients), ("state", ours.state, plain.state)):
+        found += [f"{what} {name}" for name, tensor in theirs.items() if unlike(mine[name], tensor, tolerance)]
+    return found
+
+
+def unlike(mine: Tensor | list[float], theirs: Tensor | list[float], tolerance: dict[str, float]) -> bool:
+    """Whether the two differ."""
+    pair = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (mine, theirs)]
+    return not torch.allclose(*(value.double() for value in pair), **tolerance)
+
+
+def plainly(found: Prepared, plan: Plan) -> list[Step]:
+    """What the plain loop computes on the same batches, with backwards in the order of the plan's schedule."""
+    model = found.model
+    return train_plainly(
+        copy.deepcopy(found.module),
+        found.batches(plan),
+        loss=model.loss,
+        optimizer=model.optimizer,
+        size=model.size,
+        last_first=plan.training.schedule == "torchgpipe",
+        draws=found.draws,
+        seed=SEED,
+    )
+
+
+@of_every_model
+def test_numbers_are_those_of_a_plain_loop(name: str) -> None:
+    """Every loss, gradient, parameter and buffer in each of three steps is the plain loop's: to the bit, but where a
+    model's gradients are summed in another order.
+    """
+    found = prepared(name)
+    for run in trained(name):
+        tolerance = ROUNDED if found.model.rounded and len(run.plan.stages) > 1 else EXACT
+        pairs = zip(run.steps, plainly(found, run.plan), strict=True)
+        assert [differences(*pair, tolerance) for pair in pairs] == [[]] * 3, str(describe(found, run.plan))
+
+
+def describe(found: Prepared, plan: Plan) -> Case:
+    """The plan in words, with a module that may be trained."""
+    return Case(name=found.model.name, settings={}, task=found.copied(), plan=plan)
+
+
+@of_every_model
+def test_peaks_are_those_of_the_allocator(name: str) -> None:
+    """Simulator, dry run, meter and allocator agree on the peak of every device in every step, to the byte. Where a
+    model names a reason for which one may be higher, it is higher for one of its plans, and never lower.
+    """
+    found, above, metered = prepared(name), [0], [0]
+    for run in trained(name):
+        case = describe(found, run.plan)
+        for account in accounts(case):
+            meter = run.trace.devices[account.device].step_peak_bytes(account.step)
+            assert account.dry_run_bytes == meter, str(case)
+            above.append(account.simulated_bytes - account.dry_run_bytes)
+            metered.append(account.dry_run_difference)
+    assert min(above) >= 0 and min(metered) >= 0, (above, metered)
+    assert (max(above) > 0, max(metered) > 0) == (bool(found.model.above), bool(found.model.metered)), (above, metered)
