@@ -11,12 +11,14 @@ from gallery.language import LANGUAGE
 from gallery.masked import MASKED
 from gallery.multi_task import MULTI_TASK
 from gallery.oddities import ODDITIES
+from gallery.pretrained import PRETRAINED
 from gallery.recommendation import RECOMMENDATION
 from gallery.recurrent import RECURRENT
 from gallery.residual import RESIDUAL
 from gallery.speech import SPEECH
 from gallery.state_space import STATE_SPACE
 from gallery.vision import VISION
+from pipefit.capture import Task
 
 FAMILIES = {
     "vision": (*RESIDUAL, *VISION),
@@ -32,6 +34,16 @@ FAMILIES = {
     "adapters": ADAPTERS,
     "recurrent": RECURRENT,
     "oddities": ODDITIES,
+    "transformers": PRETRAINED,
 }
 MODELS = {model.name: model for models in FAMILIES.values() for model in models}
-SAMPLE: tuple[str, ...] = ("mobilenet",)  # for every run of the tests: one of each family
+SAMPLE = (  # for every run of the tests: one of each family
+    "mobilenet", "masked", "keywords", "two towers", "graph convolutions", "adversaries", "long convolution",
+    "two of four", "segments", "domains", "prefixes", "time major", "in place", "centring", "hf:vit",
+)  # fmt: skip
+CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
+
+
+def task(name: str) -> Task:
+    """The task of training the model of that name."""
+    return MODELS[name].task()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, Model
+from gallery.model import ADAM, LAID, SENT, TIED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
@@ -103,7 +103,9 @@ def overlap_loss(outputs: tuple[Tensor, Tensor, Tensor], targets: dict[str, Tens
     """How little boxes overlap, whether there is one, and of which kind."""
     boxes, sure, kinds = outputs
     wanted = targets["boxes"]
-    inner = (torch.minimum(boxes[..., 2:], wanted[..., 2:]) - torch.maximum(boxes[..., :2], wanted[..., :2])).clamp(min=0)
+    inner = (torch.minimum(boxes[..., 2:], wanted[..., 2:]) - torch.maximum(boxes[..., :2], wanted[..., :2])).clamp(
+        min=0
+    )
     areas = [(box[..., 2:] - box[..., :2]).prod(-1) for box in (boxes, wanted)]
     shared = inner.prod(-1)
     off = 1 - shared / (areas[0] + areas[1] - shared)
@@ -232,7 +234,7 @@ def region_batch(size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
 DETECTION = (
     Model(
         name="boxes", special="heads on three scales, the hardest wrong places count, dictionaries of targets",
-        module=Boxes, batch=box_targets, loss=box_loss,
+        module=Boxes, batch=box_targets, loss=box_loss, below=LAID,
     ),
     Model(
         name="pyramid", special="coarse features added to fine ones, one head for all scales, focal loss",
@@ -241,7 +243,7 @@ DETECTION = (
     ),
     Model(
         name="grid", special="pixels unshuffled past a layer, boxes from buffers, overlap as a loss",
-        module=Grid, batch=grid_targets, loss=overlap_loss, optimizer=ADAM,
+        module=Grid, batch=grid_targets, loss=overlap_loss, optimizer=ADAM, rounded=SENT,
     ),
     Model(
         name="queries", special="a table that is used whole, a list of dictionaries out, losses behind every layer",
@@ -249,7 +251,7 @@ DETECTION = (
         batch=lambda size: (
             torch.randn(size, 3, 16, 16), {"kinds": torch.randint(4, (size, 5)), "boxes": torch.rand(size, 5, 4)},
         ),
-        loss=every_layer, optimizer=ADAM,
+        loss=every_layer, optimizer=ADAM, rounded=TIED,
     ),
     Model(
         name="centres", special="a transposed convolution, sizes gathered at given places",
@@ -259,6 +261,7 @@ DETECTION = (
             (torch.rand(size, 3, 8, 8), torch.rand(size, 3, 2)),
         ),
         loss=lambda outputs, targets: F.mse_loss(outputs[0].sigmoid(), targets[0]) + F.l1_loss(outputs[1], targets[1]),
+        rounded=SENT,
     ),
     Model(
         name="segments", special="convolutions with holes side by side, bilinear enlarging, an early skip",

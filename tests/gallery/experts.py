@@ -126,7 +126,7 @@ EXPERT_MODELS = (
         module=lambda: chain_of(Soft), batch=words, loss=next_words, optimizer=ADAM,
     ),
     Model(
-        name="two of four", special="noisy top two, experts' weights in one tensor, a second loss that is summed up on the way",
+        name="two of four", special="noisy top two, experts' weights in one tensor, a second loss summed on the way",
         module=Routed, batch=words, loss=lambda outputs, targets: next_words(outputs[0], targets) + 0.01 * outputs[1],
         optimizer=ADAM,
     ),

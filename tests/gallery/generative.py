@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, TIED, Model
+from gallery.model import ADAM, COPIED, SHARED, TIED, UNUSED_GRADIENT, Model
 
 
 class Variational(nn.Module):
@@ -101,7 +101,11 @@ class PixelAttention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.GroupNorm(2, width), nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(2, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.flatten(2) for t in self.qkv(self.norm(x)).chunk(3, 1))
@@ -278,18 +282,19 @@ def with_itself(make: Any) -> Any:
 
 GENERATIVE = (
     Model(
-        name="variational", special="draws codes inside the forward, transposed convolutions, its own loss in a dictionary",
+        name="variational", special="draws codes in the forward, transposed convolutions, own loss in a dictionary",
         module=Variational, batch=lambda size: ((torch.rand(size, 1, 12, 12),), None), loss=None, optimizer=ADAM,
     ),
     Model(
         name="codebook", special="argmin and a table of codes, gradients straight through by detach",
         module=Quantising, batch=with_itself(lambda size: torch.randn(size, 3, 12, 12)),
         loss=lambda outputs, targets: F.mse_loss(outputs[0], targets) + outputs[1], optimizer=ADAM,
+        below=UNUSED_GRADIENT,
     ),
     Model(
         name="adversaries", special="two losses against each other, weights that are used with and without gradients",
         module=Adversaries, batch=lambda size: ((torch.randn(size, 6), torch.randn(size, 8)), None), loss=None,
-        optimizer=ADAM, size=4,
+        optimizer=ADAM, size=4, above=SHARED,
     ),
     Model(
         name="diffusion", special="a U-Net with skips across the model, the time goes to every block, dropout",
@@ -314,12 +319,12 @@ GENERATIVE = (
         loss=None, optimizer=ADAM,
     ),
     Model(
-        name="masked images", special="an order drawn in the forward, gather and scatter, an outer part of the sequence",
-        module=MaskedImages, batch=with_itself(patches), loss=hidden_pixels, optimizer=ADAM,
+        name="masked images", special="an order drawn in the forward, gather and scatter, a quarter of the sequence",
+        module=MaskedImages, batch=with_itself(patches), loss=hidden_pixels, optimizer=ADAM, metered=COPIED,
     ),
     Model(
         name="flowing", special="one field run eight times, as a solver of differential equations does",
         module=Flowing, batch=lambda size: (torch.randn(size, 4), torch.randn(size, 3)), loss=F.mse_loss,
-        rounded=TIED,
+        rounded=TIED, above=SHARED,
     ),
 )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, TIED, Model
+from gallery.model import ADAM, COPIED, SHARED, TIED, Model
 
 NODES, EDGES, WIDTH = 8, 16, 12
 
@@ -136,7 +138,7 @@ class Isomorphism(nn.Module):
         widths = (6, WIDTH, WIDTH, WIDTH)
         self.inner = nn.ModuleList(
             nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(NODES), nn.ReLU(), nn.Linear(b, b), nn.ReLU())
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         )
         self.own = nn.Parameter(torch.zeros(3))
         self.heads = nn.ModuleList(nn.Linear(width, 3) for width in widths)
@@ -210,7 +212,8 @@ class PathAttention(nn.Module):
         x = self.embed(nodes) + self.degree((far == 1).sum(-1).clamp(max=NODES - 1))
         bias = self.far(far).permute(0, 3, 1, 2).flatten(0, 1)
         for block, norm in zip(self.blocks, self.norms, strict=True):
-            found, weights = block(norm(x), norm(x), norm(x), attn_mask=bias)
+            h = norm(x)
+            found, weights = block(h, h, h, attn_mask=bias)
             x = x + found
         return self.head(x.mean(1)), weights
 
@@ -243,7 +246,7 @@ def classes(size: int, *shape: int) -> Tensor:
 GRAPHS = (
     Model(
         name="graph convolutions", special="a chain of pairs: nodes, and edges that go along; sums by scatter_add",
-        module=convolutions, batch=lambda size: (graphs(size), classes(size)), loss=F.cross_entropy,
+        module=convolutions, batch=lambda size: (graphs(size), classes(size)), loss=F.cross_entropy, metered=COPIED,
     ),
     Model(
         name="graph attention", special="a softmax over the edges of each node by scattering, dropout on weights",
@@ -286,11 +289,12 @@ GRAPHS = (
         name="path attention", special="attention with a trained bias of distances, weights returned and in the loss",
         module=PathAttention,
         batch=lambda size: ((torch.randn(size, NODES, 6), torch.randint(6, (size, NODES, NODES))), classes(size)),
-        loss=path_loss, optimizer=ADAM,
+        loss=path_loss, optimizer=ADAM, metered=COPIED,
     ),
     Model(
         name="knowledge graph", special="a table read three times in one forward, norms of first and second order",
         module=Knowledge,
         batch=lambda size: ((torch.randint(6, (size, 3)), torch.randint(40, (size, 4))), None), loss=None,
+        above=SHARED, metered=COPIED,
     ),
 )  # fmt: skip

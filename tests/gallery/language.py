@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, TIED, Model
+from gallery.model import ADAM, COPIED, LARGER, TIED, Model
 
 WORDS, LENGTH = 40, 10
 
@@ -36,7 +36,9 @@ class RotaryBlock(nn.Module):
         h = self.norm1(x)
         q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (self.query(h), self.key(h), self.value(h)))
         k, v = (t.repeat_interleave(2, 1) for t in (rotated(k, turn), v))
-        x = x + self.out(F.scaled_dot_product_attention(rotated(q, turn), k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(rotated(q, turn), k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -157,7 +159,11 @@ class Tagger(nn.Module):
         path = self.begin[tags[:, 0]] + scores[:, 0].gather(1, tags[:, :1])[:, 0]
         for step in range(1, words.shape[1]):
             total = torch.logsumexp(total[:, :, None] + self.moves, 1) + scores[:, step]
-            path = path + self.moves[tags[:, step - 1], tags[:, step]] + scores[:, step].gather(1, tags[:, step, None])[:, 0]
+            path = (
+                path
+                + self.moves[tags[:, step - 1], tags[:, step]]
+                + scores[:, step].gather(1, tags[:, step, None])[:, 0]
+            )
         return (torch.logsumexp(total, 1) - path).mean()
 
 
@@ -225,8 +231,8 @@ def same_words(size: int) -> tuple[Tensor, Tensor]:
 
 LANGUAGE = (
     Model(
-        name="rotary decoder", special="rotary positions from a buffer outside of the state, grouped queries, RMS norms",
-        module=Rotary, batch=same_words, loss=next_words, optimizer=ADAM,
+        name="rotary decoder", special="rotary positions from a buffer outside the state, grouped queries, RMS norms",
+        module=Rotary, batch=same_words, loss=next_words, optimizer=ADAM, above=LARGER,
     ),
     Model(
         name="sloped attention", special="eager causal attention with dropout and distances, written as a chain",
@@ -234,7 +240,7 @@ LANGUAGE = (
     ),
     Model(
         name="encoder decoder",
-        special="cross attention to every decoder layer, one position table for all layers, tied embeddings, None inside",
+        special="cross attention to every decoder layer, one position table for all layers, tied embeddings, None",
         module=EncoderDecoder, batch=lambda size: ((tokens(size), tokens(size)), tokens(size)), loss=next_words,
         rounded=TIED,
     ),
@@ -246,6 +252,7 @@ LANGUAGE = (
     Model(
         name="tagger", special="the loss of a conditional random field, a loop over time inside the model",
         module=Tagger, batch=lambda size: ((tokens(size), torch.randint(5, (size, LENGTH))), None), loss=None,
+        metered=COPIED,
     ),
     Model(
         name="bag of words", special="EmbeddingBag, with weights for each sample too",
@@ -258,7 +265,7 @@ LANGUAGE = (
         module=linear_attention, batch=same_words, loss=next_words, optimizer=ADAM,
     ),
     Model(
-        name="masked words", special="a dictionary with None in it, own loss that ignores most positions, tied embeddings",
+        name="masked words", special="a dictionary with None in it, own loss that ignores most words, tied embeddings",
         module=MaskedWords, batch=hidden_words, loss=None, optimizer=ADAM, rounded=TIED,
     ),
 )  # fmt: skip

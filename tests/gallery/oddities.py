@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from gallery.model import ADAM, TIED, Model
+from gallery.model import ADAM, COPIED, SHARED, TIED, Model
 
 
 class StraightThrough(torch.autograd.Function):
@@ -169,7 +169,7 @@ class AllNorms(nn.Module):
         self.conv = nn.Conv2d(2, 8, 3)
         self.norms = nn.ModuleList(
             [
-                *(nn.BatchNorm2d(8, momentum=None), nn.InstanceNorm2d(8, track_running_stats=True)),
+                *(nn.BatchNorm2d(8), nn.InstanceNorm2d(8, track_running_stats=True)),
                 *(nn.GroupNorm(2, 8), nn.LayerNorm([8, 6, 6]), nn.LocalResponseNorm(2), nn.RMSNorm(6)),
                 *(nn.BatchNorm2d(8, track_running_stats=False), nn.InstanceNorm2d(8, affine=True)),
             ]
@@ -314,12 +314,12 @@ ODDITIES = (
         module=Quantised, batch=pairs_of(3, 6), loss=F.cross_entropy,
     ),
     Model(
-        name="centring", special="buffers of layers that are replaced in each forward, and feed back; one layer runs twice",
+        name="centring", special="buffers of layers, replaced in each forward, that feed back; one layer runs twice",
         module=Centring, batch=pairs_of(3, 6), loss=F.cross_entropy, rounded=TIED,
     ),
     Model(
         name="repeated", special="one module run three times, a buffer of the model itself that is replaced",
-        module=Repeated, batch=pairs_of(3, 6), loss=F.cross_entropy, rounded=TIED,
+        module=Repeated, batch=pairs_of(3, 6), loss=F.cross_entropy, rounded=TIED, above=SHARED,
     ),
     Model(
         name="skips", special="pairs between the layers of a chain, Adam with amsgrad",
@@ -333,7 +333,7 @@ ODDITIES = (
     ),
     Model(
         name="weight norm", special="weights made of directions and lengths, one kept orthogonal",
-        module=weight_normed, batch=pairs_of(3, 3, 12), loss=F.cross_entropy,
+        module=weight_normed, batch=pairs_of(3, 3, 12), loss=F.cross_entropy, metered=COPIED,
     ),
     Model(
         name="averaging", special="buffers updated in place under no_grad: moving averages, an integer counter, None",

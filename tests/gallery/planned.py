@@ -131,5 +131,3 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return {
         name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-
-

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, TIED, Model
+from gallery.model import ADAM, COPIED, SHARED, TIED, Model
 
 ITEMS = 50
 
@@ -30,7 +30,9 @@ class DeepRecommendation(nn.Module):
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         dense = self.bottom(numbers)
-        rows = torch.stack([dense, *(table(part) for table, part in zip(self.tables, categories.unbind(1), strict=True))], 1)
+        rows = torch.stack(
+            [dense, *(table(part) for table, part in zip(self.tables, categories.unbind(1), strict=True))], 1
+        )
         products = torch.bmm(rows, rows.mT)[:, self.pairs[0], self.pairs[1]]
         return self.top(torch.cat([dense, products], 1)).squeeze(1)
 
@@ -208,12 +210,12 @@ RECOMMENDATION = (
     Model(
         name="interest", special="a padded history weighed by the item in question, PReLU with and without channels",
         module=Interest, batch=lambda size: ({"history": ids(size, 7), "item": ids(size)}, clicks(size)),
-        loss=F.binary_cross_entropy_with_logits, rounded=TIED,
+        loss=F.binary_cross_entropy_with_logits, rounded=TIED, above=SHARED, metered=COPIED,
     ),
     Model(
         name="next item", special="causal attention with dropout, one table at the start and in the loss",
         module=NextItem, batch=lambda size: ((ids(size, 8), ids(size, 8), ids(size, 8)), None), loss=None,
-        optimizer=ADAM, rounded=TIED,
+        optimizer=ADAM, rounded=TIED, above=SHARED, metered=COPIED,
     ),
     Model(
         name="crosses", special="the input of the first layer goes to every other",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, SGD, TIED, Model
+from gallery.model import ADAM, COPIED, SENT, SGD, SHARED, TIED, Model
 
 WORDS, LENGTH = 30, 8
 
@@ -90,7 +90,9 @@ class QuasiRecurrent(nn.Module):
         table = torch.zeros_like(new)
         table[:, :, 0] = (1 - keep[:, :, 0]) * new[:, :, 0]
         for time in range(1, x.shape[1]):
-            table[:, :, time] = keep[:, :, time] * table[:, :, time - 1].clone() + (1 - keep[:, :, time]) * new[:, :, time]
+            table[:, :, time] = (
+                keep[:, :, time] * table[:, :, time - 1].clone() + (1 - keep[:, :, time]) * new[:, :, time]
+            )
         return (table * o.sigmoid()).mT
 
 
@@ -149,19 +151,19 @@ RECURRENT = (
     Model(
         name="translator", special="a bidirectional GRU, a cell in a loop, attention before every word",
         module=Translator, batch=lambda size: ((words(size), words(size)), words(size)), loss=F.cross_entropy,
-        optimizer=ADAM,
+        optimizer=ADAM, rounded=TIED, above=SHARED,
     ),
     Model(
         name="pictures", special="convolutions over frames one after the other, with the same weights",
         module=Pictures, batch=lambda size: (torch.randn(size, 4, 1, 6, 6), torch.randn(size, 1, 6, 6)),
-        loss=F.mse_loss,
+        loss=F.mse_loss, rounded=TIED,
     ),
     Model(
         name="quasi recurrent", special="a loop that writes into a table in place, written as a chain",
         module=lambda: nn.Sequential(
             nn.Embedding(WORDS, 8), QuasiRecurrent(8, 12), QuasiRecurrent(12, 12), nn.Linear(12, WORDS)
         ),
-        batch=lambda size: (words(size), words(size)), loss=next_words,
+        batch=lambda size: (words(size), words(size)), loss=next_words, rounded=SENT,
     ),
     Model(
         name="echo", special="a frozen recurrent layer, Rprop",
@@ -171,5 +173,6 @@ RECURRENT = (
     Model(
         name="pondering", special="a cell run three times on the same input, state None at the start",
         module=Pondering, batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))), loss=F.cross_entropy,
+        rounded=TIED, above=SHARED, metered=COPIED,
     ),
 )  # fmt: skip

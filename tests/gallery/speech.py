@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, Model
+from gallery.model import ADAM, SENT, Model
 
 
 class Conformer(nn.Module):
@@ -54,12 +54,6 @@ class Listener(nn.Module):
         return self.head(self.gru(x)[0]).log_softmax(-1).transpose(0, 1)
 
 
-def connectionist(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss over all alignments of ten frames with four letters."""
-    count = outputs.shape[1]
-    return F.ctc_loss(outputs, targets, [10] * count, [4] * count)
-
-
 class Waves(nn.Module):
     """Convolutions over raw sound; hidden frames are told from others by their similarity (Baevski et al., 2020)."""
 
@@ -104,7 +98,11 @@ def speaker() -> nn.Module:
     """Dilated convolutions and statistics over time (Snyder et al., 2018)."""
     parts = []
     for inward, outward, width, dilation in ((8, 16, 5, 1), (16, 16, 3, 2), (16, 16, 3, 3)):
-        parts += [nn.Conv1d(inward, outward, width, dilation=dilation), nn.ReLU(), nn.BatchNorm1d(outward, affine=False)]
+        parts += [
+            nn.Conv1d(inward, outward, width, dilation=dilation),
+            nn.ReLU(),
+            nn.BatchNorm1d(outward, affine=False),
+        ]
     return nn.Sequential(*parts, Statistics(), nn.Linear(32, 12), nn.BatchNorm1d(12), Margin(12, 6))
 
 
@@ -201,13 +199,13 @@ SPEECH = (
         loss=lambda outputs, targets: F.cross_entropy(outputs.mT, targets), optimizer=ADAM,
     ),
     Model(
-        name="listener", special="a bidirectional GRU with dropout, time first in the output, CTC loss",
-        module=Listener, batch=lambda size: (torch.randn(size, 20, 8), torch.randint(1, 7, (size, 4))),
-        loss=connectionist,
+        name="listener", special="a bidirectional GRU of two layers with dropout between, time first in the output",
+        module=Listener, batch=lambda size: (torch.randn(size, 20, 8), torch.randint(7, (size, 10))),
+        loss=lambda outputs, targets: F.nll_loss(outputs.flatten(0, 1), targets.t().flatten()),
     ),
     Model(
         name="waves", special="raw sound, grouped convolutions, a contrastive loss that gathers wrong frames",
-        module=Waves, batch=raw_sound, loss=None, optimizer=ADAM,
+        module=Waves, batch=raw_sound, loss=None, optimizer=ADAM, rounded=SENT,
     ),
     Model(
         name="speaker", special="dilated convolutions, deviations over time, a margin on cosines",

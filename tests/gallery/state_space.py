@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, Model
+from gallery.model import ADAM, COPIED, Model
 
 WORDS, LENGTH, WIDTH, STATE = 30, 10, 12, 4
 
@@ -67,10 +67,13 @@ class TimeMix(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         before = F.pad(h, (0, 0, 1, -1))
-        k, v, r = (
-            self.linears[name](torch.lerp(before, h, mix)) for name, mix in zip("kvr", self.mixes, strict=True)
+        k, v, r = (self.linears[name](torch.lerp(before, h, mix)) for name, mix in zip("kvr", self.mixes, strict=True))
+        keep, above, below, found = (
+            torch.exp(-self.decay.exp()),
+            torch.zeros_like(k[:, 0]),
+            torch.zeros_like(k[:, 0]),
+            [],
         )
-        keep, above, below, found = torch.exp(-self.decay.exp()), torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
         for time in range(x.shape[1]):
             now = k[:, time].clamp(max=20)
             own = (self.bonus + now).exp()
@@ -137,7 +140,7 @@ def words(size: int) -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (size, LENGTH)), torch.randint(WORDS, (size, LENGTH))
 
 
-def of(name: str, special: str, layer: type[nn.Module]) -> Model:
+def of(name: str, special: str, layer: type[nn.Module], *, metered: str = "") -> Model:
     """A model of such layers."""
     return Model(
         name=name,
@@ -146,13 +149,19 @@ def of(name: str, special: str, layer: type[nn.Module]) -> Model:
         batch=words,
         loss=lambda outputs, targets: F.cross_entropy(outputs.mT, targets),
         optimizer=ADAM,
+        metered=metered,
     )
 
 
 STATE_SPACE = (
-    of("selective scan", "a loop over time inside every layer, whose steps depend on the input", SelectiveScan),
+    of(
+        "selective scan",
+        "a loop over time inside every layer, whose steps depend on the input",
+        SelectiveScan,
+        metered=COPIED,
+    ),
     of("diagonal", "kernels made of exponentials, Fourier transforms, complex numbers inside", Diagonal),
-    of("time mix", "a list of parameters, two states in a loop over time", TimeMix),
+    of("time mix", "a list of parameters, two states in a loop over time", TimeMix, metered=COPIED),
     of("retention", "attention without softmax, decaying by powers that are buffers", Retention),
     of("long convolution", "kernels made by a network of their own, as long as the sequence", LongConvolution),
 )

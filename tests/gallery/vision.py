@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, Model
+from gallery.model import ADAM, COPIED, LARGER, Model
 
 
 def images(size: int, side: int = 16) -> tuple[Tensor, Tensor]:
@@ -314,7 +314,7 @@ VISION = (
     ),
     Model(
         name="mixer", special="transposes between layers that are written as a chain",
-        module=mixer, batch=images, loss=F.cross_entropy,
+        module=mixer, batch=images, loss=F.cross_entropy, above=LARGER,
     ),
     Model(
         name="googlenet", special="parallel branches, local response norm, a second output half-way",
@@ -329,6 +329,7 @@ VISION = (
     Model(
         name="pointnet", special="a transformation that the model predicts, a maximum over points, dictionaries out",
         module=PointNet, batch=lambda size: (torch.randn(size, 20, 3), torch.randint(4, (size,))), loss=upright,
+        metered=COPIED,
     ),
     Model(
         name="radiance field", special="sines, cumulative products, an encoding that a later layer takes again",
