@@ -38,8 +38,8 @@ FAMILIES = {
 }
 MODELS = {model.name: model for models in FAMILIES.values() for model in models}
 SAMPLE = (  # for every run of the tests: one of each family
-    "mobilenet", "masked", "keywords", "two towers", "graph convolutions", "adversaries", "long convolution",
-    "two of four", "segments", "domains", "prefixes", "time major", "in place", "centring", "hf:vit",
+    "resnet", "masked", "keywords", "two towers", "graph convolutions", "adversaries", "diagonal", "soft experts",
+    "segments", "domains", "probe", "time major", "centring", "hf:vit",
 )  # fmt: skip
 CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
 

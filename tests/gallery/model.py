@@ -20,6 +20,7 @@ TIED = "gradients of a parameter with users on several stages are summed in anot
 SENT = "values and gradients between layers are contiguous, and kernels sum in another order where they are not"
 # Why the simulator's peaks may be too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
+CUT = "simulator too high: what was sent is contiguous, so that a layer makes no copy of it"
 LARGER = "simulator a little too high: the reason is not found yet"
 # Why they may be too low
 UNUSED_GRADIENT = "simulator too low: one user of a shared parameter computes no gradient for it"
