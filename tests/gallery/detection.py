@@ -251,7 +251,7 @@ DETECTION = (
         batch=lambda size: (
             torch.randn(size, 3, 16, 16), {"kinds": torch.randint(4, (size, 5)), "boxes": torch.rand(size, 5, 4)},
         ),
-        loss=every_layer, optimizer=ADAM, rounded=TIED,
+        loss=every_layer, rounded=TIED,
     ),
     Model(
         name="centres", special="a transposed convolution, sizes gathered at given places",

@@ -205,7 +205,7 @@ SPEECH = (
     ),
     Model(
         name="waves", special="raw sound, grouped convolutions, a contrastive loss that gathers wrong frames",
-        module=Waves, batch=raw_sound, loss=None, optimizer=ADAM, rounded=SENT,
+        module=Waves, batch=raw_sound, loss=None, rounded=SENT,
     ),
     Model(
         name="speaker", special="dilated convolutions, deviations over time, a margin on cosines",
