@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gallery.model import TIED, Model
+from gallery.model import LARGER, SHARED, TIED, Model
 from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.zoo.huggingface import hf
@@ -19,6 +19,7 @@ SPECIAL = {
     "albert": "one block run three times",
     "bart": "encoder and decoder, one embedding for both",
 }
+ABOVE = {"llama": LARGER, "whisper": SHARED}
 DISTINCT = ("llama", "vit")  # without shared parameters
 
 
@@ -37,6 +38,7 @@ def model_of(name: str) -> Model:
         batch=lambda size: task_of(name).batch(size),
         loss=None,
         rounded="" if name in DISTINCT else TIED,
+        above=ABOVE.get(name, ""),
         is_large=True,
     )
 
