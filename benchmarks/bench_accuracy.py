@@ -27,8 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import gallery
+from gallery import CHAINS
 from measured_on import machine
-from own_models import OWN_MODELS
 from random_cases import Account, Case, accounts, plan_for, random_case
 
 OWN_SHARE = 0.2  # of the cases, with models that no zoo knows
@@ -40,8 +41,8 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     rng = Random(seed)
     for _ in range(count):
         if rng.random() < OWN_SHARE:
-            name = rng.choice(sorted(OWN_MODELS))
-            yield plan_for(OWN_MODELS[name](), rng, name=name)
+            name = rng.choice(sorted(CHAINS))
+            yield plan_for(gallery.task(name), rng, name=name)
         else:
             yield random_case(rng)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captured_models import CAPTURED, Masked
+import gallery
+from gallery.masked import Masked
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.model import chain
 from pipefit.capture.sample import sample
@@ -46,27 +47,27 @@ def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
 
 def test_blocks_are_layers() -> None:
     """Children of containers are layers, and so are other modules with parameters; all else goes along."""
-    assert names(captured(CAPTURED["resnet"]())) == [
+    assert names(captured(gallery.task("resnet"))) == [
         "conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc",
     ]  # fmt: skip
 
 
 def test_granularities_nest() -> None:
     """Halves are finer than blocks, operations finer than halves."""
-    tasks = [replace(CAPTURED["masked"](), granularity=name) for name in ("blocks", "halves", "operations")]
+    tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "operations")]
     sizes = [len(captured(task).layers) for task in tasks]
     assert sizes == sorted(set(sizes))
 
 
 def test_halves_part_attention_and_mlp() -> None:
     """The parts of a block that hold its parameters become layers of their own."""
-    found = names(captured(replace(CAPTURED["masked"](), granularity="halves")))
+    found = names(captured(replace(gallery.task("masked"), granularity="halves")))
     assert "blocks.1.qkv" in found and "blocks.1.mlp" in found
 
 
 def test_a_module_that_runs_again_is_a_layer_again() -> None:
     """Each run of a shared block is a layer, with the same parameters."""
-    found = captured(CAPTURED["repeated"]())
+    found = captured(gallery.task("repeated"))
     assert names(found) == ["inward", "block", "block@1", "block@2", "outward"]
     assert {shared.users for shared in found.shared} == {(1, 2, 3)}
     assert found.layers[1].module.weight is found.layers[2].module.weight
@@ -74,8 +75,8 @@ def test_a_module_that_runs_again_is_a_layer_again() -> None:
 
 def test_names_are_the_models_own() -> None:
     """The layers' state, under its original names, is the model's state: each entry once, the very tensors."""
-    for make in CAPTURED.values():
-        task = make()
+    for name in ("resnet", "densenet", "unet", "tied", "frozen", "two losses", "repeated", "quantised", "centring"):
+        task = gallery.task(name)
         module = task.build()
         found = captured(replace(task, module=module))
         state = {
@@ -88,7 +89,7 @@ def test_names_are_the_models_own() -> None:
 
 def test_skips_travel_along() -> None:
     """A value that a later layer needs passes through the layers between."""
-    task = CAPTURED["unet"]()
+    task = gallery.task("unet")
     found = captured(task)
     assert names(found) == ["down.0", "down.1", "down.2", "up.0", "up.1", "head"]
     shapes = crossing(found, sample(task, 2)[0])
@@ -98,14 +99,14 @@ def test_skips_travel_along() -> None:
 
 def test_masks_are_made_again() -> None:
     """A mask of 2 x 1 x 8 x 8 is not shipped: its padding of 2 x 8 is, in bytes, to the last layer that needs it."""
-    task = CAPTURED["masked"]()
+    task = gallery.task("masked")
     shapes = crossing(captured(task), sample(task, 2)[0])
     assert shapes == [[(2, 8, 16), (2, 8)], *[[(2, 8), (2, 8, 16)]] * 2, [(2, 8, 16)], [(2, 8, 40)]]
 
 
 def test_outputs_keep_their_structure() -> None:
     """The loss outside is given what the module returned, constants included."""
-    task = CAPTURED["masked"]()
+    task = gallery.task("masked")
     found = captured(task)
     values = found.flatten(sample(task, 2)[0])
     for layer in found.layers:
@@ -116,7 +117,7 @@ def test_outputs_keep_their_structure() -> None:
 
 def test_inputs_must_stay_alike() -> None:
     """A number among the inputs is a setting: another one is refused, as is a missing entry."""
-    task = CAPTURED["masked"]()
+    task = gallery.task("masked")
     found, (inputs, _) = captured(task), sample(task, 2)
     assert len(found.flatten(dict(reversed(inputs.items())))) == 2
     with pytest.raises(UsageError, match=r"3\.0 where the model was captured with 2\.0"):
@@ -132,7 +133,7 @@ def test_equal_blocks_have_equal_code() -> None:
 
 
 def _settings(name: str) -> dict[str, Any]:
-    task = CAPTURED[name]()
+    task = gallery.task(name)
     return {"batch": task.batch, "loss": task.loss}
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from captured_models import CAPTURED
+import gallery
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import in_mode, sample
 from pipefit.errors import FileError, UsageError
@@ -87,7 +87,10 @@ def batch(size: int, inputs: tuple[int, ...] = (8,), outputs: tuple[int, ...] = 
 
 BASE = Task(layers, batch=batch, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), name="base")
 TRACED = replace(BASE, module=Heads, batch=partial(batch, inputs=(6, 8), outputs=(6, 4)))
-SMALL = [make for name, make in CAPTURED.items() if name not in ("dense blocks", "resnet50")]
+SMALL = [
+    partial(gallery.task, name)
+    for name in ("unet", "tied", "frozen", "two losses", "repeated", "quantised", "centring")
+]
 SETTINGS = (
     {"b": 1, "a": {"x"}}, {"x", "y", "z"}, Color.RED, torch.relu, partial(F.gelu, approximate="tanh"), lambda x: x,
     Plain(3), torch.device("cpu"), [torch.float16, (1, None)],

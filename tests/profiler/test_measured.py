@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from own_models import OWN_MODELS
+import gallery
 from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
@@ -61,8 +61,8 @@ def without_seconds(found: ModelProfile) -> ModelProfile:
         build("mlp", widths=(64, 32), dropout=0.1),
         build("vgg11", width=3, image_size=32, num_classes=10),
         build("bert", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16),
-        OWN_MODELS["resnet"](),
-        OWN_MODELS["skips"](),
+        gallery.task("strided"),
+        gallery.task("skips"),
     ],
     ids=lambda task: task.name,
 )

@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+import gallery
+from gallery import CHAINS
 from oracle import measured_peaks
-from own_models import OWN_MODELS
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
 from random_cases import MODELS, SCHEDULES, Account, Case, accounts, plan_for, random_case
 from tiny import plan_of, task_of
 
-NAMES = [f"{model}-{seed}" for model in (*MODELS, *OWN_MODELS) for seed in range(4 if model in MODELS else 2)]
+NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
 
 
 def draw(name: str) -> Case:
     """The random case of that name: a model and a seed."""
     model, _, seed = name.partition("-")
     rng = Random(f"{model} {seed}")
-    return plan_for(OWN_MODELS[model](), rng, name=model) if model in OWN_MODELS else random_case(rng, model=model)
+    return plan_for(gallery.task(model), rng, name=model) if model in CHAINS else random_case(rng, model=model)
 
 
 @pytest.fixture(scope="module")

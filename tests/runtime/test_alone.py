@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from captured_models import CAPTURED
-from own_models import OWN_MODELS
+import gallery
+from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory
 from pipefit.meter.kernels import Kernels
@@ -42,11 +42,11 @@ def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) ->
 def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
     """Models of the zoo and of our own, any schedule: to the byte, all stages of one model after the other."""
     rng = Random(seed)
-    name = rng.choice(sorted(OWN_MODELS))
+    name = rng.choice(sorted(CHAINS))
     case = (
         random_case(rng, model=rng.choice(["mlp", "gpt", "bert"]))
         if seed % 2
-        else plan_for(OWN_MODELS[name](), rng, name=name)
+        else plan_for(gallery.task(name), rng, name=name)
     )
     lone = LoneStages(case.task, case.plan.training.microbatch_size)
     peaks = [alone(case.task, case.plan, stage, lone) for stage in range(len(case.plan.stages))]
@@ -57,7 +57,7 @@ def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
 def test_a_traced_model_is_no_exception(name: str) -> None:
     """Skip connections, masks, shared parameters, integers that travel along."""
     rng = Random(name)
-    case = plan_for(CAPTURED[name](), rng, name=name)
+    case = plan_for(gallery.task(name), rng, name=name)
     peaks = [alone(case.task, case.plan, stage) for stage in range(len(case.plan.stages))]
     assert peaks == in_company(case.task, case.plan)
 

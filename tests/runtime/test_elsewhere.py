@@ -150,9 +150,9 @@ COMPARED = """
 import sys
 from random import Random
 sys.path[:0] = [{tests!r}]
-from own_models import OWN_MODELS
+import gallery
 from random_cases import accounts, plan_for
-for account in accounts(plan_for(OWN_MODELS["resnet"](), Random(7))):
+for account in accounts(plan_for(gallery.task("strided"), Random(7))):
     print(account.dry_run_bytes, account.oracle_bytes, account.simulated_bytes)
 """
 

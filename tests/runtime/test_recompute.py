@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from own_models import OWN_MODELS
+import gallery
+from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
@@ -42,19 +43,19 @@ def test_peaks_are_exact(seed: int) -> None:
         assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
 
 
-@pytest.mark.parametrize("name", OWN_MODELS)
+@pytest.mark.parametrize("name", CHAINS)
 def test_peaks_of_other_models(name: str) -> None:
     """Batch norm works on copies of its statistics, in-place layers on copies of inputs: both are counted exactly."""
-    case = plan_for(OWN_MODELS[name](), Random(7))
+    case = plan_for(gallery.task(name), Random(7))
     for account in accounts(replace(case, plan=recomputed(case.plan, "always"))):
         assert account.dry_run_bytes == account.oracle_bytes == account.simulated_bytes
 
 
 @pytest.mark.parametrize("mode", ["except_last", "except_one", "always"])
-@pytest.mark.parametrize("name", ["resnet", "encoder", "vgg11", "gpt"])
+@pytest.mark.parametrize("name", ["strided", "encoder", "vgg11", "gpt"])
 def test_the_numbers_stay_the_same(name: str, mode: Recompute) -> None:
     """Losses, parameters and batch-norm statistics, with dropout: bitwise those of training without recomputation."""
-    task = OWN_MODELS[name]() if name in OWN_MODELS else _zoo(name)
+    task = gallery.task(name) if name in CHAINS else _zoo(name)
     case = plan_for(task, Random(3))
     plain, again = (Trainer(task, recomputed(case.plan, kept)) for kept in ("never", mode))
     for step in range(3):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from own_models import OWN_MODELS
+import gallery
+from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -67,7 +68,7 @@ def make(name: str, dropout: float) -> Task:
     """A small model by name."""
     if name in SMALL:
         return build(name, **SMALL[name], dropout=dropout)
-    return normed() if name == "normed" else OWN_MODELS[name]()
+    return normed() if name == "normed" else gallery.task(name)
 
 
 def batches(task: Task, size: int) -> list[tuple[Any, Any]]:
@@ -158,7 +159,7 @@ def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None =
     return random_plan(profile(task, microbatch_size=size), Random(seed), microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "normed", *OWN_MODELS])
+@pytest.mark.parametrize("name", [*SMALL, "normed", *CHAINS])
 def test_numbers_are_those_of_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradients, parameters and buffers are plain training's, bit by bit, with dropout and batch norm too."""
     task = make(name, dropout=0.2)

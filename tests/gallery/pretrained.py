@@ -1,0 +1,46 @@
+"""Architectures of transformers, tiny and without dropout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from gallery.model import LARGER, SHARED, TIED, Model
+from huggingface_models import TINY
+from pipefit.capture import Task
+from pipefit.zoo.huggingface import hf
+
+SPECIAL = {
+    "gpt2": "one-dimensional convolutions as linear layers, the embedding as the head",
+    "llama": "grouped queries, rotary positions",
+    "bert": "masked words, the embedding as the head",
+    "t5": "encoder and decoder, one table of position biases for each side",
+    "vit": "images in patches",
+    "whisper": "frames of sound to words",
+    "albert": "one block run three times",
+    "bart": "encoder and decoder, one embedding for both",
+}
+ABOVE = {"llama": LARGER, "whisper": SHARED}
+DISTINCT = ("llama", "vit")  # without shared parameters
+
+
+@cache
+def task_of(name: str) -> Task:
+    """The task of that architecture; made late, because transformers takes seconds to import."""
+    return hf(name, **TINY[name])
+
+
+def model_of(name: str) -> Model:
+    """The tiny model of that architecture."""
+    return Model(
+        name=f"hf:{name}",
+        special=SPECIAL[name],
+        module=lambda: task_of(name).build(),
+        batch=lambda size: task_of(name).batch(size),
+        loss=None,
+        rounded="" if name in DISTINCT else TIED,
+        above=ABOVE.get(name, ""),
+        is_large=True,
+    )
+
+
+PRETRAINED = tuple(map(model_of, TINY))

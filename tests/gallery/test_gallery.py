@@ -1,0 +1,135 @@
+"""Models of all kinds, trained by random plans with and without recomputation, are trained as a plain loop trains them,
+and need the memory that was predicted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gallery import FAMILIES, MODELS, SAMPLE
+from gallery.page import PAGE, layers_in, render
+from gallery.plain import Step
+from gallery.plain import train as train_plainly
+from gallery.planned import SEED, Prepared, prepared, trained
+from pipefit.plans import Plan
+from random_cases import Case, accounts
+
+ROUNDED = {"rtol": 1e-3, "atol": 1e-5}
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def cases(*, failing: bool) -> list[Any]:
+    """The names of all models, with the marks of a test that some are `failing`."""
+    found = []
+    for name, model in MODELS.items():
+        marks = [] if name in SAMPLE else [pytest.mark.gallery]
+        marks += [pytest.mark.xfail(reason=model.fails, strict=True)] if failing and model.fails else []
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+# All tests of one model run one after the other, so that it is profiled once.
+of_every_model = pytest.mark.parametrize("name", cases(failing=False), scope="module")
+of_every_model_that_trains = pytest.mark.parametrize("name", cases(failing=True), scope="module")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[str]:
+    """What is not the same in one step."""
+    assert ours.gradients.keys() == plain.gradients.keys()
+    assert ours.state.keys() == plain.state.keys()
+    found = [f"losses {ours.losses} {plain.losses}"] if unlike(ours.losses, plain.losses, tolerance) else []
+    for what, mine, theirs in (("gradient", ours.gradients, plain.gradients), ("state", ours.state, plain.state)):
+        found += [f"{what} {name}" for name, tensor in theirs.items() if unlike(mine[name], tensor, tolerance)]
+    return found
+
+
+def unlike(mine: Tensor | list[float], theirs: Tensor | list[float], tolerance: dict[str, float]) -> bool:
+    """Whether the two differ."""
+    pair = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (mine, theirs)]
+    return not torch.allclose(*(value.double() for value in pair), **tolerance)
+
+
+def plainly(found: Prepared, plan: Plan) -> list[Step]:
+    """What the plain loop computes on the same batches, with backwards in the order of the plan's schedule."""
+    model = found.model
+    return train_plainly(
+        copy.deepcopy(found.module),
+        found.batches(plan),
+        loss=model.loss,
+        optimizer=model.optimizer,
+        size=model.size,
+        last_first=plan.training.schedule == "torchgpipe",
+        draws=found.draws,
+        seed=SEED,
+    )
+
+
+@of_every_model_that_trains
+def test_numbers_are_those_of_a_plain_loop(name: str) -> None:
+    """Every loss, gradient, parameter and buffer in each of three steps is the plain loop's: to the bit, but where a
+    model's gradients are summed in another order.
+    """
+    found = prepared(name)
+    for run in trained(name):
+        tolerance = ROUNDED if found.model.rounded else EXACT
+        pairs = zip(run.steps, plainly(found, run.plan), strict=True)
+        wrong = [differences(*pair, tolerance) for pair in pairs]
+        assert wrong == [[]] * 3, f"{describe(found, run.plan)}: {wrong}"
+
+
+def describe(found: Prepared, plan: Plan) -> Case:
+    """The plan in words, with a module that may be trained."""
+    return Case(name=found.model.name, settings={}, task=found.copied(), plan=plan)
+
+
+@of_every_model_that_trains
+def test_peaks_are_those_of_the_allocator(name: str) -> None:
+    """Simulator, dry run, meter and allocator agree on the peak of every device in every step, to the byte. Where a
+    model names a reason for which some are higher or lower, they are so under one of its plans.
+    """
+    found, simulated, metered = prepared(name), set[int](), set[int]()
+    for run in trained(name):
+        case = describe(found, run.plan)
+        for account in accounts(case):
+            meter = run.trace.devices[account.device].step_peak_bytes(account.step)
+            assert account.dry_run_bytes == meter, str(case)
+            simulated.add(account.simulated_bytes - account.dry_run_bytes)
+            metered.add(account.dry_run_difference)
+    model = found.model
+    seen = max(simulated) > 0, min(simulated) < 0, max(metered) > 0, min(metered) < 0
+    named = bool(model.above), bool(model.below), bool(model.metered), False
+    assert seen == named, f"simulator {sorted(simulated)}, dry run {sorted(metered)}"
+
+
+def test_the_page_shows_every_model() -> None:
+    """docs/gallery.md is what is made of the gallery now; see `gallery.page`."""
+    text = PAGE.read_text()
+    assert render(layers_in(text)) == text
+
+
+@of_every_model
+def test_the_page_counts_the_layers(name: str) -> None:
+    """A model has as many layers as the page says."""
+    assert layers_in(PAGE.read_text())[name] == len(prepared(name).profile.layers)
+
+
+def test_the_sample_has_a_model_of_every_family() -> None:
+    """What every run of the tests trains is of all families, and written in both forms."""
+    chosen = [{model.name for model in models} & set(SAMPLE) for models in FAMILIES.values()]
+    assert all(chosen) and len(MODELS) >= 60
+    assert len({isinstance(MODELS[name].module(), torch.nn.Sequential) for name in SAMPLE}) == 2
