@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forgetful
-from captured_models import CAPTURED, Centring, Reversed
+import gallery
 from forgetful import Layered, task_of
+from gallery.oddities import Centring, Reversed
 from huggingface_models import TINY
-from own_models import OWN_MODELS
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.comparison import NotComparable, compare
 from pipefit.capture.model import built
@@ -159,11 +159,11 @@ def test_a_gradient_where_none_belongs_is_seen() -> None:
 
 def test_an_update_of_a_buffer_that_is_lost_shows_in_the_second_microbatch() -> None:
     """The first microbatch has the same loss, for it is computed with what the update made; the second has not."""
-    found = numbers(CAPTURED["centring"](), breaking(0, NoUpdate))
+    found = numbers(gallery.task("centring"), breaking(0, NoUpdate))
     assert found.differences[0].what == "the loss of microbatch 2"
     assert "the buffer first.mean" in named(found)
     assert "keeps something from one call to the next" in str(found)
-    assert isinstance(built(CAPTURED["centring"]()).module, Centring)
+    assert isinstance(built(gallery.task("centring")).module, Centring)
 
 
 def test_an_update_that_only_evaluation_reads_is_seen_in_the_buffer() -> None:
@@ -248,11 +248,16 @@ def test_by_hand_layers_are_held_to_the_module_that_they_are_of() -> None:
 # -------------------------------------------------------------------- what is right
 
 
-@pytest.mark.parametrize("name", [*CAPTURED, *(f"own {name}" for name in OWN_MODELS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *gallery.SAMPLE,
+        *(pytest.param(name, marks=pytest.mark.gallery) for name in gallery.MODELS if name not in gallery.SAMPLE),
+    ],
+)
 def test_what_is_right_is_equal_bit_by_bit(name: str) -> None:
     """Traced and by hand, tied and frozen, with batch norm, custom functions and losses of their own."""
-    task = {**CAPTURED, **{f"own {name}": make for name, make in OWN_MODELS.items()}}[name]()
-    found = numbers(task)
+    found = numbers(gallery.task(name))
     assert (found.differences, found.apart) == ((), 0.0)
     assert found.gradients > 0
     assert "equal bit by bit" in str(found)
@@ -326,11 +331,11 @@ def surroundings(module: nn.Module, loss: nn.Module) -> dict[str, Any]:
 
 
 class Centred(nn.Module):
-    """A loss with a parameter and a buffer that moves with each call."""
+    """A loss with a frozen parameter and a buffer that moves with each call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("centre", torch.zeros(3))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:

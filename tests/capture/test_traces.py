@@ -37,8 +37,8 @@ def trained(task: Task, steps: int = 2) -> tuple[list[float], dict[str, torch.Te
     [
         (forgetful.Counting, r"changes the attribute 'calls' in every call", "a buffer"),
         (forgetful.Annealing, r"changes the attribute 'temperature' in every call", "a buffer"),
-        (forgetful.PythonDraws, r"draws from Python's random or numpy", "torch.rand"),
-        (forgetful.NumpyDraws, r"draws from Python's random or numpy", "torch.rand"),
+        (forgetful.PythonDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
+        (forgetful.NumpyDraws, r"draws random numbers from Python's or numpy's generator", "torch.rand"),
         (forgetful.OverItself, r"forgetful.py:\d+.* a parameter that .* a function which holds the module", "a method"),
         (forgetful.Hiding, r"forgetful.py:\d+.* a parameter that none of its modules has", "freeze it"),
         (forgetful.PuttingData, r"forgetful.py:\d+.* other data into a tensor", "copy_"),

@@ -286,7 +286,7 @@ def test_a_batch_that_the_plan_has_no_room_for_is_refused(size: int) -> None:
     [
         (lambda size: torch.zeros(size, 8), "must return a pair"),
         (lambda size: (torch.zeros(size, 8),), "must return a pair .*, not 1 of them"),
-        (lambda size: None, "must return a pair .*, not a NoneType"),
+        (lambda size: None, "must return a pair .*, not None"),
         (lambda size: ({1, 2}, torch.zeros(size, 4)), "the inputs of a batch must be a tensor, .* not a set"),
         (lambda size: (torch.zeros(size, 8), [1, 2]), "the targets of a batch must be a tensor, .* not a list"),
     ],

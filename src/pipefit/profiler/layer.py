@@ -6,7 +6,6 @@ There are three runs: one to see what autograd saves, one as the first microbatc
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import ReferenceType, ref
@@ -24,9 +23,9 @@ from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
 from pipefit.profiler.feedback import feedback
-from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
+from pipefit.profiler.saved import Held, LayerStorages, saved_tensors, savers
 from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
@@ -79,42 +78,6 @@ class _Updates(NamedTuple):
     state_bytes: int
     early_state_bytes: int
     work: Work
-
-
-class _Held:
-    """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
-
-    The tensor is detached, because a node that saves its own output would otherwise keep itself alive.
-    """
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
-class _Storages:
-    """The storages behind a layer's tensors: of parameters and buffers, of its inputs, and its own.
-
-    `own` has the bytes of its own storages, in the order in which they were first asked about.
-    """
-
-    def __init__(self, meter: PassMeter, statics: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self._meter, self.own = meter, list[int]()
-        self._origins = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in statics}
-        self._origins |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
-
-    def origin(self, tensor: Tensor) -> Origin:
-        """Whose storage a tensor has."""
-        key = tensor.untyped_storage()._cdata
-        if key not in self._origins:
-            self._origins[key] = self.add(self._meter.storages([tensor])[0].nbytes)
-        return self._origins[key]
-
-    def add(self, nbytes: int) -> Origin:
-        """One more storage of the layer's own."""
-        self.own.append(nbytes)
-        return Origin(kind="own", index=len(self.own) - 1)
 
 
 class LayerMeter:
@@ -225,10 +188,10 @@ class LayerMeter:
 
     def _kept_by_forward(self) -> _Kept:
         """Run a forward, and see what exists after it."""
-        packed: list[ReferenceType[_Held]] = []
+        packed: list[ReferenceType[Held]] = []
 
-        def pack(tensor: Tensor) -> _Held:
-            held = _Held(tensor)
+        def pack(tensor: Tensor) -> Held:
+            held = Held(tensor)
             packed.append(ref(held))
             return held
 
@@ -238,8 +201,8 @@ class LayerMeter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
-        storages = _Storages(self.meter, self._statics(), inputs)
-        saved = _saved([known() for known in packed], savers(values), storages)
+        storages = LayerStorages(self.meter, self._statics(), inputs)
+        saved = saved_tensors([known() for known in packed], savers(values), storages)
         origins = tuple(map(storages.origin, values))
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
         if hidden > 0:  # kept on the context of a custom function, which the hooks do not see
@@ -339,40 +302,6 @@ def state_bytes(
         early = meter.total
         stepper.step()
     return meter.total, early
-
-
-def _saved(
-    packed: Sequence[_Held | None], operations: dict[object, list[str]], storages: _Storages
-) -> list[SavedTensor]:
-    """The tensors that autograd still keeps, in the order in which they were saved; None stands for one it dropped."""
-    kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
-    return [
-        SavedTensor(
-            index=index,
-            operation=names.pop(0) if (names := operations.get(_identity(tensor))) else "",
-            shape=tuple(tensor.shape),
-            nbytes=tensor.numel() * tensor.element_size(),
-            dtype=dtype_name(tensor.dtype),
-            origin=storages.origin(tensor),
-        )
-        for index, tensor in kept
-    ]
-
-
-def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
-    """The operations in the graph of `values` that saved each tensor, in the order in which they ran."""
-    found: dict[object, list[str]] = defaultdict(list)
-    for node in sorted(nodes(values), key=lambda node: node._sequence_nr()):
-        operation = node.name().rpartition("Backward")[0]
-        for name in dir(node):
-            if name.startswith("_saved_") and isinstance(kept := getattr(node, name), Tensor):
-                found[_identity(kept)].append(operation)
-    return found
-
-
-def _identity(tensor: Tensor) -> object:
-    """Equal for tensors with the same storage, offset, shape and strides."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _like(value: Tensor) -> Tensor:
