@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, TIED, ZEROS, Model
+from gallery.model import ADAM, TIED, Model
 
 WORDS, LENGTH, WIDTH = 30, 8, 12
 
@@ -174,7 +174,7 @@ ADAPTERS = (
     ),
     Model(
         name="prompt", special="a frozen embedding tied to the head, trained words before the given ones",
-        module=lambda: only(Prompted(), "prompt"), batch=words, loss=next_words, optimizer=ADAM, fails=ZEROS,
+        module=lambda: only(Prompted(), "prompt"), batch=words, loss=next_words, optimizer=ADAM,
     ),
     Model(
         name="factors", special="trained factors of frozen features, eager attention",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, LAID, SENT, TIED, Model
+from gallery.model import ADAM, SENT, SHARED, TIED, VIEWED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
@@ -234,7 +234,7 @@ def region_batch(size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
 DETECTION = (
     Model(
         name="boxes", special="heads on three scales, the hardest wrong places count, dictionaries of targets",
-        module=Boxes, batch=box_targets, loss=box_loss, below=LAID,
+        module=Boxes, batch=box_targets, loss=box_loss, above=VIEWED,
     ),
     Model(
         name="pyramid", special="coarse features added to fine ones, one head for all scales, focal loss",
@@ -251,7 +251,7 @@ DETECTION = (
         batch=lambda size: (
             torch.randn(size, 3, 16, 16), {"kinds": torch.randint(4, (size, 5)), "boxes": torch.rand(size, 5, 4)},
         ),
-        loss=every_layer, rounded=TIED,
+        loss=every_layer, rounded=TIED, above=SHARED,
     ),
     Model(
         name="centres", special="a transposed convolution, sizes gathered at given places",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SHARED, TIED, UNUSED_GRADIENT, Model
+from gallery.model import ADAM, COPIED, SHARED, TIED, Model
 
 
 class Variational(nn.Module):
@@ -289,7 +289,6 @@ GENERATIVE = (
         name="codebook", special="argmin and a table of codes, gradients straight through by detach",
         module=Quantising, batch=with_itself(lambda size: torch.randn(size, 3, 12, 12)),
         loss=lambda outputs, targets: F.mse_loss(outputs[0], targets) + outputs[1], optimizer=ADAM,
-        below=UNUSED_GRADIENT,
     ),
     Model(
         name="adversaries", special="two losses against each other, weights that are used with and without gradients",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, LARGER, TIED, Model
+from gallery.model import ADAM, COPIED, TIED, Model
 
 WORDS, LENGTH = 40, 10
 
@@ -232,7 +232,7 @@ def same_words(size: int) -> tuple[Tensor, Tensor]:
 LANGUAGE = (
     Model(
         name="rotary decoder", special="rotary positions from a buffer outside the state, grouped queries, RMS norms",
-        module=Rotary, batch=same_words, loss=next_words, optimizer=ADAM, above=LARGER,
+        module=Rotary, batch=same_words, loss=next_words, optimizer=ADAM,
     ),
     Model(
         name="sloped attention", special="eager causal attention with dropout and distances, written as a chain",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, LARGER, SHARED_LOW, TIED, Model
+from gallery.model import ADAM, LARGER, TIED, Model
 
 
 class TwoLosses(nn.Module):
@@ -159,7 +159,7 @@ MULTI_TASK = (
     Model(
         name="triplets", special="one tower run three times, whose batch norm sees three batches",
         module=Triplets, batch=lambda size: (tuple(torch.randn(size, 1, 8, 8) for _ in range(3)), None), loss=None,
-        rounded=TIED, below=SHARED_LOW,
+        rounded=TIED,
     ),
     Model(
         name="domains", special="a reversed gradient, a custom autograd function",

@@ -53,13 +53,19 @@ class Prepared:
         rng = Random(self.model.name)
         kept = replace(random_plan(self.profile, rng, microbatches=rng.choice([1, 2, 3])), decisions=())
         again = [random_plan(self.profile, rng, microbatches=rng.choice([2, 3])) for _ in range(40)]
-        recomputed = [plan for plan in again if plan.decisions][:1]
+        once = {number for number, cost in enumerate(self.profile.measurements[0].costs) if cost.unrepeatable}
+        recomputed = [plan for plan in again if plan.decisions and not once & recomputed_layers(plan)][:1]
         return recomputed or [kept] if self.model.is_large else [kept, *recomputed]
 
     def batches(self, plan: Plan) -> list[Any]:
         """The batches of all steps."""
         torch.manual_seed(SEED)
         return [self.model.batch(plan.training.batch_size) for _ in range(STEPS)]
+
+
+def recomputed_layers(plan: Plan) -> set[int]:
+    """The layers that a plan recomputes."""
+    return {layer for decision in plan.decisions for layer in range(decision.layers[0], decision.layers[-1] + 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

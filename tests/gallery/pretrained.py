@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gallery.model import LARGER, SHARED, TIED, Model
+from gallery.model import SHARED, TIED, Model
 from huggingface_models import TINY
 from pipefit.capture import Task
 from pipefit.zoo.huggingface import hf
@@ -19,7 +19,7 @@ SPECIAL = {
     "albert": "one block run three times",
     "bart": "encoder and decoder, one embedding for both",
 }
-ABOVE = {"llama": LARGER, "whisper": SHARED}
+ABOVE = {"t5": SHARED}
 DISTINCT = ("llama", "vit")  # without shared parameters
 
 
