@@ -85,7 +85,7 @@ def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> No
     """
     layers, loss = CASES[name]
     task = task_of(layers, inputs=WIDTH, outputs=8 if name == "averaged" else 4, loss=loss)
-    profiled = profile(task, microbatch_size=SIZE, threads=1)
+    profiled = profile(task, microbatch_size=SIZE, threads=torch.get_num_threads())
     count = len(profiled.layers)
     for split in ([count], [count - 1, 1]):
         found = step_peaks(task, plan_of(task, split, size=SIZE, profiled=profiled))
