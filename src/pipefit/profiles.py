@@ -9,10 +9,11 @@ one of its inputs, a parameter or buffer, or a constant. So a storage that two l
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NoReturn
 
 from pipefit.additive_costs import AdditiveCosts
@@ -345,10 +346,30 @@ class Assumptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """So many consecutive layers that planners keep on one stage, such as attention and MLP of a transformer block.
+
+    Raises:
+        UsageError: no layer.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    layers: int
+    undivided: str = ""  # which modules in it could not be made blocks of their own, and why
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise UsageError(f"block {self.name!r} needs at least one layer, not {self.layers}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """A model's layers and what they cost.
 
-    `additive` is there if training runs measured it, and `kernels` if the target is `cpu`.
+    A planner cuts between `blocks`; where there are none given, every layer is a block of its own. `additive` is there
+    if training runs measured it, by block, and `kernels` if the target is `cpu`.
 
     Raises:
         UsageError: no measurement, a layer named twice, or not as many layers everywhere.
@@ -363,19 +384,44 @@ class ModelProfile:
     assumptions: Assumptions
     additive: AdditiveCosts | None = None
     kernels: KernelMemory = field(default_factory=KernelMemory)
+    blocks: tuple[Block, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.measurements:
             raise UsageError(f"the profile of {self.model!r} holds no measurement")
-        if len(set(self.layers)) != len(self.layers):
-            twice = Counter(self.layers).most_common(1)[0][0]
-            raise UsageError(f"the profile of {self.model!r} names layer {twice!r} more than once")
+        for what, names in (("layer", self.layers), ("block", tuple(block.name for block in self.blocks))):
+            if len(set(names)) != len(names):
+                twice = Counter(names).most_common(1)[0][0]
+                raise UsageError(f"the profile of {self.model!r} names {what} {twice!r} more than once")
         counts = {f"its measurement at size {m.microbatch_size} has": len(m.layers) for m in self.measurements}
-        if self.additive is not None:
-            counts["the training runs measured"] = len(self.additive.mem_isolated)
+        if self.blocks:
+            counts["its blocks hold"] = self.edges[-1]
         for what, count in counts.items():
             if count != len(self.layers):
                 raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but {what} {count}")
+        measured = len(self.edges) - 1 if self.additive is None else len(self.additive.mem_isolated)
+        if measured != len(self.edges) - 1:
+            raise UsageError(
+                f"the profile of {self.model!r} has {len(self.edges) - 1} blocks, but the training runs measured {measured}"
+            )
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The layers before which a stage may begin, and the number of layers: block b is edges[b] to edges[b + 1]."""
+        sizes = [block.layers for block in self.blocks] if self.blocks else [1] * len(self.layers)
+        return (0, *accumulate(sizes))
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The names of the blocks."""
+        return tuple(block.name for block in self.blocks) if self.blocks else self.layers
+
+    def span(self, start: int, stop: int) -> tuple[str, ...]:
+        """The names of the blocks that layers `start` to `stop - 1` are; of the layers, where these end within one."""
+        edges = self.edges
+        first, last = bisect_left(edges, start), bisect_left(edges, stop)
+        is_whole = edges[first] == start and edges[last] == stop
+        return self.block_names[first:last] if is_whole else self.layers[start:stop]
 
     def at(self, microbatch_size: int) -> Measurement:
         """The measurement at `microbatch_size` samples.

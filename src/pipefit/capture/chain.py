@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
-from pipefit.profiles import Measurement, Packing
+from pipefit.profiles import Block, Measurement, Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,13 @@ class Chain:
     """A model as layers in order, and the shape of what goes in and comes out.
 
     `outputs` is None where the last layer's own values, a tensor or a tuple of them, are what the model returns.
+    `blocks` are the runs of layers between which a stage may end; none where it may end after every layer.
     `criterion` is the task's loss, None where the last layer returns it; `packing` is how it takes the outputs.
     """
 
     name: str
     layers: tuple[ChainLayer, ...]
+    blocks: tuple[Block, ...] = field(kw_only=True, default=())
     inputs: Tree = field(kw_only=True)
     outputs: Tree | None = field(kw_only=True, default=None)
     targets: Tree | None = field(kw_only=True, default=None)

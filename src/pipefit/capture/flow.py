@@ -2,7 +2,7 @@
 
 Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are repeated
 in every layer that uses their result, where that makes fewer bytes cross a cut, and do not count among the operations
-that are cut. A value crosses all cuts between the operation that computes it and its last use, so one pass over the
+that are cut. So are views of a part of a tensor, which cannot cross themselves. A value crosses all cuts between the operation that computes it and its last use, so one pass over the
 operations finds what crosses every cut.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from pipefit.capture.aliases import groups, mutated_arguments
 from pipefit.capture.flat import nbytes, role, value
-from pipefit.capture.refusals import refuse_value
+from pipefit.capture.refusals import line_of, refuse_value
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Flow:
             values = self._to_repeat(node, needed, sent)
             if values is None:
                 continue
-            if isinstance(value(node), Tensor) and sum(map(nbytes, values)) > nbytes(node):
+            if _can_cross(node) and sum(map(nbytes, values)) > nbytes(node):
                 sent.add(node)
             else:
                 needed[node] = values
@@ -82,16 +82,38 @@ class Flow:
     @cached_property
     def cost(self) -> list[int]:
         """Bytes that cross each cut."""
-        return _sums(len(self.order), ((first, last, nbytes(node)) for node, first, last in self.crossing))
+        return sums(len(self.order), ((first, last, nbytes(node)) for node, first, last in self.crossing))
+
+    @cached_property
+    def count(self) -> list[int]:
+        """Number of values that cross each cut."""
+        return sums(len(self.order), ((first, last, 1) for _, first, last in self.crossing))
 
     @cached_property
     def legal(self) -> list[bool]:
         """Whether each cut is allowed: only tensors cross it, and no change in place is seen on its other side."""
-        closed = [(first, last, 1) for node, first, last in self.crossing if not _can_cross(node)]
+        closed = ((first, last, 1) for first, last, _, _ in self._closed)
+        return [count == 0 for count in sums(len(self.order), closed)]
+
+    def obstacle(self, cut: int) -> str:
+        """Why a cut is not allowed."""
+        node, reason = next((node, reason) for first, last, node, reason in self._closed if first <= cut <= last)
+        line = line_of(node)
+        return f"{node.name}{f' ({line})' if line else ''} {reason}"
+
+    @cached_property
+    def _closed(self) -> list[tuple[int, int, fx.Node, str]]:
+        """Ranges of cuts that are not allowed, each because of a value."""
+        closed = [
+            (first, last, node, "crosses, and is no tensor with all of its memory")
+            for node, first, last in self.crossing
+            if not _can_cross(node)
+        ]
         numbers = {node: number for number, node in enumerate(self.order)}
         for root, changes in self._changed.items():
-            closed += self._closed_by(root, [numbers[change] for change in changes])
-        return [count == 0 for count in _sums(len(self.order), closed)]
+            ranges = self._closed_by(root, [numbers[change] for change in changes])
+            closed += ((first, last, root, "is changed in place, and used on both sides") for first, last in ranges)
+        return closed
 
     # ---------------------------------------------------------------- inside
 
@@ -126,11 +148,17 @@ class Flow:
                 found |= needed[source]
             elif source in sent:
                 found.add(source)
-            elif not self._given(source):
-                return None
-            elif _kind(source) == "input":
+            elif self._given(source):
+                found |= {source} if _kind(source) == "input" else set()
+            elif self._is_part(node, source):
                 found.add(source)
+            else:
+                return None
         return frozenset(found)
+
+    def _is_part(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether `node` is a view of a part of `source`: it cannot cross a cut, but be made again from `source`."""
+        return self._group[node] is self._group[source] and not _can_cross(node) and _can_cross(source)
 
     def _given(self, node: fx.Node) -> bool:
         """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""
@@ -154,14 +182,14 @@ class Flow:
                 found[node] = frozenset().union(*sources)
         return found
 
-    def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int, int]]:
+    def _closed_by(self, root: fx.Node, changes: list[int]) -> Iterable[tuple[int, int]]:
         """Ranges of cuts that are not allowed because the memory of `root` is changed in place."""
         if root.op == "placeholder":  # a buffer: all that touches it stays in one layer
             touching = [n for n, node in enumerate(self.order) if any(self._group[s] is root for s in self.needs(node))]
-            return [(min(touching), max(touching) - 1, 1)]
+            return [(min(touching), max(touching) - 1)]
         crossing = [(first, last) for node, first, last in self.crossing if self._group[node] is root]
         return [
-            (cut, cut, 1)
+            (cut, cut)
             for cut in range(min((first for first, _ in crossing), default=0), max(changes))
             if sum(first <= cut <= last for first, last in crossing) > 1
         ]
@@ -197,7 +225,7 @@ def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(range(tensor.ndim)) if tensor.is_contiguous() else tuple(order)
 
 
-def _sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
+def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
     """For each of `count` cuts the sum of the weights of the ranges (first, last, weight) it is in."""
     changes = [0] * (count + 1)
     for first, last, weight in ranges:

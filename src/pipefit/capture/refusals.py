@@ -115,16 +115,16 @@ def refuse_operation(name: str, node: fx.Node) -> NoReturn:
 
 def _refuse_node(name: str, node: fx.Node, reason: str, remedy: str) -> NoReturn:
     path = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    raise UsageError(_sentence(name, path[-1] if path else "", _line(node), f"{reason}; {remedy}"))
+    raise UsageError(_sentence(name, path[-1] if path else "", line_of(node), f"{reason}; {remedy}"))
 
 
 def refuse_value(name: str, node: fx.Node, reason: str) -> NoReturn:
     """Say that `node` of model `name` does what no layer may."""
     path = node.meta.get("stack") or ("",)
-    raise UsageError(_sentence(name, path[-1], _line(node), f"{reason}; {REMEDY}"))
+    raise UsageError(_sentence(name, path[-1], line_of(node), f"{reason}; {REMEDY}"))
 
 
-def _line(node: fx.Node) -> str:
+def line_of(node: fx.Node) -> str:
     """The innermost line of the user's own code that a node comes from."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{number}" for file, number in lines if not file.startswith(_TORCH)]

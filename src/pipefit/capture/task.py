@@ -21,7 +21,7 @@ _CALLABLE = {
     "optimizer": "a function of parameter groups that returns a torch.optim optimizer, such as its class",
 }
 ParameterOptions = Callable[[str, nn.Parameter], dict[str, Any]]
-Granularity = Literal["blocks", "halves", "operations"]
+Granularity = Literal["blocks", "halves", "layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Task:
             `master-bfloat16` or `master-float16`, and the optimizer then works on float32 copies of the parameters.
             `mixed-bfloat16` or `mixed-float16` runs the module under `torch.autocast`. With `mixed-float16` and
             `master-float16` the loss is scaled.
-        granularity: what becomes a layer of a module that is no `nn.Sequential`: `blocks` (a module's own blocks, such
-            as transformer.h.3), `halves` (attention and MLP apart), or `operations` (wherever a cut is possible).
+        granularity: where a stage may end in a module that is no `nn.Sequential`: after `blocks` (a module's own
+            blocks, such as transformer.h.3), after `halves` (attention and MLP apart), or after any of its `layers`.
         name: for people, and for files.
     """
 

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer
-from pipefit.capture.cuts import pieces
+from pipefit.capture.cuts import Piece, pieces
 from pipefit.capture.exporting import export
 from pipefit.capture.flat import flatten, plain, role, value
 from pipefit.capture.flow import Flow
@@ -41,9 +41,11 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
     first = [node for node in flow.values(-1) if (meaning := role(node)) and meaning.kind == "input"]
     if not first:
         raise UsageError(f"{task.name} uses none of its inputs: what it returns is the same for every batch")
+    cut = pieces(flow, module, task.granularity)
     return Chain(
         task.name,
-        tuple(_layers(flow, module, task, program, first)),
+        tuple(_layers(flow, module, cut.layers, program, first)),
+        blocks=cut.blocks,
         inputs=_taken(shape, program, inputs, first),
         outputs=outputs,
         targets=targets,
@@ -52,11 +54,10 @@ def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | Non
 
 
 def _layers(
-    flow: Flow, module: nn.Module, task: Task, program: ExportedProgram, first: Sequence[fx.Node]
+    flow: Flow, module: nn.Module, cut: Sequence[Piece], program: ExportedProgram, first: Sequence[fx.Node]
 ) -> Iterator[ChainLayer]:
     """The layers, one a piece; each takes what the one before gives."""
     binding, found, arriving = Binding(module, program.constants), list[ChainLayer](), tuple(first)
-    cut = pieces(flow, module, task.granularity)
     for piece in cut:
         leaving = flow.outputs if piece is cut[-1] else flow.values(piece.stop - 1)
         order = flow.order[piece.start : piece.stop]

@@ -99,6 +99,7 @@ def _profile(
         model=chain.name,
         fingerprint=made.fingerprint,
         layers=tuple(layer.name for layer in chain.layers),
+        blocks=chain.blocks,
         measurements=(replace(measurement, sizes=made.sizes),),
         assumptions=Assumptions(
             target=target,
