@@ -66,15 +66,15 @@ class Attempt:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers of the stage that limits."""
+        """The blocks of the stage that limits."""
         stage = self.plan.stages[self.stage]
-        return self.plan.profile.layers[stage.start : stage.stop]
+        return self.plan.profile.span(stage.start, stage.stop)
 
     @property
     def span(self) -> str:
-        """The same in words: `layer conv1` or `layers conv1 to fc`."""
+        """The same in words: `conv1` or `conv1 to fc`."""
         first, last = self.layers[0], self.layers[-1]
-        return f"layer {first}" if len(self.layers) == 1 else f"layers {first} to {last}"
+        return first if len(self.layers) == 1 else f"{first} to {last}"
 
     @property
     def miss(self) -> str:

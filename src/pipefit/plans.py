@@ -242,7 +242,8 @@ class Plan:
     def stage_table(self) -> Table:
         """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
         rows = tuple(_row(self, number, stage) for number, stage in enumerate(self.stages))
-        return Table(("stage", "device", "layers", "count", "parameters", "peak", "of budget", "full", ""), rows)
+        parts = "blocks" if self.profile.blocks else "layers"
+        return Table(("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", ""), rows)
 
     def __str__(self) -> str:
         """An explanation of the plan: its stages and peaks, what limits it, how it was found, how fast it is, and where
@@ -273,14 +274,14 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
 def _head(plan: Plan) -> str:
     training = plan.training
     return (
-        f"{plan.profile.model}: {len(plan.profile.layers)} layers in {len(plan.stages)} stages on {plan.cluster}\n"
+        f"{plan.profile.model}: {plan.profile.parts} in {len(plan.stages)} stages on {plan.cluster}\n"
         f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
         f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 
 
 def _row(plan: Plan, number: int, stage: Stage) -> tuple[str, ...]:
-    names = plan.profile.layers[stage.start : stage.stop]
+    names = plan.profile.span(stage.start, stage.stop)
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
     budget = plan.cluster.budgets[stage.device]
@@ -333,8 +334,10 @@ def _planner(plan: Plan) -> Iterator[str]:
         return
     yield str(made)
     if made.proves_lowest_peak:
-        splits = comb(len(plan.profile.layers) - 1, len(plan.stages) - 1)
-        yield f"This holds for all {splits:,} splits of {len(plan.profile.layers)} layers in {len(plan.stages)} stages."
+        parts = len(plan.profile.block_names)
+        splits = comb(parts - 1, len(plan.stages) - 1)
+        what = "blocks" if plan.profile.blocks else "layers"
+        yield f"This holds for all {splits:,} splits of {parts} {what} in {len(plan.stages)} stages."
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -402,7 +402,7 @@ class ModelProfile:
         measured = len(self.edges) - 1 if self.additive is None else len(self.additive.mem_isolated)
         if measured != len(self.edges) - 1:
             raise UsageError(
-                f"the profile of {self.model!r} has {len(self.edges) - 1} blocks, but the training runs measured {measured}"
+                f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
             )
 
     @property
@@ -410,6 +410,13 @@ class ModelProfile:
         """The layers before which a stage may begin, and the number of layers: block b is edges[b] to edges[b + 1]."""
         sizes = [block.layers for block in self.blocks] if self.blocks else [1] * len(self.layers)
         return (0, *accumulate(sizes))
+
+    @property
+    def parts(self) -> str:
+        """How many parts planners distribute, in words: `14 blocks (158 layers)`, or `14 layers` without blocks."""
+        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
+        blocks = f"{len(self.blocks)} block{'s' * (len(self.blocks) > 1)}"
+        return f"{blocks} ({layers})" if self.blocks else layers
 
     @property
     def block_names(self) -> tuple[str, ...]:

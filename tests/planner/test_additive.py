@@ -88,7 +88,7 @@ def test_the_numbers_are_kept_in_files(tmp_path) -> None:
 
 def test_runs_of_another_number_of_layers_are_refused() -> None:
     """A profile says it where they do not belong to it."""
-    with pytest.raises(UsageError, match="names 4 layers, but the training runs measured 3"):
+    with pytest.raises(UsageError, match="has 4 layers, but the training runs measured 3"):
         replace(
             profile(plain(Random(0), 4)),
             additive=AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3, training=GPIPE),

@@ -239,7 +239,9 @@ class _Runs:
 
     def __init__(self, flow: Flow, units: _Units) -> None:
         self.flow, self.units, self.deeper = flow, units.of_all, units.deeper
-        self.undivided: list[tuple[int, str]] = []  # the first operations of units that no cut parts from the one before
+        self.undivided: list[
+            tuple[int, str]
+        ] = []  # the first operations of units that no cut parts from the one before
         met: set[fx.Node] = set()
         self.weights: list[int] = []  # parameter bytes first needed by each operation
         for node in self.flow.order:

@@ -104,10 +104,10 @@ def batch(task: Task, demand: Demand, values: range) -> Growth:
 
 
 def devices(task: Task, demand: Demand, values: range) -> Growth:
-    """The fewest devices of the cluster's kind. More of them than the model has layers are not tried.
+    """The fewest devices of the cluster's kind. More of them than the model has blocks are not tried.
 
     Raises:
-        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond the layers.
+        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond the blocks.
     """
     cluster = demand.cluster
     if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
@@ -116,11 +116,11 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             "are used: name a cluster of equal devices"
         )
     costs = demand.profile(task)
-    numbers = range(values.start, min(values.stop, len(costs.layers) + 1), values.step)
+    most = len(costs.edges) - 1
+    numbers = range(values.start, min(values.stop, most + 1), values.step)
     if not numbers:
         raise UsageError(
-            f"{costs.model} has {len(costs.layers)} layers, too few for {values.start} devices: "
-            f"begin with {len(costs.layers)} or fewer"
+            f"{costs.model} has {costs.parts}, too few for {values.start} devices: begin with {most} or fewer"
         )
     return Growth(
         name="devices",

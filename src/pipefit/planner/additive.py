@@ -26,9 +26,9 @@ def additive(question: Question) -> Found:
         UsageError: no training runs were made under this training.
     """
     costs = measured_costs(question)
-    edges = best_split(costs, question.layers, question.stages)
+    edges = best_split(costs, question.blocks, question.stages)
     highest = max(costs.peak(start, stop) for start, stop in pairwise(edges))
-    looked_at = question.stages * comb(question.layers - question.stages + 2, 2)
+    looked_at = question.stages * comb(question.blocks - question.stages + 2, 2)
     return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, highest, looked_at)
 
 

@@ -40,7 +40,7 @@ def bayesian(question: Question) -> Found:
         peaks = tuple(peak(stage, *ends) for stage, ends in enumerate(pairwise(edges)))
         return question.value(peaks, question.in_order(edges).devices)
 
-    values = search(value_of, question.layers, question.stages, minimiser())
+    values = search(value_of, question.blocks, question.stages, minimiser())
     value, edges = min((value, edges) for edges, value in values.items())
     return Found(question.in_order(edges), question.objective, value, len(values), proven=False)
 

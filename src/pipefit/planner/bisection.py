@@ -49,14 +49,13 @@ class _Filling:
         self.units = [1 if question.equal_budgets else budget for budget in budgets[: question.stages]]
         self.finest = 1.0 if question.equal_budgets else _FINEST
         self.columns: dict[tuple[int, int], Floats] = {}
-        self.start = equal_lengths(question.layers, question.stages)
-        ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
+        self.start = equal_lengths(question.blocks, question.stages)
         ends = enumerate(pairwise(self.start))
-        level = max(range_peak(question, ranges, stage, *end) / self.units[stage] for stage, end in ends)
-        windows = Bounds(question, ranges).windows(level * max(self.units) * _ROUNDING)
+        level = max(range_peak(question, stage, *end) / self.units[stage] for stage, end in ends)
+        windows = Bounds(question).windows(level * max(self.units) * _ROUNDING)
         assert windows is not None, "a level that equal lengths achieve excludes every split"
         self.width = max(window.widest for window in windows)  # a wider stage would exceed the peak of equal lengths
-        self.band = ranges.band(self.width)
+        self.band = question.ranges.band(self.width)
 
     @property
     def looked_at(self) -> int:
@@ -110,7 +109,7 @@ class _Filling:
     def _column(self, stage: int, start: int) -> Floats:
         """Costs of stage number `stage` from layer `start` on, with one layer, two layers and so on."""
         if (stage, start) not in self.columns:
-            rows = min(self.width, self.question.layers - start)
+            rows = min(self.width, self.question.blocks - start)
             window = (slice(0, rows), slice(start, start + 1))
             peaks = stage_peak(self.band, self.question.surroundings(stage), window)
             self.columns[stage, start] = peaks[:, 0] / self.units[stage]

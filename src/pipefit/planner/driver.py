@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from itertools import pairwise
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.infeasible import explanation
@@ -67,8 +68,11 @@ def plan_of(
 ) -> Plan:
     """The plan of a split, with the decisions that its question's options ask for."""
     training = question.training
-    edges = zip(split.edges, split.edges[1:], split.devices, strict=False)
-    stages = tuple(Stage(start=start, stop=stop, grid=Grid.of(device)) for start, stop, device in edges)
+    layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(device))
+        for (start, stop), device in zip(layers, split.devices, strict=True)
+    )
     return Plan(
         profile=question.profile,
         cluster=question.cluster,

@@ -32,7 +32,7 @@ def exhaustive(question: Question) -> Found:
     count = _count(question)
     if count > LIMIT:
         raise UsageError(
-            f"{question.layers} layers on {question.stages} stages split in {count:,} ways, more than the {LIMIT:,} "
+            f"{question.blocks} layers on {question.stages} stages split in {count:,} ways, more than the {LIMIT:,} "
             "that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
@@ -44,7 +44,7 @@ def _count(question: Question) -> int:
 
     The orders are counted one by one only if there would be few enough even with all devices different.
     """
-    splits = comb(question.layers - 1, question.stages - 1)
+    splits = comb(question.blocks - 1, question.stages - 1)
     sizes = [len(c.devices) for c in question.classes]
     devices = sum(sizes)
     if len(sizes) == 1:
@@ -70,8 +70,8 @@ def _best(question: Question) -> tuple[float, Split]:
     orders = list(_orders(question))
 
     def ranked() -> Iterator[tuple[list[float], list[tuple[int, int]]]]:
-        for cuts in combinations(range(1, question.layers), question.stages - 1):
-            edges = (0, *cuts, question.layers)
+        for cuts in combinations(range(1, question.blocks), question.stages - 1):
+            edges = (0, *cuts, question.blocks)
             peaks = [peak(stage, edges[stage], edges[stage + 1]) for stage in range(question.stages)]
             for kinds in orders:
                 costs = [nbytes / units[kind] for nbytes, kind in zip(peaks, kinds, strict=True)]
@@ -80,18 +80,18 @@ def _best(question: Question) -> tuple[float, Split]:
     costs, path = min(ranked())
     free = [iter(c.devices) for c in question.classes]
     starts = [start for start, _ in reversed(path)]
-    return costs[0], Split((*starts, question.layers), tuple(next(free[kind]) for _, kind in reversed(path)))
+    return costs[0], Split((*starts, question.blocks), tuple(next(free[kind]) for _, kind in reversed(path)))
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
     """The peak of a stage by its position and layers, from the simulator's ledger over two steps of its program."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
-    any_split = question.in_order(equal_lengths(question.layers, question.stages))
+    any_split = question.in_order(equal_lengths(question.blocks, question.stages))
     program = lower(plan_of(question, any_split))  # the same for every split, as forwards of stages are one action
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:
-        cost = costs.stage(start, stop, kind)
+        cost = costs.stage(*question.layers(start, stop), kind)
         ledger, actions = Ledger(stage, {stage: cost}, program), program.actions[stage]
         changes = [(step, *effect) for step in range(2) for effect in ledger.read(actions)]
         return highest(at_rest([cost.rest], 0), changes)

@@ -16,7 +16,7 @@ from pipefit.provenance import Objective
 
 def first_last(question: Question) -> Found:
     """Stages of equal length, the first and the last one layer shorter. Stage s is on device s."""
-    counts = _lengths(question.layers, question.stages)
+    counts = _lengths(question.blocks, question.stages)
     edges = (0, *accumulate(counts))
     return Found(question.in_order(edges), Objective.LAYERS, max(counts), proven=False)
 

@@ -22,8 +22,8 @@ def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, pla
     budgets = question.cluster.budgets
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
-    names = question.profile.layers[split.edges[stage] : split.edges[stage + 1]]
-    layers = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
+    names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
+    layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     budget = budgets[device]
     none_fits = "" if planner != "exact" else "; no other split fits either"
     return (
@@ -36,7 +36,7 @@ def _remedies(question: Question, planner: str) -> str:
     """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
     if planner != "exact" and _fullest(question) is not None:
         return "What would fit: another split; use the exact planner"
-    most = min(_MORE_DEVICES * len(question.cluster.devices), question.layers)
+    most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
     size = format_bytes(max(question.cluster.budgets))
     more, useless = "", ""
     if question.options.stages is None and most > len(question.cluster.devices):
@@ -53,7 +53,7 @@ def _free(question: Question) -> Iterator[str]:
     changes: list[tuple[str, Callable[[], Question]]] = []
     if training.schedule != "1f1b":
         changes.append(("schedule 1f1b", lambda: replace(question, training=replace(training, schedule="1f1b"))))
-    if options.stages is not None and options.stages < min(question.layers, len(question.cluster.devices)):
+    if options.stages is not None and options.stages < min(question.blocks, len(question.cluster.devices)):
         changes.append(("a stage on every device", lambda: replace(question, options=replace(options, stages=None))))
     for size in sorted({m.microbatch_size for m in question.profile.measurements}, reverse=True):
         if size < training.microbatch_size and training.batch_size % size == 0:

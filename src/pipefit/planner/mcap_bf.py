@@ -25,7 +25,7 @@ def mcap_bf(question: Question) -> Found:
     Raises:
         UsageError: more than `LIMIT` splits, or no training runs were made under this training.
     """
-    costs, layers, stages = measured_costs(question), question.layers, question.stages
+    costs, layers, stages = measured_costs(question), question.blocks, question.stages
     count = comb(layers - 1, stages - 1)
     if count > LIMIT:
         raise UsageError(

@@ -22,7 +22,7 @@ def mcap_bo(question: Question) -> Found:
     Raises:
         UsageError: no training runs were made under this training, or scikit-optimize is not installed.
     """
-    values = estimates(measured_costs(question), question.layers, question.stages)
+    values = estimates(measured_costs(question), question.blocks, question.stages)
     value, edges = min((value, edges) for edges, value in values.items())
     return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, value, len(values), proven=False)
 

@@ -79,11 +79,10 @@ class _Candidates(NamedTuple):
 
 class _Search:
     def __init__(self, question: Question) -> None:
-        self.question, self.layers, self.stages = question, question.layers, question.stages
+        self.question, self.blocks, self.stages = question, question.blocks, question.stages
         self.sizes = [len(c.devices) for c in question.classes]
         self.units = [1 if question.equal_budgets else c.memory_bytes for c in question.classes]
-        self.ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
-        self.bounds = Bounds(question, self.ranges)
+        self.bounds = Bounds(question)
         self.evaluated = 0
         self.windows: list[Window]
         self.band: Band
@@ -91,7 +90,7 @@ class _Search:
     def best(self) -> Solution:
         """The best split, by the two passes."""
         self._limit(self._achievable())
-        self.band = self.ranges.band(max(window.widest for window in self.windows))
+        self.band = self.question.ranges.band(max(window.widest for window in self.windows))
         rest = self._rest()
         level = float(rest[self._nothing][0])
         self._limit(level)
@@ -111,7 +110,7 @@ class _Search:
         edges = self.bounds.lowest_split()
         units = sorted((u for u, n in zip(self.units, self.sizes, strict=True) for _ in range(n)), reverse=True)
         ends = enumerate(pairwise(edges))
-        return max(range_peak(self.question, self.ranges, s, *stage) / units[s] for s, stage in ends)
+        return max(range_peak(self.question, s, *stage) / units[s] for s, stage in ends)
 
     # ---------------------------------------------------------------- costs
 
@@ -138,10 +137,10 @@ class _Search:
 
     def _rest(self) -> dict[Used, Floats]:
         """For the devices used and the first layer not placed: the lowest possible level of the stages to come."""
-        empty = np.full(self.layers + self.band.valid.shape[0] + 2, np.inf)
+        empty = np.full(self.blocks + self.band.valid.shape[0] + 2, np.inf)
         rest = {used: empty.copy() for used in self._places(self.stages)}
         for level in rest.values():
-            level[self.layers] = 0
+            level[self.blocks] = 0
         for stage in reversed(range(self.stages)):
             costs, window = self._costs(stage), self.windows[stage]
             by_kind = [costs / unit for unit in self.units]
@@ -173,7 +172,7 @@ class _Search:
         candidates = _Candidates._make(map(np.concatenate, zip(*found, strict=True)))
         candidates = candidates.take(np.lexsort((candidates.kind, candidates.start, candidates.target)))
         chosen = _lowest(candidates, nodes.costs)
-        place, stop = np.divmod(chosen.target, self.layers + 1)
+        place, stop = np.divmod(chosen.target, self.blocks + 1)
         return chosen, _Nodes(places, place, stop, _merged(nodes.costs, chosen))
 
     def _within(
@@ -189,14 +188,14 @@ class _Search:
                 cost = by_kind[kind][:, columns]
                 row, column = np.nonzero(np.maximum(cost, _following(rest[after], window)[:, columns]) <= level)
                 start = nodes.stop[members[column]]
-                target = places.index(after) * (self.layers + 1) + start + row + window.narrowest
+                target = places.index(after) * (self.blocks + 1) + start + row + window.narrowest
                 yield _Candidates(members[column], start, np.full_like(start, kind), target, cost[row, column])
 
     def _split(self, path: tuple[tuple[int, int], ...]) -> Split:
         """The split of a path from the last stage to the first."""
         free = [iter(c.devices) for c in self.question.classes]
         starts = [start for start, _ in reversed(path)]
-        return Split((*starts, self.layers), tuple(next(free[kind]) for _, kind in reversed(path)))
+        return Split((*starts, self.blocks), tuple(next(free[kind]) for _, kind in reversed(path)))
 
 
 def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:

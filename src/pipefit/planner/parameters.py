@@ -7,6 +7,8 @@ layers have few parameters and large activations fills its first device. The min
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pipefit.planner.question import Found, Question
 from pipefit.planner.sums import lightest_parts
 from pipefit.provenance import Objective
@@ -14,6 +16,7 @@ from pipefit.provenance import Objective
 
 def parameters(question: Question) -> Found:
     """The split whose largest stage has the fewest parameter bytes. Stage s is on device s."""
-    weights = [cost.parameter_bytes for cost in question.measurement.costs]
+    sizes = [cost.parameter_bytes for cost in question.measurement.costs]
+    weights = [sum(sizes[start:stop]) for start, stop in pairwise(question.edges)]
     value, edges = lightest_parts(weights, question.stages)
     return Found(question.in_order(edges), Objective.PARAMETERS, value)

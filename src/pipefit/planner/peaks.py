@@ -5,19 +5,17 @@ from __future__ import annotations
 from itertools import pairwise
 
 from pipefit.planner.closed_forms.bands import stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.question import Question, Split
 
 
 def stage_peaks(question: Question, split: Split) -> tuple[int, ...]:
     """The peak of every stage."""
-    ranges = Ranges(question.measurement, microbatches=question.training.microbatches)
-    return tuple(range_peak(question, ranges, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
+    return tuple(range_peak(question, stage, *edges) for stage, edges in enumerate(pairwise(split.edges)))
 
 
-def range_peak(question: Question, ranges: Ranges, stage: int, start: int, stop: int) -> int:
-    """The peak of layers `start` to `stop - 1` as stage number `stage`."""
-    band = ranges.band(stop - start, first=start, last=start)
+def range_peak(question: Question, stage: int, start: int, stop: int) -> int:
+    """The peak of blocks `start` to `stop - 1` as stage number `stage`."""
+    band = question.ranges.band(stop - start, first=start, last=start)
     return int(stage_peak(band, question.surroundings(stage))[-1, 0])
 
 

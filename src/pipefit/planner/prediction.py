@@ -79,7 +79,7 @@ def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recomp
     Raises:
         UsageError: no such schedule, or a microbatch size that was not profiled.
     """
-    ranges = Ranges(profile.at(training.microbatch_size), microbatches=training.microbatches)
+    ranges = Ranges(profile.at(training.microbatch_size), profile.edges, microbatches=training.microbatches)
     band = ranges.band(ranges.count)
 
     @cache

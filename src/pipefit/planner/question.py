@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
@@ -21,7 +22,7 @@ from pipefit.validation import check_types
 class Options:
     """Options of every planner.
 
-    `stages` None uses every device, or as many as there are layers. `recompute` names the microbatches whose forward
+    `stages` None uses every device, or as many as there are blocks. `recompute` names the microbatches whose forward
     every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
     device's budget is too small for it; otherwise that raises `InfeasibleError`.
     """
@@ -42,7 +43,7 @@ class DeviceClass(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of the model: stage s holds layers `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`."""
+    """A split of the model: stage s holds blocks `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`."""
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
@@ -66,7 +67,7 @@ class Question:
     """One planning problem: a profile, a cluster, a training and the planner's options.
 
     Raises:
-        UsageError: more stages than layers or devices, no such schedule, or a microbatch size that was not profiled.
+        UsageError: more stages than blocks or devices, no such schedule, or a microbatch size that was not profiled.
     """
 
     profile: ModelProfile
@@ -75,12 +76,12 @@ class Question:
     options: Options = Options()
 
     def __post_init__(self) -> None:
-        asked, layers, devices = self.options.stages, len(self.profile.layers), len(self.cluster.devices)
+        asked, blocks, devices = self.options.stages, self.blocks, len(self.cluster.devices)
         if asked is not None and asked < 1:
             raise UsageError(f"a plan has at least one stage, not {asked}")
-        if asked is not None and asked > layers:
+        if asked is not None and asked > blocks:
             raise UsageError(
-                f"{self.profile.model} has {layers} layers, too few for {asked} stages: ask for {layers} or fewer"
+                f"{self.profile.model} has {self.profile.parts}, too few for {asked} stages: ask for {blocks} or fewer"
             )
         if asked is not None and asked > devices:
             raise UsageError(
@@ -94,15 +95,29 @@ class Question:
         """The layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
 
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """The layer at which each block begins, and the number of layers."""
+        return self.profile.edges
+
     @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.profile.layers)
+    def blocks(self) -> int:
+        """Number of blocks, between which stages are cut."""
+        return len(self.edges) - 1
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        """The memory of every range of blocks."""
+        return Ranges(self.measurement, self.edges, microbatches=self.training.microbatches)
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return self.options.stages or min(self.layers, len(self.cluster.devices))
+        return self.options.stages or min(self.blocks, len(self.cluster.devices))
+
+    def layers(self, start: int, stop: int) -> tuple[int, int]:
+        """The first layer of blocks `start` to `stop - 1`, and the one behind them."""
+        return self.edges[start], self.edges[stop]
 
     def surroundings(self, stage: int) -> tuple[Surroundings, ...]:
         """The surroundings that the compute actions of a stage at this position meet."""

@@ -8,6 +8,8 @@ milliseconds. (torchgpipe's `balance_by_time`, solved exactly.)
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pipefit.cost.time import seconds
 from pipefit.planner.question import Found, Question
 from pipefit.planner.sums import lightest_parts
@@ -23,11 +25,11 @@ def time(question: Question) -> Found:
 
 
 def ticks(question: Question) -> list[int]:
-    """Forward and backward time of every layer, the loss with the last, in picoseconds."""
+    """Forward and backward time of every block, the loss with the last, in picoseconds."""
     kind, dtype = question.cluster.devices[0].kind, question.training.dtype
-    *costs, last = question.measurement.costs
-    parts = [(cost,) for cost in costs] + [(last, question.measurement.loss)]
+    costs, edges = (*question.measurement.costs, question.measurement.loss), list(question.edges)
+    edges[-1] += 1
     return [
         sum(round(seconds(work, kind, dtype) / _TICK) for cost in part for work in (cost.forward, cost.backward))
-        for part in parts
+        for part in (costs[start:stop] for start, stop in pairwise(edges))
     ]

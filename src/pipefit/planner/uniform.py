@@ -12,7 +12,7 @@ from pipefit.provenance import Objective
 
 def uniform(question: Question) -> Found:
     """Stages of equal length; if that is impossible, the first ones have one layer more. Stage s is on device s."""
-    edges = equal_lengths(question.layers, question.stages)
+    edges = equal_lengths(question.blocks, question.stages)
     longest = edges[1]
     return Found(question.in_order(edges), Objective.LAYERS, longest)
 

@@ -1,8 +1,8 @@
-"""Which layers a stage can start at, and how many it can hold, if no stage may need more than a given level of bytes.
+"""Which blocks a stage can start at, and how many it can hold, if no stage may need more than a given level of bytes.
 
-These are lower bounds, found in microseconds. When a range of layers grows, its parameters, gradients and optimizer
+These are lower bounds, found in microseconds. When a range of blocks grows, its parameters, gradients and optimizer
 state only grow, and so do the activations that are made and saved inside it (`Ranges.floor`). A stage that holds n
-microbatches at once needs for layers i to j - 1 at least
+microbatches at once needs for blocks i to j - 1 at least
 
     owned(j) - owned(i) + n * (saved(j) - born(i))
 
@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.actions import Kind
-from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.question import Question
 
 Floats = NDArray[np.float64]
 
 
 class Window(NamedTuple):
-    """The layers at which a stage can start, `first` to `last`, and its possible widths, `narrowest` to `widest`."""
+    """The blocks at which a stage can start, `first` to `last`, and its possible widths, `narrowest` to `widest`."""
 
     first: int
     last: int
@@ -35,7 +34,7 @@ class Window(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One lower bound: layers i to j - 1 need at least reach[j] - base[i] bytes."""
+    """One lower bound: blocks i to j - 1 need at least reach[j] - base[i] bytes."""
 
     reach: Floats
     base: Floats
@@ -44,10 +43,10 @@ class _Line(NamedTuple):
 class Bounds:
     """The lower bounds of all stages of a question."""
 
-    def __init__(self, question: Question, ranges: Ranges) -> None:
-        self.stages, self.layers = question.stages, question.layers
-        sums = (*ranges.owned(), *ranges.floor())
-        owned, gradients, saved, born = (part[: self.layers + 1].astype(float) for part in sums)
+    def __init__(self, question: Question) -> None:
+        self.stages, self.blocks = question.stages, question.blocks
+        sums = (*question.ranges.owned(), *question.ranges.floor())
+        owned, gradients, saved, born = (part.astype(float) for part in sums)
         self.lines: list[list[_Line]] = []
         for stage in range(self.stages):
             held = [(s.in_flight + (s.kind is Kind.BACKWARD), s.gradients) for s in question.surroundings(stage)]
@@ -60,16 +59,16 @@ class Bounds:
         """The window of every stage if none may need more than `level` bytes; None if there is no such split."""
         last = self._latest_starts(level)
         first = self._earliest_starts(level)
-        if last[-1] < self.layers or any(a > b for a, b in zip(first, last, strict=True)):
+        if last[-1] < self.blocks or any(a > b for a, b in zip(first, last, strict=True)):
             return None
         return [self._window(stage, first, last, level) for stage in range(self.stages)]
 
     def greedy(self, level: float) -> tuple[int, ...] | None:
         """A split whose stages nearly keep to `level` by their bounds, early ones filled first; None if none do."""
         last = self._latest_starts(level)
-        if last[-1] < self.layers or any(start < stage for stage, start in enumerate(last)):
+        if last[-1] < self.blocks or any(start < stage for stage, start in enumerate(last)):
             return None
-        edges = [self.layers]
+        edges = [self.blocks]
         for stage in reversed(range(self.stages)):
             edges.append(min(last[stage], edges[-1] - 1))
         return tuple(reversed(edges))
@@ -86,15 +85,15 @@ class Bounds:
         return best
 
     def _latest_starts(self, level: float) -> list[int]:
-        """For every stage, the last layer at which it can start; then the number of layers that all stages can hold.
+        """For every stage, the last block at which it can start; then the number of blocks that all stages can hold.
 
-        A later stage may have to start earlier than the one before: a layer that is too large for one stage may fit a
+        A later stage may have to start earlier than the one before: a block that is too large for one stage may fit a
         later one, which holds fewer microbatches.
         """
         starts = [0]
         for stage in range(self.stages):
             stop = int(self._stops(stage, np.array(starts[-1:]), level)[0])
-            starts.append(min(stop, self.layers - (self.stages - 1 - stage)))
+            starts.append(min(stop, self.blocks - (self.stages - 1 - stage)))
         return starts
 
     def _stops(self, stage: int, starts: NDArray[np.intp], level: float) -> NDArray[np.intp]:
@@ -105,8 +104,8 @@ class Bounds:
         return furthest
 
     def _earliest_starts(self, level: float) -> list[int]:
-        """For every stage, the first layer at which it can start such that it and the later ones hold the rest."""
-        starts = [self.layers]
+        """For every stage, the first block at which it can start such that it and the later ones hold the rest."""
+        starts = [self.blocks]
         for stage in reversed(range(self.stages)):
             lines = self.lines[stage]
             found = [int(np.searchsorted(line.base, line.reach[starts[-1]] - level, side="left")) for line in lines]

@@ -60,7 +60,7 @@ def profile_incrementally(
         UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    layers = len(profile.layers)
+    layers = len(profile.edges) - 1
     planned = [intervals(edges) for edges in partitionings(layers, len(cluster.devices))]
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
@@ -92,7 +92,10 @@ def plan_of(
     profile: ModelProfile, cluster: Cluster, training: Training, intervals: Stages, recompute: Recompute = "never"
 ) -> Plan:
     """A plan of these stages, each on the device of its number, recomputed as asked."""
-    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(number)) for number, (a, b) in enumerate(intervals))
+    edges = profile.edges
+    stages = tuple(
+        Stage(start=edges[a], stop=edges[b], grid=Grid.of(number)) for number, (a, b) in enumerate(intervals)
+    )
     decisions = whole_stages(stages, recompute, training.schedule, training.microbatches)
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 

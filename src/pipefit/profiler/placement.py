@@ -29,7 +29,7 @@ class Placement:
     """The best places of all other layers, for any stage. A load is the share of a device's memory that is used."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
-        self.layers = len(profile.layers)
+        self.layers = len(profile.edges) - 1
         peaks = _peaks(profile, training, recompute)
         self._loads = [peaks / budget for budget in cluster.budgets]
         self._before = _before(self._loads)
@@ -68,7 +68,7 @@ class Placement:
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
     """The peak of layers `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
-    layers = len(profile.layers)
+    layers = len(profile.edges) - 1
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
     peaks = np.full((layers + 1, layers + 1), np.inf)
     for start, stop in combinations(range(layers + 1), 2):

@@ -166,8 +166,8 @@ class Runs:
         """What to raise where every run with these one or two layers in a stage of their own passed a cap; `hint` says
         what would do.
         """
-        names = self.profile.layers[slice(*interval)]
-        what = f"layer {names[0]} alone" if len(names) == 1 else f"layers {' and '.join(names)} together"
+        names = self.profile.block_names[slice(*interval)]
+        what = f"{names[0]} alone" if len(names) == 1 else f"{' and '.join(names)} together"
         failures = [o.failure for stages, o in self.outcomes.items() if interval in stages and o.failure]
         said = f". The last of them: {failures[-1]}" if failures else ""
         return InfeasibleError(

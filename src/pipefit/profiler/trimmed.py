@@ -59,7 +59,7 @@ def profile_trimmed(
         UsageError: a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    layers = len(profile.layers)
+    layers = len(profile.edges) - 1
     planned = trimmed(layers, len(cluster.devices))
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
@@ -97,7 +97,7 @@ def _cut(
 
     The layers before and after it are stages on two further devices, which no run uses.
     """
-    start, stop = interval
+    start, stop = (profile.edges[block] for block in interval)
     layers, here = len(profile.layers), len(cluster.devices)
     parts = ((0, start, here), (start, stop, number), (stop, layers, here + 1))
     stages = tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for a, b, device in parts if a < b)

@@ -16,7 +16,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     """The model, what the profile assumes, and two tables for every measured microbatch size."""
     taken = profile.assumptions
     head = (
-        f"{profile.model}: {len(profile.layers)} layers, fingerprint {profile.fingerprint.digest}\n"
+        f"{profile.model}: {profile.parts}, fingerprint {profile.fingerprint.digest}\n"
         f"{taken.precision} and {taken.optimizer}, kernels of {taken.target}, profiled on {taken.device} "
         f"with torch {taken.torch} and {taken.threads} thread{'s' * (taken.threads > 1)}"
     )
@@ -39,11 +39,11 @@ def _unknown(memory: KernelMemory) -> Table:
 
 
 def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
-    """The two numbers that training runs measured for every layer."""
-    named = enumerate(zip(profile.layers, costs.mem_isolated, costs.mem_added, strict=True))
+    """The two numbers that training runs measured for every block."""
+    named = enumerate(zip(profile.block_names, costs.mem_isolated, costs.mem_added, strict=True))
     rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
     return Table(
-        ("layer", "name", "alone", "added"),
+        ("block" if profile.blocks else "layer", "name", "alone", "added"),
         tuple(rows),
         title=f"peaks of training runs: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
     )

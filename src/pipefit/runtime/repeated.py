@@ -29,7 +29,7 @@ from pipefit.program import Program
 from pipefit.runtime.parameter_groups import parameter_groups
 
 KEPT = 4  # executions in a repeat: its ends and two between them
-_LONGEST = 8  # layers that are repeated together
+_LONGEST = 40  # layers that are repeated together
 
 
 class Copy(NamedTuple):

@@ -1,9 +1,10 @@
-"""Memory of every range of layers at once: closed forms for stages whose forward is one action.
+"""Memory of every range of blocks at once: closed forms for stages whose forward is one action.
 
-`Ranges(measurement).band(width)` holds the bytes of every stage of layers i to j - 1 with j up to i + width, as the
-simulator's ledger finds them. They are integer arrays of shape (width, starts): row w has the ranges of w + 1 layers,
-column c those that start at layer `first + c`. `stage_peak(band, surroundings)` is the peak of a stage at one position
-of a schedule, the same to the byte as the simulator's.
+`Ranges(measurement, edges).band(width)` holds the bytes of every stage of blocks i to j - 1 with j up to i + width, as
+the simulator's ledger finds them. Block b is layers `edges[b]` to `edges[b + 1] - 1`. They are integer arrays of shape
+(width, starts): row w has the ranges of w + 1 blocks, column c those that start at block `first + c`.
+`stage_peak(band, surroundings)` is the peak of a stage at one position of a schedule, the same to the byte as the
+simulator's.
 
     static          parameters and buffers, and the losses on the last stage
     gradients       parameter gradients
@@ -12,7 +13,7 @@ of a schedule, the same to the byte as the simulator's.
     inputs          what a forward reads: received or loaded inputs, and targets on the last stage
     kept            what a forward leaves that will run again: its inputs, and copies of buffers that feed back
 
-A band of 1,000 layers and width 100 takes about 20 ms and 100 bytes per range.
+A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ _NOTHING = -(1 << 60)  # the peak of a backward without a span
 class Ranges:
     """Sums over layers, and lifetimes of storages, from which bands are made. The loss counts as a last layer.
 
-    There are `count` layers without the loss. Arrays have an element for each layer, for each boundary (boundary n lies
-    before layer n), or for each event: a storage that is saved, or that is freed, at some boundary.
+    There are `layers` of them without the loss, in `count` blocks; without `edges`, each is a block. Arrays have an
+    element for each layer, for each boundary (boundary n lies before layer n), or for each event: a storage that is
+    saved, or that is freed, at some boundary.
     """
 
-    def __init__(self, measurement: Measurement, *, microbatches: int = 1) -> None:
+    def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
         model = lifetimes(measurement)
         costs = model.layers
-        self.count = len(costs) - 1
+        self.layers = len(costs) - 1
+        self.edges = np.arange(self.layers + 1) if edges is None else np.array(edges)
+        self.count = len(self.edges) - 1
         self.loss_bytes = 4 * microbatches
         # By boundary: sums over the layers before it
         self.static = _cumulated(cost.static_bytes for cost in costs)
@@ -66,8 +70,8 @@ class Ranges:
         self.update = _array(cost.update_peak_bytes for cost in costs)
         self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
         # By boundary: gradients of the values there, inside a stage and where a stage receives them
-        whole = StageStorages(measurement, 0, self.count)
-        self.inner_gradients = _array(map(whole.gradients, range(self.count + 2)))
+        whole = StageStorages(measurement, 0, self.layers)
+        self.inner_gradients = _array(map(whole.gradients, range(self.layers + 2)))
         self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not enough
         targets = model.fresh[-1][len(costs[-2].outputs) :]
@@ -91,24 +95,24 @@ class Ranges:
         self.copied_once = _events(_repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
         self.spans_first = _span_table(
-            model, [c.spans(is_first=True, inner=n < self.count) for n, c in enumerate(costs)]
+            model, [c.spans(is_first=True, inner=n < self.layers) for n, c in enumerate(costs)]
         )
         self.spans_later = _span_table(
-            model, [c.spans(is_first=False, inner=n < self.count) for n, c in enumerate(costs)]
+            model, [c.spans(is_first=False, inner=n < self.layers) for n, c in enumerate(costs)]
         )
         # The same where the range ends with the layer
         self.ends_first = _span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
         self.ends_later = _span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
     def band(self, width: int, *, first: int = 0, last: int | None = None) -> Band:
-        """Every range of up to `width` layers that starts at layer `first` to `last` (by default every layer)."""
+        """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
         last = self.count - 1 if last is None else last
         return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
 
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
 
-        A range of layers i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter or a buffer that several
+        A range of blocks i to j - 1 holds at least owned[j] - owned[i] bytes. A parameter or a buffer that several
         layers share counts with the first of them alone.
         """
         owned, gradients = self.static + self.state, self.gradients.copy()
@@ -119,37 +123,55 @@ class Ranges:
             for user in shared.users[1:]:
                 owned[user + 1 :] -= shared.nbytes + shared.state_bytes
                 gradients[user + 1 :] -= shared.gradient_bytes
-        return owned, gradients
+        return owned[self.edges], gradients[self.edges]
 
     def floor(self) -> tuple[Ints, Ints]:
-        """Two rising sums, saved and born: of layers i to j - 1, at least saved[j] - born[i] bytes are `retained`.
+        """Two rising sums, saved and born: of blocks i to j - 1, at least saved[j] - born[i] bytes are `retained`.
 
         They count own storages alone, which no cut changes.
         """
         stop, birth, nbytes = self.own_saved
-        saved, born = np.zeros(self.count + 2, np.int64), np.zeros(self.count + 2, np.int64)
+        saved, born = np.zeros(self.layers + 2, np.int64), np.zeros(self.layers + 2, np.int64)
         np.add.at(saved, stop, nbytes)
         np.add.at(born, birth + 1, nbytes)
-        return np.cumsum(saved)[:-1], np.cumsum(born)[:-1]
+        return np.cumsum(saved)[self.edges], np.cumsum(born)[self.edges]
 
 
 class _BandMaker:
     """Makes a band from tables of boundaries and of layers.
 
-    Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at i = first + c. Tables have
-    one row more than the widest range needs, because a range that ends the model contains the loss too.
+    Row w, column c of a table is boundary i + w, or layer i + w, of a range that starts at layer i = starts[c]. Tables
+    have one row more than the longest range needs, because a range that ends the model contains the loss too. At last
+    the rows at which blocks end are taken of them.
     """
 
     def __init__(self, ranges: Ranges, width: int, first: int, starts: int) -> None:
-        self.ranges, self.width, self.first, self.starts = ranges, width, first, starts
-        self.rows = width + 2
-        self.columns = starts + self.rows - 1  # boundaries in reach
-        ends = ranges.count - 1 - np.arange(first, first + starts)  # the row of the range that ends the model
-        inside = ends < width
+        self.ranges, self.width, self.first = ranges, width, first
+        begins = ranges.edges[first : first + starts]
+        stops = np.minimum(np.arange(1, width + 1)[:, None] + np.arange(first, first + starts), ranges.count)
+        self.starts, self.stops = begins, ranges.edges[stops]
+        self.longest = int((self.stops[-1] - begins).max())
+        self.base, self.reach = int(begins[0]), int(begins[-1] - begins[0]) + 1  # layers at which ranges may start
+        self.rows, self.columns = self.longest + 2, self.reach + self.longest + 1  # boundaries within reach
+        is_every_layer = self.reach == starts
+        self._chosen: slice | Ints = slice(None) if is_every_layer else begins - self.base
+        ends = ranges.layers - 1 - begins  # the row of the range that ends the model
+        inside = ends < self.longest
         self.ends = ends[inside], np.arange(starts)[inside]
 
     def make(self) -> Band:
         """The band with all its arrays."""
+        blocks = self.first + np.arange(len(self.starts)) + np.arange(1, self.width + 1)[:, None]
+        rows = self.stops - self.starts - 1
+        is_every_layer = isinstance(self._chosen, slice)
+        arrays = {
+            name: array if is_every_layer else np.take_along_axis(array, rows, axis=0)
+            for name, array in self._arrays().items()
+        }
+        return self._corrected(Band(first=self.first, valid=blocks <= self.ranges.count, **arrays))
+
+    def _arrays(self) -> dict[str, Ints]:
+        """The arrays of a band, with a row for every number of layers."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
         travelling = self._travelling()
@@ -160,34 +182,29 @@ class _BandMaker:
         end_first, end_later = self._spans(r.ends_first) - born[1:], self._spans(r.ends_later)
         early = ended(at(r.early)) - self._start(r.early)
         fed_back = ended(at(r.fed_back)) - self._start(r.fed_back)
-        inputs = self._plus_loss(self._start(r.input_bytes).repeat(self.width, axis=0), r.target_bytes)
-        return self._corrected(
-            Band(
-                first=self.first,
-                valid=np.arange(1, self.width + 1)[:, None] + np.arange(self.first, self.first + self.starts)
-                <= r.count,
-                static=self._plus_loss(self._sums(r.static, r.repeated), r.loss_bytes),
-                gradients=ended(born) - self._start(r.gradients),
-                state=ended(at(r.state)) - self._start(r.state),
-                retained=ended(held),
-                inputs=inputs,
-                received=self._behind_first(r.input_bytes),
-                output_gradients=ended(arriving),
-                input_gradients=self._behind_first(r.inner_gradients),
-                sent=self._but_last((live - held)[1:-1]),
-                forward_peak=self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
-                backward_first_peak=np.maximum(
-                    self._backward(inner, entry, first, end_first) + ended(born) - ended(entry), 0
-                ),
-                backward_later_peak=np.maximum(self._backward(inner, entry, later, end_later) - ended(entry), 0),
-                update_first_peak=np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
-                update_peak=self._highest(at(r.update)[:-1]),
-                buffers=self._sums(r.buffers, r.copied_once),
-                kept=inputs + fed_back,
-                checkpoint_sent=self._but_last(travelling[1:-1].copy()),
-                checkpoint_peak=self._highest(travelling[:-1] + at(r.checkpoint_peak)[:-1]) + fed_back,
-            )
-        )
+        inputs = self._plus_loss(self._start(r.input_bytes).repeat(self.longest, axis=0), r.target_bytes)
+        return {
+            "static": self._plus_loss(self._sums(r.static, r.repeated), r.loss_bytes),
+            "gradients": ended(born) - self._start(r.gradients),
+            "state": ended(at(r.state)) - self._start(r.state),
+            "retained": ended(held),
+            "inputs": inputs,
+            "received": self._behind_first(r.input_bytes),
+            "output_gradients": ended(arriving),
+            "input_gradients": self._behind_first(r.inner_gradients),
+            "sent": self._but_last((live - held)[1:-1]),
+            "forward_peak": self._highest(live[:-1] + at(r.forward_peak)[:-1]) - self._start(r.input_bytes),
+            "backward_first_peak": np.maximum(
+                self._backward(inner, entry, first, end_first) + ended(born) - ended(entry), 0
+            ),
+            "backward_later_peak": np.maximum(self._backward(inner, entry, later, end_later) - ended(entry), 0),
+            "update_first_peak": np.maximum(self._highest(at(r.update_first)[:-1]) - self._start(r.growth), 0) + early,
+            "update_peak": self._highest(at(r.update)[:-1]),
+            "buffers": self._sums(r.buffers, r.copied_once),
+            "kept": inputs + fed_back,
+            "checkpoint_sent": self._but_last(travelling[1:-1].copy()),
+            "checkpoint_peak": self._highest(travelling[:-1] + at(r.checkpoint_peak)[:-1]) + fed_back,
+        }
 
     def _corrected(self, band: Band) -> Band:
         """The band, with the ranges corrected for which sums over layers are not enough.
@@ -195,17 +212,15 @@ class _BandMaker:
         These hold two users of a shared parameter, or meet one of `StageStorages.unlike_gradients`. They are few, and
         each is computed as a stage by itself.
         """
-        starts, rows = np.arange(self.first, self.first + self.starts), np.arange(1, self.width + 1)[:, None]
+        starts, stops = self.starts, self.stops
         repeats = np.zeros(band.valid.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
             for user, later in pairwise(shared.users):
-                repeats |= (starts <= user) & (starts + rows > later)
+                repeats |= (starts <= user) & (stops > later)
         for boundary, born in self.ranges.unlike:
-            stops = starts + rows
             repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
         for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
-            start = self.first + int(column)
-            stage = WholeStage(self.ranges.measurement, start, start + int(row) + 1)
+            stage = WholeStage(self.ranges.measurement, int(starts[column]), int(stops[row, column]))
             rest = StageRest(stage.storages, self.ranges.microbatches)
             band.static[row, column] = rest.parameter_bytes + rest.loss_bytes
             band.gradients[row, column] = rest.gradient_bytes
@@ -221,9 +236,9 @@ class _BandMaker:
     def _at(self, vector: Ints) -> Ints:
         """The table of `vector[i + w]`, 0 after the vector's end."""
         padded = np.zeros(self.columns, np.int64)
-        there = vector[self.first : self.first + self.columns]
+        there = vector[self.base : self.base + self.columns]
         padded[: len(there)] = there
-        return sliding_window_view(padded, self.starts)
+        return sliding_window_view(padded, self.reach)[:, self._chosen]
 
     def _sums(self, cumulated: Ints, repeated: Events) -> Ints:
         """Sums over the layers of every range, without what the range counts more than once."""
@@ -258,34 +273,31 @@ class _BandMaker:
         """Bytes of the events at the boundary, of own storages made in the range and of fresh ones at its start."""
         boundary, birth, nbytes = _where(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
-        np.add.at(table, (boundary - birth, boundary - self.first), nbytes)
-        total = _diagonal(np.cumsum(table, axis=0), self.starts).copy()
-        boundary, birth, nbytes = _where(fresh, (fresh[0] - fresh[1] < self.rows) & self._started(fresh[1]))
-        np.add.at(total, (boundary - birth, birth - self.first), nbytes)
+        np.add.at(table, (boundary - birth, boundary - self.base), nbytes)
+        total = _diagonal(np.cumsum(table, axis=0), self.reach)[:, self._chosen].copy()
+        boundary, birth, nbytes = _where(fresh, (fresh[0] - fresh[1] < self.rows) & np.isin(fresh[1], self.starts))
+        np.add.at(total, (boundary - birth, np.searchsorted(self.starts, birth)), nbytes)
         return total
 
     def _spans(self, spans: tuple[Ints, Events]) -> Ints:
         """The peak of the layer's backward above its start, in a range that starts w layers before the layer."""
         usual, (layer, depth, value) = spans[0], spans[1]
         row = np.full(self.columns, _NOTHING, np.int64)
-        there = usual[self.first : self.first + self.columns]
+        there = usual[self.base : self.base + self.columns]
         row[: len(there)] = there
         table = row[None].repeat(self.rows - 1, axis=0)
         layer, depth, value = _where((layer, depth, value), (depth < self.rows - 1) & self._reached(layer))
-        table[depth, layer - self.first] = value
-        return _diagonal(table, self.starts)
+        table[depth, layer - self.base] = value
+        return _diagonal(table, self.reach)[:, self._chosen]
 
     def _reached(self, boundary: Ints) -> NDArray[np.bool_]:
-        return (boundary >= self.first) & (boundary < self.first + self.columns)
-
-    def _started(self, start: Ints) -> NDArray[np.bool_]:
-        return (start >= self.first) & (start < self.first + self.starts)
+        return (boundary >= self.base) & (boundary < self.base + self.columns)
 
     # ---------------------------------------------------------------- from tables to ranges
 
     def _start(self, vector: Ints) -> Ints:
         """The vector's value at the start of every range, as one row."""
-        return vector[None, self.first : self.first + self.starts]
+        return vector[None, self.starts]
 
     def _ended(self, table: Ints) -> Ints:
         """A boundary table's value at the end of every range: after the loss where a range ends the model."""
@@ -326,9 +338,8 @@ class _BandMaker:
     def _behind_first(self, vector: Ints) -> Ints:
         """The vector's value at the start of every range; 0 where a range begins the model, and so receives nothing."""
         row = self._start(vector).copy()
-        if self.first == 0:
-            row[0, 0] = 0
-        return np.broadcast_to(row, (self.width, self.starts)).copy()
+        row[0, self.starts == 0] = 0
+        return row.repeat(self.longest, axis=0)
 
 
 # -------------------------------------------------------------------- arrays from lifetimes
