@@ -2,8 +2,8 @@
 
 Causal masks, positions and rotary tables are computed from integers, buffers and shapes. Such operations are repeated
 in every layer that uses their result, where that makes fewer bytes cross a cut, and do not count among the operations
-that are cut. So are views of a part of a tensor, which cannot cross themselves. A value crosses all cuts between the operation that computes it and its last use, so one pass over the
-operations finds what crosses every cut.
+that are cut. So are views of a part of a tensor, which cannot cross themselves. A value crosses all cuts between the
+operation that computes it and its last use, so one pass over the operations finds what crosses every cut.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.planner.closed_forms.bands import stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak, stage_peaks
 from pipefit.planner.question import Found, Question
 from pipefit.planner.uniform import equal_lengths

@@ -31,7 +31,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pipefit.planner.closed_forms.bands import Band, stage_peak
-from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question, Split
 from pipefit.planner.windows import Bounds, Floats, Window

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.fingerprints import samples
 from pipefit.kernels import KernelMemory
+from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor, Work
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
 
+_COLUMNS = ("name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
+
 
 def describe_profile(profile: ModelProfile) -> list[Block]:
-    """The model, what the profile assumes, and two tables for every measured microbatch size."""
+    """The model, what the profile assumes, and tables for every measured microbatch size."""
     taken = profile.assumptions
     head = (
         f"{profile.model}: {profile.parts}, fingerprint {profile.fingerprint.digest}\n"
@@ -24,7 +29,10 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
         head += f"\nkernels measured on {taken.cpu} with {taken.capability}"
     blocks: list[Block] = [head]
     for measurement in profile.measurements:
-        blocks += [_layers(profile, measurement), _saved(profile, measurement)]
+        blocks.append(_blocks(profile, measurement))
+        if profile.blocks:
+            blocks.append(_layers(profile, measurement))
+        blocks.append(_saved(profile, measurement))
     if profile.kernels.unknown:
         blocks.append(_unknown(profile.kernels))
     if profile.additive is not None:
@@ -53,13 +61,57 @@ def _signed(nbytes: int) -> str:
     return f"-{format_bytes(-nbytes)}" if nbytes < 0 else format_bytes(nbytes)
 
 
-def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
-    named = enumerate(zip(profile.layers, measurement.costs, strict=True))
-    rows = [_layer_row(str(number), name, cost) for number, (name, cost) in named]
+def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What every block would cost as a stage; equal ones in a row share a row, which tells what each of them costs."""
+    band = Ranges(measurement, profile.edges).band(1)
+    rows = []
+    for first, count in _runs(profile, measurement):
+        costs = measurement.costs[profile.edges[first] : profile.edges[first + 1]]
+        number, name = str(first), profile.block_names[first]
+        if count > 1:
+            number, name = f"{first}-{first + count - 1}", f"{name} .. {profile.block_names[first + count - 1]}"
+        sizes = (
+            sum(cost.static_bytes for cost in costs),
+            sum(cost.state_bytes for cost in costs),
+            int(band.retained[0, first]),
+            sum(value.nbytes for value in costs[-1].outputs),
+            int(band.forward_peak[0, first]),
+        )
+        module = costs[0].module if len(costs) == 1 else f"{len(costs)} layers"
+        work = (_sum([cost.forward for cost in costs]), _sum([cost.backward for cost in costs]))
+        rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
     rows.append(_layer_row("", "(loss)", measurement.loss))
     size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
-    columns = ("layer", "name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
-    return Table(columns, tuple(rows), title=f"a microbatch of {size}")
+    what = "block" if profile.blocks else "layer"
+    return Table((what, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}; each {what}")
+
+
+def _layers(profile: ModelProfile, measurement: Measurement) -> Table:
+    """What every layer costs; of equal blocks in a row, the layers of the first."""
+    rows = [
+        _layer_row(str(number), profile.layers[number], measurement.costs[number])
+        for first, _ in _runs(profile, measurement)
+        for number in range(profile.edges[first], profile.edges[first + 1])
+    ]
+    return Table(("layer", *_COLUMNS), tuple(rows), title="layers, of equal blocks those of the first")
+
+
+def _runs(profile: ModelProfile, measurement: Measurement) -> Iterator[tuple[int, int]]:
+    """Equal blocks in a row: the number of the first of them, and how many they are."""
+    first = 0
+    for _, equal in groupby(measurement.layers[start:stop] for start, stop in pairwise(profile.edges)):
+        count = len(list(equal))
+        yield first, count
+        first += count
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    seconds = [work.seconds for work in works if work.seconds is not None]
+    return Work(
+        flops=sum(work.flops for work in works),
+        moved_bytes=sum(work.moved_bytes for work in works),
+        seconds=sum(seconds) if len(seconds) == len(works) else None,
+    )
 
 
 def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
@@ -170,7 +171,7 @@ class _BandMaker:
         }
         return self._corrected(Band(first=self.first, valid=blocks <= self.ranges.count, **arrays))
 
-    def _arrays(self) -> dict[str, Ints]:
+    def _arrays(self) -> dict[str, Any]:
         """The arrays of a band, with a row for every number of layers."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
