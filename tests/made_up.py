@@ -29,6 +29,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import (
     Assumptions,
+    Block,
     GradientOrigin,
     LayerCost,
     Measurement,
@@ -161,17 +162,24 @@ def measurement(
     )
 
 
-def profile(of: Measurement, *, model: str = "synthetic") -> ModelProfile:
-    """A profile that holds one measurement."""
+def profile(of: Measurement, *, model: str = "synthetic", blocks: Sequence[int] = ()) -> ModelProfile:
+    """A profile that holds one measurement; `blocks` are the numbers of layers that stay together."""
     return ModelProfile(
         model=model,
         fingerprint=MADE_UP,
         layers=tuple(f"layer{k}" for k in range(len(of.layers))),
         measurements=(of,),
+        blocks=tuple(Block(name=f"block{k}", layers=size) for k, size in enumerate(blocks)),
         assumptions=Assumptions(
             target="cpu", device="fake", precision="float32", optimizer="sgd", torch="2", threads=1
         ),
     )
+
+
+def block_sizes(rng: Random, layers: int, blocks: int) -> list[int]:
+    """So many layers in so many blocks, each of at least one."""
+    inner = sorted(rng.sample(range(1, layers), blocks - 1))
+    return [stop - start for start, stop in pairwise((0, *inner, layers))]
 
 
 def training(schedule: str = "1f1b", microbatches: int = 4, *, clip_norm: float | None = None) -> Training:

@@ -10,7 +10,6 @@ import pytest
 from asking import asked
 from made_up import alike, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
 from pipefit.planner import Options, bisection, exact, plan
-from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.question import Question
 from pipefit.plans import Plan
@@ -32,11 +31,9 @@ def both(question: Question) -> tuple[Plan, Plan]:
 
 def well_behaved(question: Question, level: float) -> bool:
     """Whether no stage shrinks by a layer at either end, and every layer alone is within the level on every stage."""
-    ranges, layers = Ranges(question.measurement, microbatches=question.training.microbatches), question.layers
+    layers = question.blocks
     for stage in range(question.stages):
-        table = {
-            (i, j): range_peak(question, ranges, stage, i, j) for i in range(layers) for j in range(i + 1, layers + 1)
-        }
+        table = {(i, j): range_peak(question, stage, i, j) for i in range(layers) for j in range(i + 1, layers + 1)}
         if any(table[i, i + 1] > level for i in range(layers)):
             return False
         grown = [(i - 1, j) for i, j in table if i] + [(i, j + 1) for i, j in table if j < layers]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import accumulate, combinations, pairwise, permutations
 from random import Random
 
 import pytest
 
 from account import peaks
 from asking import asked
-from made_up import alike, any_training, devices, hostile, measurement, plain, profile, skewed, training, vgg_like
+from made_up import (
+    alike,
+    any_training,
+    block_sizes,
+    devices,
+    hostile,
+    measurement,
+    plain,
+    profile,
+    skewed,
+    training,
+    vgg_like,
+)
 from pipefit.cluster import Cluster
 from pipefit.planner import Options, exact, exhaustive
 from pipefit.plans import Grid, Plan, Stage
@@ -72,6 +85,33 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     stages = rng.randrange(3, 8)
     found, best = both(skewed(rng, rng.randrange(stages, 13)), devices(*[AMPLE] * stages), training("1f1b", 8))
     assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
+    """Layers of one block stay on one stage, whatever they save and alias; the account of all such splits is the
+    oracle.
+    """
+    rng = Random(seed)
+    blocks = rng.randrange(3, 7)
+    sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
+    asked_of = profile(rng.choice((plain, hostile, skewed))(rng, sum(sizes)), blocks=sizes)
+    question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), Options(recompute=rng.choice(RECOMPUTE)))
+    found, best = asked(exact, *question), asked(exhaustive, *question)
+    assert found.stages == best.stages
+    inner = list(accumulate(sizes))[:-1]
+    splits = [(0, *cuts, sum(sizes)) for cuts in combinations(inner, 2)]
+    assert (0, *accumulate(found.split)) in splits
+    assert fullest(found) == min(fullest(with_edges(found, edges)) for edges in splits)
+
+
+def with_edges(plan: Plan, edges: Sequence[int]) -> Plan:
+    """The same plan with other stages, recomputed in the same way."""
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=stage.grid)
+        for stage, (start, stop) in zip(plan.stages, pairwise(edges), strict=True)
+    )
+    return replace(plan, stages=stages)
 
 
 def test_exact_is_exhaustive_where_every_layer_is_alike() -> None:

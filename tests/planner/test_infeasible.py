@@ -45,7 +45,7 @@ def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
     stage = max(range(4), key=lambda s: peaks(made)[s])
     text = refusal(chain, devices(9000, 9000, 9000, 9000), how)
     first, last = made.stages[stage].start, made.stages[stage].stop - 1
-    names = f"layer layer{first})" if first == last else f"layers layer{first} to layer{last})"
+    names = f"layer{first})" if first == last else f"layer{first} to layer{last})"
     assert text.startswith(f"device {stage} needs ")
     assert f"for stage {stage} ({names}" in text
     assert f"over its 8.79 KiB ({-(-100 * peaks(made)[stage] // 9000)} % full); no other split fits either" in text

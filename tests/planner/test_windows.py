@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from made_up import devices, hostile, profile, skewed, training
-from pipefit.planner.closed_forms.ranges import Ranges
+from made_up import block_sizes, devices, hostile, profile, skewed, training
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Options, Question
@@ -16,10 +15,12 @@ from pipefit.planner.windows import Bounds
 from pipefit.schedule.whole_stages import RECOMPUTE
 
 
-def question(seed: int, schedule: str, layers: int, stages: int) -> Question:
+def question(seed: int, schedule: str, blocks: int, stages: int) -> Question:
+    """Blocks of one layer each, or of up to three on average."""
+    layers = blocks * (1, 1, 3)[seed % 3]
     chain = hostile(Random(seed), layers) if seed % 3 == 0 else skewed(Random(seed), layers)
     return Question(
-        profile=profile(chain),
+        profile=profile(chain, blocks=block_sizes(Random(seed), layers, blocks)),
         cluster=devices(*[1 << 40] * stages),
         training=training(schedule, 9),
         options=Options(recompute=RECOMPUTE[seed % len(RECOMPUTE)]),
@@ -31,7 +32,7 @@ def question(seed: int, schedule: str, layers: int, stages: int) -> Question:
 def test_no_split_is_excluded_at_the_level_that_it_reaches(seed: int, schedule: str) -> None:
     """Whatever the split: allow its own highest peak, and every one of its stages lies within its window."""
     asked = question(seed, schedule, 40, 8)
-    bounds = Bounds(asked, Ranges(asked.measurement, microbatches=9))
+    bounds = Bounds(asked)
     rng = Random(seed)
     for _ in range(10):
         edges = (0, *sorted(rng.sample(range(1, 40), 7)), 40)
@@ -47,7 +48,7 @@ def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
     """Where nothing is to spare, a layer that fits only a late stage of 1F1B does not end the search early."""
     asked = question(3 * seed + 1, "1f1b", 40, 8)
     edges = solve(asked).split.edges
-    bounds = Bounds(asked, Ranges(asked.measurement, microbatches=9))
+    bounds = Bounds(asked)
     windows = bounds.windows(max(stage_peaks(asked, asked.in_order(edges))))
     assert windows is not None
     for window, (start, stop) in zip(windows, pairwise(edges), strict=True):
@@ -58,4 +59,4 @@ def test_the_best_split_is_not_excluded_at_the_best_level(seed: int) -> None:
 def test_a_level_below_every_parameter_is_impossible() -> None:
     """Bounds say so, without a search."""
     asked = question(1, "1f1b", 12, 4)
-    assert Bounds(asked, Ranges(asked.measurement)).windows(0.0) is None
+    assert Bounds(asked).windows(0.0) is None

@@ -76,7 +76,7 @@ def test_what_runs_out_of_memory_is_replaced(tmp_path: Path, memory_bytes: int) 
     assert len(made_up.splits) == len(set(made_up.splits)), "a run is made once"
 
 
-@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer layer0 alone"), (115, "layers layer0 and layer1")])
+@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer0 alone"), (115, "layer0 and layer1")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
     """A layer too large for a device alone, or with its neighbour; and what would help."""
     with pytest.raises(InfeasibleError, match=f"{what}.*smaller microbatches.*The last of them: too much"):

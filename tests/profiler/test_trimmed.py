@@ -78,7 +78,7 @@ def test_a_break_loses_nothing_but_the_run_it_was_in(tmp_path: Path, breaks_afte
     assert len(second.stages) == 23 - breaks_after // 4 * 4
 
 
-@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer layer6 alone"), (125, "layers layer3 and layer4")])
+@pytest.mark.parametrize(("memory_bytes", "what"), [(105, "layer6 alone"), (125, "layer3 and layer4")])
 def test_what_fits_nowhere_is_named(tmp_path: Path, memory_bytes: int, what: str) -> None:
     """A layer too large for a device alone, or with its neighbour; all others have been measured by then."""
     made_up = MadeUp(memory_bytes)

@@ -95,6 +95,10 @@ class Flow:
         closed = ((first, last, 1) for first, last, _, _ in self._closed)
         return [count == 0 for count in sums(len(self.order), closed)]
 
+    def computes(self, node: fx.Node) -> bool:
+        """Whether an operation does more than look at memory in another way."""
+        return self._group[node] is node or bool(mutated_arguments(node))
+
     def obstacle(self, cut: int) -> str:
         """Why a cut is not allowed."""
         node, reason = next((node, reason) for first, last, node, reason in self._closed if first <= cut <= last)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from random import Random
 
 import numpy as np
 import pytest
 
-from made_up import hostile, layer, measurement, plain, small_first, value
+from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import Measurement, Origin, Span
 from range_account import range_account
 
 
-def assert_band_is_the_account(model: Measurement, width: int, first: int, last: int) -> None:
-    """Every field of a band, for every range in it."""
-    band = Ranges(model, microbatches=3).band(width, first=first, last=last)
-    count = len(model.layers)
+def assert_band_is_the_account(
+    model: Measurement, width: int, first: int, last: int, *, blocks: Sequence[int] = ()
+) -> None:
+    """Every field of a band, for every range in it; of blocks of so many layers, by default one."""
+    edges = [0, *accumulate(blocks or [1] * len(model.layers))]
+    band = Ranges(model, edges if blocks else None, microbatches=3).band(width, first=first, last=last)
+    count = len(edges) - 1
     for (row, column), valid in np.ndenumerate(band.valid):
         start, stop = first + int(column), first + int(column) + int(row) + 1
         assert valid == (stop <= count)
         if valid:
-            expected = range_account(model, start, stop, microbatches=3)
+            expected = range_account(model, edges[start], edges[stop], microbatches=3)
             assert {name: int(getattr(band, name)[row, column]) for name in expected} == expected
 
 
@@ -73,11 +78,24 @@ def test_a_part_of_a_band_is_that_part(seed: int) -> None:
     assert_band_is_the_account(hostile(rng, count), rng.randrange(1, count - first + 1), first, last)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_ranges_of_blocks_are_ranges_of_their_layers(seed: int) -> None:
+    """Blocks of several layers: the same account, for a band of any width over any starts."""
+    rng = Random(seed)
+    blocks = rng.randrange(1, 6)
+    sizes = block_sizes(rng, rng.randrange(blocks, 10), blocks)
+    first = rng.randrange(blocks)
+    last = rng.randrange(first, blocks)
+    width = rng.randrange(1, blocks - first + 1)
+    assert_band_is_the_account(hostile(rng, sum(sizes)), width, first, last, blocks=sizes)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_floor_is_below_what_is_retained_and_rises_with_the_range(seed: int) -> None:
     """`floor` bounds `retained` from below for every range, and grows when a range does: planners prune by it."""
     model = (hostile if seed % 2 else plain)(Random(seed), 12)
-    ranges = Ranges(model)
+    sizes = block_sizes(Random(seed), 12, 12 - seed % 4)
+    ranges = Ranges(model, [0, *accumulate(sizes)])
     band, (saved, born) = ranges.band(12), ranges.floor()
     assert (np.diff(saved) >= 0).all() and (np.diff(born) >= 0).all()
     for (row, start), valid in np.ndenumerate(band.valid):

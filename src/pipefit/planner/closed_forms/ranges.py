@@ -154,8 +154,8 @@ class _BandMaker:
         self.longest = int((self.stops[-1] - begins).max())
         self.base, self.reach = int(begins[0]), int(begins[-1] - begins[0]) + 1  # layers at which ranges may start
         self.rows, self.columns = self.longest + 2, self.reach + self.longest + 1  # boundaries within reach
-        is_every_layer = self.reach == starts
-        self._chosen: slice | Ints = slice(None) if is_every_layer else begins - self.base
+        self.is_fine = int(np.diff(ranges.edges[first : first + starts + width]).max()) == 1  # each block is a layer
+        self._chosen: slice | Ints = slice(None) if self.is_fine else begins - self.base
         ends = ranges.layers - 1 - begins  # the row of the range that ends the model
         inside = ends < self.longest
         self.ends = ends[inside], np.arange(starts)[inside]
@@ -164,14 +164,13 @@ class _BandMaker:
         """The band with all its arrays."""
         blocks = self.first + np.arange(len(self.starts)) + np.arange(1, self.width + 1)[:, None]
         rows = self.stops - self.starts - 1
-        is_every_layer = isinstance(self._chosen, slice)
-        arrays = {
-            name: array if is_every_layer else np.take_along_axis(array, rows, axis=0)
+        arrays: dict[str, Any] = {
+            name: array if self.is_fine else np.take_along_axis(array, rows, axis=0)
             for name, array in self._arrays().items()
         }
         return self._corrected(Band(first=self.first, valid=blocks <= self.ranges.count, **arrays))
 
-    def _arrays(self) -> dict[str, Any]:
+    def _arrays(self) -> dict[str, Ints]:
         """The arrays of a band, with a row for every number of layers."""
         r, at, ended = self.ranges, self._at, self._ended
         held, live, born = self._held(), self._live(), at(r.gradients)
