@@ -28,7 +28,7 @@ from pipefit.cluster import Cluster
 from pipefit.planner import Options, exact, exhaustive
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Measurement
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipefit.simulator import simulate
 from pipefit.training import Training
 
@@ -96,22 +96,25 @@ def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     blocks = rng.randrange(3, 7)
     sizes = block_sizes(rng, rng.randrange(blocks, 13), blocks)
     asked_of = profile(rng.choice((plain, hostile, skewed))(rng, sum(sizes)), blocks=sizes)
-    question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), Options(recompute=rng.choice(RECOMPUTE)))
+    recompute = rng.choice(RECOMPUTE)
+    question = (asked_of, devices(*[AMPLE] * 3), any_training(rng), Options(recompute=recompute))
     found, best = asked(exact, *question), asked(exhaustive, *question)
     assert found.stages == best.stages
     inner = list(accumulate(sizes))[:-1]
     splits = [(0, *cuts, sum(sizes)) for cuts in combinations(inner, 2)]
     assert (0, *accumulate(found.split)) in splits
-    assert fullest(found) == min(fullest(with_edges(found, edges)) for edges in splits)
+    assert fullest(found) == min(fullest(with_edges(found, edges, recompute)) for edges in splits)
 
 
-def with_edges(plan: Plan, edges: Sequence[int]) -> Plan:
-    """The same plan with other stages, recomputed in the same way."""
+def with_edges(plan: Plan, edges: Sequence[int], recompute: Recompute) -> Plan:
+    """The same plan with other stages, all recomputed in the same way."""
     stages = tuple(
         Stage(start=start, stop=stop, grid=stage.grid)
         for stage, (start, stop) in zip(plan.stages, pairwise(edges), strict=True)
     )
-    return replace(plan, stages=stages)
+    how = plan.training
+    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    return replace(plan, stages=stages, decisions=decisions)
 
 
 def test_exact_is_exhaustive_where_every_layer_is_alike() -> None:
