@@ -102,6 +102,9 @@ class DrawsMore(Wrapped):
         return self.inner(values)
 
 
+SECOND, LAST = 2, 4  # layers of `Layered`; between them are the activations
+
+
 def breaking(layer: int, how: type[Wrapped]) -> Callable[[Chain], Chain]:
     """A chain with something wrong in a layer."""
 
@@ -116,7 +119,7 @@ def breaking(layer: int, how: type[Wrapped]) -> Callable[[Chain], Chain]:
 @pytest.mark.parametrize("how", [WrongBackward, SlightlyWrongBackward])
 def test_a_wrong_backward_is_seen_by_the_gradients_before_it(how: type[Wrapped]) -> None:
     """The losses are the same; the gradients of the layers up to the wrong one are not, and the rest are."""
-    found = numbers(task_of(Layered), breaking(1, how))
+    found = numbers(task_of(Layered), breaking(SECOND, how))
     wanted = [f"the gradient of {layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")]
     assert named(found) == wanted
     with pytest.raises(UsageError, match=r"gradient of first.weight is \d.*a backward was lost.*pipefit.chain"):
@@ -131,12 +134,12 @@ def test_zeros_do_not_hide_what_is_behind_them() -> None:
         nn.init.zeros_(model.last.weight)
         return model
 
-    assert "the gradient of first.weight" in named(numbers(task_of(zeros), breaking(1, WrongBackward)))
+    assert "the gradient of first.weight" in named(numbers(task_of(zeros), breaking(SECOND, WrongBackward)))
 
 
 def test_a_lost_gradient_is_seen() -> None:
     """Parameters that get no gradient are told, as missing."""
-    found = numbers(task_of(Layered), breaking(2, NoBackward))
+    found = numbers(task_of(Layered), breaking(LAST, NoBackward))
     missing = [difference.what for difference in found.differences if difference.text == "is missing"]
     assert missing == ["the gradient of last.weight", "the gradient of last.bias"]
 
@@ -154,7 +157,9 @@ def test_a_gradient_where_none_belongs_is_seen() -> None:
             self.inner.requires_grad_(True)
             return self.inner(values)
 
-    assert "the gradient of second.weight should not be there" in str(numbers(task_of(frozen), breaking(1, Thawed)))
+    assert "the gradient of second.weight should not be there" in str(
+        numbers(task_of(frozen), breaking(SECOND, Thawed))
+    )
 
 
 def test_an_update_of_a_buffer_that_is_lost_shows_in_the_second_microbatch() -> None:

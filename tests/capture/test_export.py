@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +33,53 @@ def of(module: nn.Module, *inputs: Tensor) -> Chain:
 
 
 def names(found: Chain) -> list[str]:
-    """Its layers' names."""
-    return [layer.name for layer in found.layers]
+    """The names of its blocks."""
+    return [block.name for block in found.blocks or found.layers]
+
+
+def edges(found: Chain) -> list[int]:
+    """The layers at which its blocks begin, and the number of layers."""
+    return [0, *accumulate(block.layers for block in found.blocks)]
 
 
 def crossing(found: Chain, inputs: Any) -> list[list[tuple[int, ...]]]:
-    """Shapes of the values behind each layer."""
+    """Shapes of the values behind each block."""
     values, shapes = found.flatten(inputs), []
     for layer in found.layers:
         values = layer(values)
         shapes.append([tuple(value.shape) for value in values])
-    return shapes
+    return [shapes[edge - 1] for edge in edges(found)[1:]]
 
 
-def test_blocks_are_layers() -> None:
-    """Children of containers are layers, and so are other modules with parameters; all else goes along."""
+def test_children_of_containers_are_blocks() -> None:
+    """Children of containers are blocks, and so are other modules with parameters; all else goes along."""
     assert names(captured(gallery.task("resnet"))) == [
         "conv1", "bn1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "fc",
     ]  # fmt: skip
 
 
 def test_granularities_nest() -> None:
-    """Halves are finer than blocks, operations finer than halves."""
-    tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "operations")]
-    sizes = [len(captured(task).layers) for task in tasks]
-    assert sizes == sorted(set(sizes))
+    """Halves are finer than blocks, layers finer than halves; the layers are the same for all of them."""
+    tasks = [replace(gallery.task("masked"), granularity=name) for name in ("blocks", "halves", "layers")]
+    chains = [captured(task) for task in tasks]
+    assert len({tuple(layer.name for layer in found.layers) for found in chains}) == 1
+    blocks, halves = (set(edges(found)) for found in chains[:2])
+    assert blocks < halves < set(range(len(chains[2].layers) + 1)) and not chains[2].blocks
 
 
 def test_halves_part_attention_and_mlp() -> None:
-    """The parts of a block that hold its parameters become layers of their own."""
+    """The parts of a block that hold its parameters become blocks of their own."""
     found = names(captured(replace(gallery.task("masked"), granularity="halves")))
     assert "blocks.1.qkv" in found and "blocks.1.mlp" in found
 
 
 def test_a_module_that_runs_again_is_a_layer_again() -> None:
-    """Each run of a shared block is a layer, with the same parameters."""
+    """Each run of a shared block is a block, with the same parameters."""
     found = captured(gallery.task("repeated"))
     assert names(found) == ["inward", "block", "block@1", "block@2", "outward"]
-    assert {shared.users for shared in found.shared} == {(1, 2, 3)}
-    assert found.layers[1].module.weight is found.layers[2].module.weight
+    runs = [number for number, layer in enumerate(found.layers) if layer.name.startswith("block")]
+    assert {shared.users for shared in found.shared} == {tuple(runs)}
+    assert len({id(found.layers[number].module.weight) for number in runs}) == 1
 
 
 def test_names_are_the_models_own() -> None:
@@ -129,7 +138,10 @@ def test_inputs_must_stay_alike() -> None:
 def test_equal_blocks_have_equal_code() -> None:
     """The generated code of like layers is the same text, so that a profile measures one of them."""
     found = captured(Task(lambda: Masked(blocks=4), **_settings("masked")))
-    assert found.layers[2].module.generated_code == found.layers[3].module.generated_code
+    codes = [
+        [layer.module.generated_code for layer in found.layers[start:stop]] for start, stop in pairwise(edges(found))
+    ]
+    assert codes[2] == codes[3]
 
 
 def _settings(name: str) -> dict[str, Any]:
@@ -160,7 +172,7 @@ def test_layout_survives_a_cut() -> None:
     for layer in found.layers:
         assert all(value.is_contiguous() for value in values)
         values = layer(tuple(value.contiguous() for value in values))
-    assert len(found.layers) == 3 and torch.equal(values[0], module(x))
+    assert names(found) == ["parts.0", "parts.1", "parts.2"] and torch.equal(values[0], module(x))
 
 
 class InPlace(nn.Module):
@@ -206,7 +218,7 @@ class Careful(nn.Module):
 def test_contexts_are_entered_again() -> None:
     """Gradients flow, and dtypes are, as in the model, wherever it is cut."""
     x, module = torch.randn(2, 8), Careful()
-    task = Task(module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="operations")
+    task = Task(module, batch=lambda _: ((x,), None), loss=lambda output, _: output.sum(), granularity="layers")
     found = captured(task)
     values = found.flatten((x,))
     for layer in found.layers:

@@ -17,6 +17,7 @@ from pipefit.capture import Task, capture
 from pipefit.capture.records import Record, closed, opened
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
+from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from tiny import plan_of
 
@@ -92,7 +93,8 @@ def test_dataclasses_are_trained_as_they_are(task: Task) -> None:
     theirs = Net()
     theirs.load_state_dict(ours.state_dict())
     task = replace(task, module=ours)
-    plan = plan_of(task, [1, 1])
+    costs = profile(task, microbatch_size=2)
+    plan = plan_of(task, [1, len(costs.layers) - 1], profiled=costs)
     (inputs, targets), optimizer = task.batch(plan.training.batch_size), SGD(theirs.parameters())
     trainer = Trainer(task, plan)
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ def test_gpt2_with_tied_embeddings_on_three_workers() -> None:
     factory = partial(hf, "gpt2", **TINY["gpt2"])
     task = factory()
     costs = profile(task, microbatch_size=2)
-    last = len(costs.layers)
+    edges = costs.edges
     stages = tuple(
-        Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate([(0, 2), (2, last - 1), (last - 1, last)])
+        Stage(start=a, stop=b, grid=Grid.of(n))
+        for n, (a, b) in enumerate(pairwise((0, edges[2], edges[-2], edges[-1])))
     )
     training = Training(batch_size=6, microbatches=3, clip_norm=0.5)
     decisions = whole_stages(stages, "except_last", "1f1b", 3)

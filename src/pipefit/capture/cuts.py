@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The layers to be, in order, and the blocks that they form."""
+    """The layers to be, in order, and the blocks that they form; none where each is a block of its own."""
 
     layers: tuple[Piece, ...]
     blocks: tuple[Block, ...]
@@ -54,7 +54,7 @@ def pieces(flow: Flow, module: nn.Module, granularity: Granularity) -> Pieces:
     finer = sorted({*blocks.cuts, *(cut for cut in halves.cuts if is_free[cut])})
     layers = tuple(_named(flow, _fine(flow, frozenset(finer), is_free), partial(_innermost, flow)))
     if granularity == "layers":
-        return Pieces(layers, tuple(Block(name=layer.name, layers=1) for layer in layers))
+        return Pieces(layers, ())
     runs, ends = (blocks, blocks.cuts) if granularity == "blocks" else (halves, finer)
     starts = [layer.start for layer in layers]
     found = [

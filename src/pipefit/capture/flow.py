@@ -147,22 +147,24 @@ class Flow:
         if node.op != "call_function" or self._group[node] in self._changed or not _repeatable(node):
             return None
         found: set[fx.Node] = set()
+        is_part = self._is_part(node, needed.keys() | sent)
         for source in node.all_input_nodes:
-            if source in needed:
+            if source in needed and (is_part or not self._is_part(source, needed.keys() | sent)):
                 found |= needed[source]
             elif source in sent:
                 found.add(source)
             elif self._given(source):
                 found |= {source} if _kind(source) == "input" else set()
-            elif self._is_part(node, source):
+            elif is_part:
                 found.add(source)
             else:
                 return None
         return frozenset(found)
 
-    def _is_part(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether `node` is a view of a part of `source`: it cannot cross a cut, but be made again from `source`."""
-        return self._group[node] is self._group[source] and not _can_cross(node) and _can_cross(source)
+    def _is_part(self, node: fx.Node, known: Set[fx.Node]) -> bool:
+        """Whether `node` is a view of a part of what is computed once: it cannot cross a cut, but be made again."""
+        whole = self._group[node]
+        return whole is not node and _kind(whole) is None and whole not in known and not _can_cross(node)
 
     def _given(self, node: fx.Node) -> bool:
         """Whether any layer can have `node` as it is: an integer input, or a buffer or constant that never changes."""

@@ -172,7 +172,7 @@ def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
     stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
     return replace(
         plan,
-        profile=replace(plan.profile, layers=names, measurements=(short,), additive=None),
+        profile=replace(plan.profile, layers=names, blocks=(), measurements=(short,), additive=None),
         stages=tuple(stages),
         decisions=(),
     )
