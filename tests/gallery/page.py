@@ -1,4 +1,4 @@
-"""The page on the gallery: docs/gallery.md, made from the models and from how many layers each is cut into.
+"""The page on the gallery: docs/gallery.md, made from the models and from how many blocks and layers each is cut into.
 
 PYTHONPATH=src:tests python -m gallery.page
 """
@@ -14,6 +14,7 @@ from gallery import FAMILIES, MODELS, SAMPLE
 from gallery.model import Model
 from pipefit.capture.model import build_chain
 
+Counts = tuple[int, int]  # blocks and layers
 PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 TITLE = f"""# The gallery
 
@@ -23,37 +24,46 @@ parameter and buffer after each step is compared with a plain loop that shares n
 peak of every device in every step as the simulator, the dry run, the meter and the allocator's own events have it, to
 the byte. What differs is named in the last column, and the tests fail when it differs no longer.
 
-A `traced` model is a plain module that pipefit cuts into layers; a `chain` is written as one. Every run of the tests
+A `traced` model is a plain module that pipefit cuts into layers, and into blocks of them between which planners cut; a
+`chain` is written as layers, each of which is a block. Every run of the tests
 trains the {len(SAMPLE)} models in **bold**, and `make gallery` all. This page is made by `python -m gallery.page`, with
 `src` and `tests` in `PYTHONPATH`; tests hold it up to date.
 """
-HEAD = "| model | form | layers | parameters | what is special | what differs |\n|---|---|---|---|---|---|\n"
+HEAD = (
+    "| model | form | blocks | layers | parameters | what is special | what differs |\n|---|---|---|---|---|---|---|\n"
+)
 
 
-def render(layers: Mapping[str, int]) -> str:
-    """The page, with so many layers of each model."""
+def render(counts: Mapping[str, Counts]) -> str:
+    """The page, with so many blocks and layers of each model."""
     parts = [TITLE]
     for family, models in FAMILIES.items():
-        rows = "".join(row(model, layers[model.name]) for model in models)
+        rows = "".join(row(model, counts[model.name]) for model in models)
         parts.append(f"\n## {family[0].upper()}{family[1:]}\n\n{HEAD}{rows}")
     return "".join(parts)
 
 
-def row(model: Model, layers: int) -> str:
+def row(model: Model, counts: Counts) -> str:
     """A line of the table."""
     module = model.module()
     form = "chain" if isinstance(module, nn.Sequential) else "traced"
     parameters = sum(parameter.numel() for parameter in module.parameters())
     name = f"**{model.name}**" if model.name in SAMPLE else model.name
-    cells = (name, form, str(layers), f"{parameters:,}", model.special, "; ".join(model.differences))
+    cells = (name, form, *map(str, counts), f"{parameters:,}", model.special, "; ".join(model.differences))
     return f"| {' | '.join(cells)} |\n"
 
 
-def layers_in(text: str) -> dict[str, int]:
-    """How many layers the page says that each model has."""
+def counts_of(model: Model) -> Counts:
+    """How many blocks and layers a model is cut into."""
+    found = build_chain(model.task(), model.size)
+    return len(found.blocks) or len(found.layers), len(found.layers)
+
+
+def counts_in(text: str) -> dict[str, Counts]:
+    """How many blocks and layers the page says that each model has."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {name.strip("*"): int(layers) for name, _, layers, *_ in cells if layers.isdecimal()}
+    return {name.strip("*"): (int(blocks), int(layers)) for name, _, blocks, layers, *_ in cells if layers.isdecimal()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render({name: len(build_chain(model.task(), model.size).layers) for name, model in MODELS.items()}))
+    PAGE.write_text(render({name: counts_of(model) for name, model in MODELS.items()}))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gallery import FAMILIES, MODELS, SAMPLE
-from gallery.page import PAGE, layers_in, render
+from gallery.page import PAGE, counts_in, render
 from gallery.plain import Step
 from gallery.plain import train as train_plainly
 from gallery.planned import SEED, Prepared, prepared, trained
@@ -111,13 +111,14 @@ def test_peaks_are_those_of_the_allocator(name: str) -> None:
 def test_the_page_shows_every_model() -> None:
     """docs/gallery.md is what is made of the gallery now; see `gallery.page`."""
     text = PAGE.read_text()
-    assert render(layers_in(text)) == text
+    assert render(counts_in(text)) == text
 
 
 @of_every_model
 def test_the_page_counts_the_layers(name: str) -> None:
-    """A model has as many layers as the page says."""
-    assert layers_in(PAGE.read_text())[name] == len(prepared(name).profile.layers)
+    """A model has as many blocks and layers as the page says."""
+    found = prepared(name).profile
+    assert counts_in(PAGE.read_text())[name] == (len(found.edges) - 1, len(found.layers))
 
 
 def test_the_sample_has_a_model_of_every_family() -> None:

@@ -261,19 +261,23 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("task", "layers"),
+    "task",
     [
-        (build("gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32), 7),
-        (hf("gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8), 8),
-        (hf("llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8), 7),
+        build("gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32),
+        hf("gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8),
+        hf("llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8),
     ],
     ids=["gpt", "gpt2", "llama"],
 )
-def test_transformers_are_folded(task: Task, layers: int) -> None:
-    """The zoo's, whose layers are modules, and two of Hugging Face's, which are traced; llama's share buffers."""
-    plan = in_one_stage(profile(task, microbatch_size=2, target="cuda"), microbatches=1)
+def test_transformers_are_folded(task: Task) -> None:
+    """One of five blocks is not run: of the zoo's, whose layers are modules, and of two of Hugging Face's, which are
+    traced, a dozen layers a block; llama's share buffers.
+    """
+    costs = profile(task, microbatch_size=2, target="cuda")
+    plan = in_one_stage(costs, microbatches=1)
     assert folds(task, plan)
-    assert executed(task, plan) == layers
+    inside = max(block.layers for block in costs.blocks) if costs.blocks else 1
+    assert executed(task, plan) == len(costs.layers) - inside
 
 
 def test_parts_of_a_block_are_folded_together() -> None:
