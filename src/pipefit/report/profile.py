@@ -33,6 +33,8 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
         if profile.blocks:
             blocks.append(_layers(profile, measurement))
         blocks.append(_saved(profile, measurement))
+    if undivided := tuple((block.name, block.undivided) for block in profile.blocks if block.undivided):
+        blocks.append(Table(("block", "modules, and what parts them nowhere"), undivided, title="not divided"))
     if profile.kernels.unknown:
         blocks.append(_unknown(profile.kernels))
     if profile.additive is not None:
