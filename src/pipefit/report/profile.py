@@ -30,7 +30,7 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     blocks: list[Block] = [head]
     for measurement in profile.measurements:
         blocks.append(_blocks(profile, measurement))
-        if profile.blocks:
+        if len(profile.block_names) < len(profile.layers):
             blocks.append(_layers(profile, measurement))
         blocks.append(_saved(profile, measurement))
     if undivided := tuple((block.name, block.undivided) for block in profile.blocks if block.undivided):
