@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, SENT, SHARED, TIED, VIEWED, Model
+from gallery.model import ADAM, COPIED, SENT, SHARED, TIED, Model
 
 
 def conv(inward: int, outward: int, stride: int = 1) -> nn.Sequential:
@@ -234,7 +234,7 @@ def region_batch(size: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
 DETECTION = (
     Model(
         name="boxes", special="heads on three scales, the hardest wrong places count, dictionaries of targets",
-        module=Boxes, batch=box_targets, loss=box_loss, above=VIEWED,
+        module=Boxes, batch=box_targets, loss=box_loss,
     ),
     Model(
         name="pyramid", special="coarse features added to fine ones, one head for all scales, focal loss",
@@ -261,7 +261,7 @@ DETECTION = (
             (torch.rand(size, 3, 8, 8), torch.rand(size, 3, 2)),
         ),
         loss=lambda outputs, targets: F.mse_loss(outputs[0].sigmoid(), targets[0]) + F.l1_loss(outputs[1], targets[1]),
-        rounded=SENT,
+        rounded=SENT, metered=COPIED,
     ),
     Model(
         name="segments", special="convolutions with holes side by side, bilinear enlarging, an early skip",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SHARED, TIED, Model
+from gallery.model import ADAM, SHARED, TIED, Model
 
 
 class Variational(nn.Module):
@@ -319,7 +319,7 @@ GENERATIVE = (
     ),
     Model(
         name="masked images", special="an order drawn in the forward, gather and scatter, a quarter of the sequence",
-        module=MaskedImages, batch=with_itself(patches), loss=hidden_pixels, optimizer=ADAM, metered=COPIED,
+        module=MaskedImages, batch=with_itself(patches), loss=hidden_pixels, optimizer=ADAM,
     ),
     Model(
         name="flowing", special="one field run eight times, as a solver of differential equations does",

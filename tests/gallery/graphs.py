@@ -251,12 +251,12 @@ GRAPHS = (
     Model(
         name="graph attention", special="a softmax over the edges of each node by scattering, dropout on weights",
         module=GraphAttention, batch=lambda size: (graphs(size), classes(size, NODES)),
-        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()),
+        loss=lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets.flatten()), metered=COPIED,
     ),
     Model(
         name="messages", special="a GRU cell and a layer run four times with the same weights, gather and scatter",
         module=Messages, batch=lambda size: (graphs(size), torch.randn(size, 1)), loss=F.mse_loss,
-        rounded=TIED,
+        rounded=TIED, above=SHARED,
     ),
     Model(
         name="sampled neighbours", special="means and maxima of gathered neighbours, a bilinear head for pairs",

@@ -248,6 +248,7 @@ LANGUAGE = (
         name="character convolutions", special="several widths of convolution, the highest values kept by topk",
         module=CharacterConvolutions,
         batch=lambda size: (torch.randint(30, (size, 14)), torch.randint(4, (size,))), loss=F.cross_entropy,
+        metered=COPIED,
     ),
     Model(
         name="tagger", special="the loss of a conditional random field, a loop over time inside the model",
@@ -266,6 +267,6 @@ LANGUAGE = (
     ),
     Model(
         name="masked words", special="a dictionary with None in it, own loss that ignores most words, tied embeddings",
-        module=MaskedWords, batch=hidden_words, loss=None, optimizer=ADAM, rounded=TIED,
+        module=MaskedWords, batch=hidden_words, loss=None, optimizer=ADAM, rounded=TIED, metered=COPIED,
     ),
 )  # fmt: skip

@@ -21,8 +21,6 @@ SENT = "values and gradients between layers are contiguous, and kernels sum in a
 # Why the simulator's peaks may be too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
 CUT = "simulator too high: what was sent is contiguous, so that a layer makes no copy of it"
-VIEWED = "simulator too high: a gradient that is not dense passes a view, and the higher of two peaks counts"
-LARGER = "simulator a little too high: the reason is not found yet"
 # Why those of the dry run and of emulated devices may be above the allocator's
 COPIED = "under a meter, backward of indexing and of several uses takes one copy more"
 

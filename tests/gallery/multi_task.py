@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, LARGER, TIED, Model
+from gallery.model import ADAM, SHARED, TIED, Model
 
 
 class TwoLosses(nn.Module):
@@ -144,7 +144,7 @@ MULTI_TASK = (
         module=GatedExperts,
         batch=lambda size: (torch.randn(size, 10), (torch.rand(size).round(), torch.randn(size))),
         loss=lambda outputs, targets: F.binary_cross_entropy_with_logits(outputs[0], targets[0])
-        + F.mse_loss(outputs[1], targets[1]), above=LARGER,
+        + F.mse_loss(outputs[1], targets[1]),
     ),
     Model(
         name="uncertain losses", special="three losses inside, weighted by parameters of the model itself",
@@ -159,7 +159,7 @@ MULTI_TASK = (
     Model(
         name="triplets", special="one tower run three times, whose batch norm sees three batches",
         module=Triplets, batch=lambda size: (tuple(torch.randn(size, 1, 8, 8) for _ in range(3)), None), loss=None,
-        rounded=TIED,
+        rounded=TIED, above=SHARED,
     ),
     Model(
         name="domains", special="a reversed gradient, a custom autograd function",

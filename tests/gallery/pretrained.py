@@ -19,7 +19,7 @@ SPECIAL = {
     "albert": "one block run three times",
     "bart": "encoder and decoder, one embedding for both",
 }
-ABOVE = {"t5": SHARED}
+ABOVE = {"t5": SHARED, "whisper": SHARED}
 DISTINCT = ("llama", "vit")  # without shared parameters
 
 

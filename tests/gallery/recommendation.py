@@ -210,7 +210,7 @@ RECOMMENDATION = (
     Model(
         name="interest", special="a padded history weighed by the item in question, PReLU with and without channels",
         module=Interest, batch=lambda size: ({"history": ids(size, 7), "item": ids(size)}, clicks(size)),
-        loss=F.binary_cross_entropy_with_logits, rounded=TIED, above=SHARED, metered=COPIED,
+        loss=F.binary_cross_entropy_with_logits, rounded=TIED,
     ),
     Model(
         name="next item", special="causal attention with dropout, one table at the start and in the loss",

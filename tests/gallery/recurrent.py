@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, SENT, SGD, SHARED, TIED, Model
+from gallery.model import ADAM, SENT, SGD, SHARED, TIED, Model
 
 WORDS, LENGTH = 30, 8
 
@@ -156,7 +156,7 @@ RECURRENT = (
     Model(
         name="pictures", special="convolutions over frames one after the other, with the same weights",
         module=Pictures, batch=lambda size: (torch.randn(size, 4, 1, 6, 6), torch.randn(size, 1, 6, 6)),
-        loss=F.mse_loss, rounded=TIED,
+        loss=F.mse_loss, rounded=TIED, above=SHARED,
     ),
     Model(
         name="quasi recurrent", special="a loop that writes into a table in place, written as a chain",
@@ -173,6 +173,6 @@ RECURRENT = (
     Model(
         name="pondering", special="a cell run three times on the same input, state None at the start",
         module=Pondering, batch=lambda size: (torch.randn(size, 6), torch.randint(3, (size,))), loss=F.cross_entropy,
-        rounded=TIED, above=SHARED, metered=COPIED,
+        rounded=TIED, above=SHARED,
     ),
 )  # fmt: skip

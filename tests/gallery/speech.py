@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, SENT, VIEWED, Model
+from gallery.model import ADAM, SENT, Model
 
 
 class Conformer(nn.Module):
@@ -205,7 +205,7 @@ SPEECH = (
     ),
     Model(
         name="waves", special="raw sound, grouped convolutions, a contrastive loss that gathers wrong frames",
-        module=Waves, batch=raw_sound, loss=None, rounded=SENT, above=VIEWED,
+        module=Waves, batch=raw_sound, loss=None, rounded=SENT,
     ),
     Model(
         name="speaker", special="dilated convolutions, deviations over time, a margin on cosines",

@@ -161,7 +161,7 @@ STATE_SPACE = (
         metered=COPIED,
     ),
     of("diagonal", "kernels made of exponentials, Fourier transforms, complex numbers inside", Diagonal),
-    of("time mix", "a list of parameters, two states in a loop over time", TimeMix, metered=COPIED),
+    of("time mix", "a list of parameters, two states in a loop over time", TimeMix),
     of("retention", "attention without softmax, decaying by powers that are buffers", Retention),
     of("long convolution", "kernels made by a network of their own, as long as the sequence", LongConvolution),
 )

@@ -302,7 +302,7 @@ VISION = (
     Model(
         name="mobilenet",
         special="inverted residuals with squeeze and excitation, all activations in place",
-        module=MobileNet, batch=images, loss=F.cross_entropy,
+        module=MobileNet, batch=images, loss=F.cross_entropy, metered=COPIED,
     ),
     Model(
         name="shufflenet", special="halves of channels pass by, channels are shuffled by views",
