@@ -1,8 +1,9 @@
 """Kinds of devices, devices, hosts, and the links between them: what clusters are made of.
 
 A link joins two members or many (`pipefit.places.Member`); any two of them talk at `lanes * bytes_per_second`, each
-way. Two members share one full-duplex wire; more than two meet in a switch, where every member has a port of its own.
-Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+way, of which copies reach the part `efficiency`. Two members share one full-duplex wire; more than two meet in a
+switch, where every member has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one
+PCIe uplink.
 """
 
 from __future__ import annotations
@@ -71,14 +72,18 @@ class Device:
 class Host:
     """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
 
+    `memory_bandwidth` is the peak of its memory in bytes per second, by which updates on the CPU are estimated; None
+    where it is not known.
+
     Raises:
-        UsageError: no memory, or a negative disk.
+        UsageError: no memory, a negative disk, or a bandwidth that is not positive.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     memory_bytes: int
     disk_bytes: int = 0
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,13 +92,18 @@ class Host:
                 "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
                 f"{self.memory_bytes} and {self.disk_bytes}"
             )
+        if self.memory_bandwidth is not None and not self.memory_bandwidth > 0:
+            raise UsageError(
+                f"a host's memory_bandwidth must be positive, not {self.memory_bandwidth:g}: leave it out if unknown"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A connection between members of a cluster.
 
-    `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
+    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it. Links
+    with the same `wire` share it.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -106,6 +116,7 @@ class Link:
     latency_seconds: float = 0.0
     lanes: int = 1
     wire: str | None = None
+    efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -119,6 +130,16 @@ class Link:
                 f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, and latency "
                 f"not negative, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
+        if not 0 < self.efficiency <= 1:
+            raise UsageError(
+                f"link {'-'.join(map(str, self.members))}: efficiency is the part of bytes_per_second that copies "
+                f"reach, above 0 and at most 1, not {self.efficiency:g}"
+            )
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes per second, one way, that copies reach over all lanes together."""
+        return self.bytes_per_second * self.lanes * self.efficiency
 
     @classmethod
     def between(
@@ -128,6 +149,7 @@ class Link:
         latency_seconds: float = 0.0,
         lanes: int = 1,
         wire: str | None = None,
+        efficiency: float = 1.0,
     ) -> Link:
         """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
 
@@ -140,4 +162,5 @@ class Link:
             latency_seconds=latency_seconds,
             lanes=lanes,
             wire=wire,
+            efficiency=efficiency,
         )

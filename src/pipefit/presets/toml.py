@@ -15,6 +15,7 @@ host = 0
 
 [[hosts]]
 memory = "512GB"
+memory_bandwidth = "150GB/s"             # optional, as is disk = "4TB"
 
 [[links]]                                # three ways to say whom a link joins:
 pairs = ["0-1:1", "0-3:2"]               # a link for each pair of devices, with its number of lanes
@@ -26,8 +27,9 @@ bytes_per_second = "300GB/s"
 
 [[links]]
 each = "device0-1"                       # a link from each of them
-to = "host0"                             # to this one
+to = "host0"                             # to this one; a link from host0 to disk0 is written so too
 bytes_per_second = "16GB/s"
+efficiency = 0.8                         # the part of it that copies reach; 1 where it is not said
 wire = "pcie0"                           # and all of them share a wire
 """
 
@@ -83,6 +85,7 @@ class HostText:
 
     memory: str | int
     disk: str | int = 0
+    memory_bandwidth: str | float | None = None
     count: int = 1
 
 
@@ -100,6 +103,7 @@ class LinksText:
     lanes: int = 1
     latency_seconds: float = 0.0
     wire: str | None = None
+    efficiency: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +168,11 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
         for name, kind in written.kinds.items()
     }
     hosts = tuple(
-        Host(memory_bytes=_size(host.memory), disk_bytes=_size(host.disk) if host.disk else 0)
+        Host(
+            memory_bytes=_size(host.memory),
+            disk_bytes=_size(host.disk) if host.disk else 0,
+            memory_bandwidth=None if host.memory_bandwidth is None else _rate(host.memory_bandwidth),
+        )
         for host in written.hosts
         for _ in range(host.count)
     )
@@ -203,6 +211,7 @@ def _links(number: int, text: LinksText, known: dict[str, int]) -> Iterator[Link
             latency_seconds=text.latency_seconds,
             lanes=lanes,
             wire=text.wire,
+            efficiency=text.efficiency,
         )
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes
 
@@ -39,18 +39,27 @@ def _devices(cluster: Cluster) -> Table:
 
 def _hosts(cluster: Cluster) -> Table:
     rows = tuple(
-        (str(number), format_bytes(host.memory_bytes), format_bytes(host.disk_bytes) if host.disk_bytes else "-")
+        (
+            str(number),
+            format_bytes(host.memory_bytes),
+            "-" if host.memory_bandwidth is None else f"{host.memory_bandwidth / 1e9:g}",
+            format_bytes(host.disk_bytes) if host.disk_bytes else "-",
+        )
         for number, host in enumerate(cluster.hosts)
     )
-    return Table(("host", "memory", "disk"), rows)
+    return Table(("host", "memory", "GB/s", "disk"), rows)
 
 
 def _links(cluster: Cluster) -> list[Block]:
-    """GB/s one way between every two members; a star where bytes go through a host."""
-    members = [*map(Member.device, range(len(cluster.devices))), *map(Member.host, range(len(cluster.hosts)))]
+    """GB/s one way that copies reach between every two members; a star where bytes go through a host."""
+    members = [
+        *map(Member.device, range(len(cluster.devices))),
+        *map(Member.host, range(len(cluster.hosts))),
+        *(Member(MemberKind.DISK, number) for number, host in enumerate(cluster.hosts) if host.disk_bytes),
+    ]
     shown = members[:_WIDEST]
     rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
-    matrix = Table(("GB/s", *map(str, shown)), rows, title="links, one way (* through a host)")
+    matrix = Table(("GB/s", *map(str, shown)), rows, title="what copies reach, one way (* through a host)")
     left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
     return [matrix, *left_out]
 
