@@ -38,12 +38,12 @@ from pipefit.profiles import (
     SavedTensor,
     Span,
     Value,
-    Work,
 )
 from pipefit.schedule import SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Training
+from pipefit.work import Work
 
 INPUT = Origin(kind="input", index=0)
 AMPLE = 1 << 50

@@ -19,7 +19,7 @@ from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
-KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
+KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11, operation_seconds=0.0)
 
 
 def make_layer(

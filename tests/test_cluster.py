@@ -149,6 +149,12 @@ def test_impossible_clusters_are_refused() -> None:
         Cluster(name="c", backend="cpu", devices=(), hosts=())
     with pytest.raises(UsageError, match="memory_bandwidth"):
         DeviceKind(name="k", flops={}, memory_bandwidth=1.0)
+    figures = {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}
+    for wrong in ({"bandwidth_reached": 1.1}, {"flops_reached": {"float32": 0.0}}):
+        with pytest.raises(UsageError, match="parts of the peak figures"):
+            DeviceKind(**figures, **wrong)
+    with pytest.raises(UsageError, match="operation_seconds is from 0"):
+        DeviceKind(**figures, operation_seconds=-1.0)
 
 
 def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:

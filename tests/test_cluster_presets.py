@@ -189,6 +189,18 @@ def test_efficiency_and_the_hosts_bandwidth_are_written_in_toml() -> None:
     assert [cluster.hosts[0].memory_bandwidth for cluster in (said, Cluster.parse(HEAD, "mine.toml"))] == [150e9, None]
 
 
+def test_what_estimates_reckon_with_is_written_in_toml() -> None:
+    """The parts of the peak figures, by dtype, and the constant of an operation; the usual ones where none are said."""
+    line = "flops_reached = { float16 = 0.5 }\nbandwidth_reached = 0.9\noperation_seconds = 1e-5\n"
+    said = Cluster.parse(HEAD.replace("[[devices]]", f"{line}[[devices]]"), "mine.toml").devices[0].kind
+    silent = Cluster.parse(HEAD, "mine.toml").devices[0].kind
+    assert (said.part_of_flops("float16"), said.part_of_flops("float32")) == (0.5, 0.6)
+    assert (said.bandwidth_reached, said.operation_seconds) == (0.9, 1e-5)
+    assert (silent.flops_reached, silent.bandwidth_reached, silent.operation_seconds) == ({}, 0.8, 5e-6)
+    assert said.key != silent.key
+    assert said.estimates("float16") == "50% of 1 TFLOP/s, 90% of 100 GB/s, 10 us an operation"
+
+
 MISTAKES = {
     "no TOML": (HEAD + "=", "not TOML"),
     "nested deeply": ("a = " + "[" * 5000, "not TOML"),

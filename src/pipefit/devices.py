@@ -8,7 +8,7 @@ PCIe uplink.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -17,17 +17,20 @@ from pipefit.validation import check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
+USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
 MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """The peak figures of a kind of device.
+    """The peak figures of a kind of device, and how much of them kernels reach (`pipefit.cost.time`).
 
     `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
+    `flops_reached` is the part of the peak that large products reach, by dtype; `bandwidth_reached` the part that large
+    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small.
 
     Raises:
-        UsageError: a figure that is not positive, or no FLOP/s figure.
+        UsageError: a figure that is not positive, no FLOP/s figure, a part above 1, or a negative time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -35,6 +38,9 @@ class DeviceKind:
     name: str
     flops: dict[str, float]
     memory_bandwidth: float
+    flops_reached: dict[str, float] = field(default_factory=dict)
+    bandwidth_reached: float = 0.8
+    operation_seconds: float = 5e-6
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -42,10 +48,37 @@ class DeviceKind:
             raise UsageError(
                 f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
             )
+        if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
+            raise UsageError(
+                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak figures, above "
+                "0 and at most 1"
+            )
+        if not 0 <= self.operation_seconds < 1:
+            raise UsageError(
+                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not {self.operation_seconds:g}"
+            )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All figures, in a form that can be the key of a dictionary."""
+        by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
+        return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+    def part_of_flops(self, dtype: str) -> float:
+        """The part of the peak that large products reach at `dtype`; a dtype without a figure reaches the usual one."""
+        return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
+
+    def estimates(self, dtype: str) -> str:
+        """What times are estimated by where none were measured, as a phrase."""
+        return (
+            f"{self.part_of_flops(dtype):.0%} of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
+            f"{self.bandwidth_reached:.0%} of {self.memory_bandwidth / 1e9:g} GB/s, "
+            f"{self.operation_seconds * 1e6:g} us an operation"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Precision
+from pipefit.work import Work
 
 Target = Literal["cpu", "cuda"]
 OriginKind = Literal["own", "input", "parameter", "constant"]
@@ -108,31 +109,6 @@ class Span:
     peak_bytes: int
     released: tuple[int, ...] = ()
     workspace_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The work of one pass of a layer.
-
-    It is counted in floating-point operations and in bytes that kernels read and write; `seconds` are measured, or
-    None.
-
-    Raises:
-        UsageError: a negative number, or 1e9 seconds or more.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    flops: int
-    moved_bytes: int
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.flops < 0 or self.moved_bytes < 0 or (self.seconds is not None and not 0 <= self.seconds < 1e9):
-            raise UsageError(
-                "work has zero or more FLOPs, bytes moved and seconds, and fewer than 1e9 seconds, not "
-                f"{self.flops}, {self.moved_bytes} and {self.seconds}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +286,12 @@ class Measurement:
         """Check that a parameter or buffer is shared by layers that exist."""
         if not 0 <= min(users) <= max(users) < len(self.layers):
             raise UsageError(f"shared {what} {name!r} names layers {list(users)}; there are {len(self.layers)}")
+
+    @property
+    def estimated(self) -> bool:
+        """Whether seconds are estimates, because those of some pass were not measured."""
+        passes = (work for cost in (*self.kinds, self.loss) for work in (cost.forward, cost.backward, cost.update))
+        return any(work.seconds is None for work in passes)
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:

@@ -18,7 +18,8 @@ from pipefit.cost.flight import Flights
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.profiler import profile
-from pipefit.profiles import LayerCost, ModelProfile, Origin, Target, Work
+from pipefit.profiles import LayerCost, ModelProfile, Origin, Target
+from pipefit.work import Work
 from pipefit.zoo import build
 from tiny import task_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
-from pipefit.profiles import Span, Work
+from pipefit.profiles import Span
+from pipefit.work import Alike, Work
 
 KIB = 256  # floats in a KiB
 
@@ -73,7 +74,14 @@ def test_work_counts_products_and_bytes_moved() -> None:
         meter.start()
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
-        assert meter.work == Work(flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21))
+        product, added = Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21)), Alike(1, 0, 4 * (21 + 21))
+        assert meter.work == Work(
+            flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21), operations=(product, added)
+        )
+        meter.start()
+        for _ in range(3):
+            y.mul_(2.0)
+        assert meter.work == Work.of([Alike(3, 0, 4 * (21 + 21))])
         meter.start()
         torch.empty_like(y)
         assert meter.work == Work(flops=0, moved_bytes=0)

@@ -6,6 +6,9 @@ backend = "cuda"
 [kinds.v100]
 flops = { float32 = 15.7e12, float16 = 125e12 }
 memory_bandwidth = "900GB/s"
+flops_reached = { float16 = 0.5 }        # what times are estimated by, where none were measured: optional, all three
+bandwidth_reached = 0.8
+operation_seconds = 5e-6
 
 [[devices]]                              # devices 0 to 7, in the order of the groups
 count = 8
@@ -63,6 +66,9 @@ class KindText:
 
     flops: dict[str, float]
     memory_bandwidth: str | float
+    flops_reached: dict[str, float] = field(default_factory=dict)
+    bandwidth_reached: float = 0.8
+    operation_seconds: float = 5e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +170,9 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
             name=name,
             flops={dtype: _rate(figure) for dtype, figure in kind.flops.items()},
             memory_bandwidth=_rate(kind.memory_bandwidth),
+            flops_reached=kind.flops_reached,
+            bandwidth_reached=kind.bandwidth_reached,
+            operation_seconds=kind.operation_seconds,
         )
         for name, kind in written.kinds.items()
     }

@@ -26,10 +26,11 @@ from pipefit.profiler.feedback import feedback
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiler.saved import Held, LayerStorages, saved_tensors, savers
-from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
+from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
+from pipefit.work import Work
 
 Call = Callable[[Values], Values]
 LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer

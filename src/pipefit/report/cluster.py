@@ -23,18 +23,25 @@ def _devices(cluster: Cluster) -> Table:
     rows = []
     for device, run in groupby(range(len(cluster.devices)), key=lambda number: cluster.devices[number]):
         numbers = list(run)
-        flops = ", ".join(f"{dtype} {figure / 1e12:g}" for dtype, figure in device.kind.flops.items())
+        kind = device.kind
+        flops = ", ".join(
+            f"{dtype} {figure / 1e12:g} ({kind.part_of_flops(dtype):.0%})" for dtype, figure in kind.flops.items()
+        )
         rows.append(
             (
                 f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
-                device.kind.name,
+                kind.name,
                 format_bytes(device.memory_bytes),
-                f"{device.kind.memory_bandwidth / 1e9:g}",
+                f"{kind.memory_bandwidth / 1e9:g} ({kind.bandwidth_reached:.0%})",
                 flops,
+                f"{kind.operation_seconds * 1e6:g} us",
                 str(device.host),
             )
         )
-    return Table(("devices", "kind", "memory", "GB/s", "TFLOP/s", "host"), tuple(rows))
+    columns = ("devices", "kind", "memory", "GB/s", "TFLOP/s", "an operation", "host")
+    return Table(
+        columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
+    )
 
 
 def _hosts(cluster: Cluster) -> Table:

@@ -7,9 +7,10 @@ from collections import defaultdict
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.fingerprints import samples
 from pipefit.kernels import KernelMemory
-from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
+from pipefit.work import Work
 
 
 def describe_profile(profile: ModelProfile) -> list[Block]:
