@@ -17,17 +17,21 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from measured_on import machine
 from pipefit.cluster import Cluster
 from pipefit.cost.time import Seconds, layer_seconds
-from pipefit.devices import DeviceKind
-from pipefit.places import Member
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.devices import DeviceKind, Link
+from pipefit.places import Member, MemberKind, parse_place
+from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
-from pipefit.training import Precision
+from pipefit.profiles import LayerCost, ModelProfile
+from pipefit.simulator import Simulation
+from pipefit.training import Precision, Training
 from pipefit.zoo import build
 
 COLUMNS = ("what", "on", "published", "estimated", "over")
@@ -170,8 +174,9 @@ _HIDDEN, _COPY_RATE, _BYTES = 4096, 15e9, 20  # theirs: hidden size, bytes per s
 class Offload:
     """How long a block's activations take to the host and back, as a share of its forward and backward (k).
 
-    `lost` is the share of throughput lost where all are offloaded: as published, and as k alone would have it where one
-    stream copies out and in by turns, 1 - 1 / k.
+    `lost` is the share of throughput lost where all are offloaded: as published; as k alone would have it where one
+    stream copies out and in by turns, 1 - 1 / k; and simulated, where each direction has a stream of its own, at the
+    published k with one and with two forwards or backwards of slack for every copy.
     """
 
     tokens: int
@@ -179,15 +184,71 @@ class Offload:
     estimated_k: float
     lost: float
     estimated_lost: float
+    simulated_lost: float
+    simulated_lost_with_slack: float
 
 
 def offload(tokens: int, k: float, lost: float) -> Offload:
     """A row of PipeOffload's table, on an A100, with its rate of copies and bytes of a block."""
-    settings = {"layers": 1, "hidden": _HIDDEN, "heads": 32, "sequence": tokens, "vocabulary": 1000, "dropout": 0.0}
+    settings = {"layers": 8, "hidden": _HIDDEN, "heads": 32, "sequence": tokens, "vocabulary": 1000, "dropout": 0.0}
     found = profiled("gpt", settings, 1, "bfloat16")
-    (block,) = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))
-    estimated = 2 * _BYTES * tokens * _HIDDEN / _COPY_RATE / (block.forward + block.backward)
-    return Offload(tokens=tokens, k=k, estimated_k=estimated, lost=lost, estimated_lost=max(0.0, 1 - 1 / estimated))
+    block = blocks(found, layer_seconds(found.at(1), kind_of("dgx-a100"), "bfloat16"))[0]
+    passes = block.forward + block.backward
+    estimated = 2 * _BYTES * tokens * _HIDDEN / _COPY_RATE / passes
+    plan = offloadable(found, k * passes / 2)
+    kept = Simulation(plan, steps=2).step_seconds[-1]
+    moved, slack = (Simulation(offloaded(plan, actions), steps=2).step_seconds[-1] for actions in (1, 2))
+    return Offload(
+        tokens=tokens,
+        k=k,
+        estimated_k=estimated,
+        lost=lost,
+        estimated_lost=max(0.0, 1 - 1 / estimated),
+        simulated_lost=1 - kept / moved,
+        simulated_lost_with_slack=1 - kept / slack,
+    )
+
+
+def offloadable(found: ModelProfile, copy_seconds: float) -> Plan:
+    """Eight blocks on eight A100, one each, 32 microbatches; a block's activations reach the host in `copy_seconds`."""
+    box, names = Cluster.preset("dgx-a100"), found.layers
+    cost = found.at(1).costs[names.index("block1")]
+    rate = sum(cost.storages[index] for index in own_storages(cost)) / copy_seconds
+    peers = tuple(link for link in box.links if all(member.kind is MemberKind.DEVICE for member in link.members))
+    uplinks = tuple(Link.between(f"device{device}", "host0", bytes_per_second=rate) for device in range(8))
+    edges = (0, *(names.index(f"block{number}") for number in range(1, 8)), len(names))
+    return Plan(
+        profile=found,
+        cluster=replace(box, links=peers + uplinks),
+        training=Training(batch_size=32, microbatches=32, precision="bfloat16"),
+        stages=tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges))),
+    )
+
+
+def offloaded(plan: Plan, actions: int) -> Plan:
+    """The plan with all that blocks save of their own at the host, each copy with so many actions of slack."""
+    decisions = []
+    for number, name in enumerate(plan.profile.layers):
+        if name.startswith("block") and name != "block7":  # the last stage has one microbatch at a time
+            saved = own_storages(plan.measurement.costs[number])
+            decisions.append(
+                Decision(
+                    stage=int(name.removeprefix("block")),
+                    subject=SavedTensors(tensors=tuple((number, first) for first in saved.values())),
+                    what=What.OFFLOAD,
+                    place=parse_place("host"),
+                    ahead=actions,
+                    behind=actions,
+                )
+            )
+    return replace(plan, decisions=tuple(decisions))
+
+
+def own_storages(cost: LayerCost) -> dict[int, int]:
+    """The storages that a layer allocates and saves but does not hand on, each with the first tensor that names it."""
+    returned = {origin.index for origin in cost.output_origins if origin.kind == "own"}
+    saved = [tensor for tensor in cost.saved if tensor.origin.kind == "own" and tensor.origin.index not in returned]
+    return {tensor.origin.index: tensor.index for tensor in reversed(saved)}
 
 
 # -------------------------------------------------------------------- MPress
@@ -233,7 +294,8 @@ def main() -> None:
     for each in offloads:
         print(
             f"offloading a block of {each.tokens:5} tokens: k {each.k:.2f}, estimated {each.estimated_k:.2f}; lost "
-            f"{each.lost:+.0%}, estimated {each.estimated_lost:+.0%}"
+            f"{each.lost:+.0%}, estimated {each.estimated_lost:+.0%}, simulated {each.simulated_lost:+.0%}, with slack "
+            f"{each.simulated_lost_with_slack:+.0%}"
         )
     swaps = [swap(*case) for case in SWAPPED]
     for found in swaps:

@@ -34,6 +34,8 @@ def test_offloading_a_block_is_free_from_the_published_length_on() -> None:
     found = offload(*OFFLOAD[0])
     assert found.estimated_k == pytest.approx(found.k, rel=0.1)
     assert found.estimated_lost == pytest.approx(found.lost, abs=0.08)
+    assert found.simulated_lost == pytest.approx(found.lost, abs=0.08)
+    assert found.simulated_lost_with_slack == pytest.approx(0.0, abs=0.01)  # both directions at once, each k / 2
 
 
 @pytest.mark.gallery
