@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
@@ -85,6 +86,25 @@ def test_work_counts_products_and_bytes_moved() -> None:
         meter.start()
         torch.empty_like(y)
         assert meter.work == Work(flops=0, moved_bytes=0)
+
+
+@pytest.mark.parametrize("read", ["embedding", "index_select", "gather", "index"])
+def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None:
+    """Looking up three rows of a thousand moves the numbers of the rows, the rows read and the rows written."""
+    table, rows = torch.randn(1000, 8), torch.tensor([1, 7, 9])
+    with PassMeter(None) as meter:
+        meter.start()
+        match read:
+            case "embedding":
+                torch.nn.functional.embedding(rows, table)
+            case "index_select":
+                table.index_select(0, rows)
+            case "gather":
+                table.gather(0, rows[:, None])
+            case "index":
+                table[rows]
+        returned = 4 * 3 * (1 if read == "gather" else 8)
+        assert meter.work == Work.of([Alike(1, 0, 8 * 3 + 2 * returned)])
 
 
 def test_dtypes_have_short_names() -> None:

@@ -30,6 +30,16 @@ _MOVE_NOTHING = frozenset(
     }
 )
 
+# These read as much of their first argument, a table, as they return
+_READ_ROWS = frozenset(
+    {
+        torch.ops.aten.embedding.default,
+        torch.ops.aten.index_select.default,
+        torch.ops.aten.gather.default,
+        torch.ops.aten.index.Tensor,
+    }
+)
+
 
 class PassMeter(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: its peak and spans, above the level at its start, and its work."""
@@ -85,7 +95,8 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         if not func.is_view and func not in _MOVE_NOTHING:
             count = flop_registry.get(func._overloadpacket)
             flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
-            self._operations[flops, _nbytes(args) + _nbytes(out)] += 1
+            read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
+            self._operations[flops, read + _nbytes(out)] += 1
         return out
 
     def _died(self, tracked: Tracked) -> None:
