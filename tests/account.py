@@ -35,8 +35,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipefit.actions import Action, Kind, Subject
+from pipefit.layer_costs import (
+    LayerCost,
+    Origin,
+    Span,
+    Value,
+)
 from pipefit.plans import Plan
-from pipefit.profiles import LayerCost, Measurement, Origin, Span, Value
+from pipefit.profiles import Measurement
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.sharing import SharedParameter

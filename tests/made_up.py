@@ -26,25 +26,27 @@ from random import Random
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.fingerprints import Fingerprint
-from pipefit.plans import Grid, Plan, Stage
-from pipefit.profiles import (
-    Assumptions,
-    Block,
+from pipefit.layer_costs import (
     GradientOrigin,
     LayerCost,
-    Measurement,
-    ModelProfile,
     Origin,
     Parameter,
     SavedTensor,
     Span,
     Value,
-    Work,
+)
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiles import (
+    Assumptions,
+    Block,
+    Measurement,
+    ModelProfile,
 )
 from pipefit.schedule import SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.training import Training
+from pipefit.work import Work
 
 INPUT = Origin(kind="input", index=0)
 AMPLE = 1 << 50

@@ -11,15 +11,22 @@ from pipefit.actions import Action, Kind, Subject
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.devices import Device, DeviceKind, Host, Link
+from pipefit.layer_costs import (
+    GradientOrigin,
+    LayerCost,
+    Origin,
+    Span,
+    Value,
+)
 from pipefit.places import parse_place
 from pipefit.plans import Grid, Plan, Stage
-from pipefit.profiles import GradientOrigin, LayerCost, ModelProfile, Origin, Span, Value
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
-KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11)
+KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11, operation_seconds=0.0)
 
 
 def make_layer(

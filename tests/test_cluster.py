@@ -32,6 +32,17 @@ def test_the_fastest_of_several_links_is_taken() -> None:
     assert cluster.route(Member.device(0), Member.device(1)).bytes_per_second == 12e9
 
 
+def test_copies_reach_a_part_of_a_links_rate() -> None:
+    """A route has the part of the rate that copies reach; the link that is faster so carries the bytes."""
+    ends = "device0", "device1"
+    wide = Link.between(*ends, bytes_per_second=10e9, lanes=2, efficiency=0.25)
+    cluster = make_cluster(2, wide, link(*ends, speed=4e9))
+    assert cluster.route(Member.device(0), Member.device(1)).bytes_per_second == 5e9
+    assert cluster.route(Member.device(0), Member.device(1)).seconds(5_000_000_000) == 1.0
+    slower = make_cluster(2, wide, link(*ends, speed=6e9))
+    assert slower.route(Member.device(0), Member.device(1)).bytes_per_second == 6e9
+
+
 def test_devices_without_a_link_talk_by_way_of_their_hosts() -> None:
     """A route over several links is as slow as the slowest, adds up their latencies and occupies all their wires."""
     devices = tuple(Device(kind=KIND, memory_bytes=1, host=number) for number in range(2))
@@ -129,10 +140,21 @@ def test_impossible_clusters_are_refused() -> None:
         link("device0", "device0")
     with pytest.raises(UsageError, match="must be positive"):
         link("device0", "device1", speed=0.0)
+    for efficiency in (0.0, 1.5):
+        with pytest.raises(UsageError, match="above 0 and at most 1"):
+            Link.between("device0", "device1", bytes_per_second=1.0, efficiency=efficiency)
+    with pytest.raises(UsageError, match="memory_bandwidth must be positive"):
+        Host(memory_bytes=1, memory_bandwidth=0.0)
     with pytest.raises(UsageError, match="no devices"):
         Cluster(name="c", backend="cpu", devices=(), hosts=())
     with pytest.raises(UsageError, match="memory_bandwidth"):
         DeviceKind(name="k", flops={}, memory_bandwidth=1.0)
+    figures = {"name": "k", "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}
+    for wrong in ({"bandwidth_reached": 1.1}, {"flops_reached": {"float32": 0.0}}):
+        with pytest.raises(UsageError, match="parts of the peak figures"):
+            DeviceKind(**figures, **wrong)
+    with pytest.raises(UsageError, match="operation_seconds is from 0"):
+        DeviceKind(**figures, operation_seconds=-1.0)
 
 
 def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:

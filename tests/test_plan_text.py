@@ -16,7 +16,7 @@ from pipefit.plans import Plan, Prediction
 from pipefit.simulator import simulate
 from pipefit.trace import Stream, Trace
 from pipefit.units import format_bytes
-from pipelines import equal_profile, make_plan
+from pipelines import equal_profile, make_cluster, make_plan
 
 AMPLE = 1 << 40
 
@@ -129,6 +129,21 @@ def test_where_the_peaks_hold_is_one_sentence() -> None:
     (line,) = [line for line in text.splitlines() if "Some CPU" in line]
     assert line.startswith("Peaks are those of Some CPU (1/2/3) with AVX9, torch 7.1 and 3 threads: elsewhere ")
     assert "elsewhere" not in str(shown)
+
+
+def test_a_plan_says_whether_its_seconds_were_measured() -> None:
+    """Where the profile holds them, on what; otherwise the parts of the device's figures that estimates reckon with."""
+    measured = made()
+    assumed = replace(measured.profile.assumptions, device="cuda:0")
+    measured = replace(measured, profile=replace(measured.profile, assumptions=assumed))
+    says = "Seconds of layers were measured on cuda:0, those of messages and copies are estimated by the links."
+    assert says in str(measured)
+    alone = plan(measured.profile, devices(AMPLE), measured.training)
+    assert "Seconds of layers were measured on cuda:0." in str(alone)
+    guessed = plan(equal_profile(4, forward_seconds=None), make_cluster(2), training("gpipe", 4))
+    says = "Seconds are estimated, not measured: synthetic by 60% of 1 TFLOP/s, 80% of 100 GB/s, 0 us an operation."
+    assert says in str(guessed)
+    assert says not in str(replace(guessed, prediction=None))
 
 
 def test_kernels_that_could_not_be_measured_are_named() -> None:

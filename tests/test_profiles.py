@@ -9,8 +9,9 @@ import pytest
 
 from made_up import layer, measurement, value
 from pipefit.errors import UsageError
-from pipefit.profiles import GradientOrigin, Origin, Span, Work
+from pipefit.layer_costs import GradientOrigin, Origin, Span
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.work import Alike, Work
 from pipelines import equal_profile
 
 COST = layer((value(10),), (value(20),), saved=(Origin(kind="input"),))
@@ -80,5 +81,10 @@ def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
         Work(flops=-1, moved_bytes=0)
     with pytest.raises(UsageError, match=r"not 0, 0 and 1000000000\.0"):
         Work(flops=0, moved_bytes=0, seconds=1e9)
+    with pytest.raises(UsageError, match="not that of its operations, 6 and 10"):
+        Work(flops=6, moved_bytes=9, operations=(Alike(2, 3, 5),))
+    for number, flops in ((0, 0), (1, -1)):
+        with pytest.raises(UsageError, match="one or more"):
+            Work(flops=0, moved_bytes=0, operations=(Alike(number, flops, 0),))
     with pytest.raises(UsageError, match=r"'w' needs two or more layers in rising order, not \[2, 0\]"):
         replace(SHARED, users=(2, 0))

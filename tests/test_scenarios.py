@@ -12,9 +12,9 @@ from pipefit.actions import parse_action
 from pipefit.capture import Task
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.places import parse_place
 from pipefit.plans import Grid, Plan, Stage
-from pipefit.profiles import Origin, SavedTensor
 from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower

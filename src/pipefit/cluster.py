@@ -170,8 +170,8 @@ def _short(nbytes: int) -> str:
 def _route(links: tuple[Link, ...], hosts: tuple[int, ...], source: Member, target: Member) -> Route:
     direct = [(number, link) for number, link in enumerate(links) if source in link.members and target in link.members]
     if direct:
-        number, link = max(direct, key=lambda item: item[1].bytes_per_second * item[1].lanes)
-        return Route(link.bytes_per_second * link.lanes, link.latency_seconds, _wires(number, link, source, target))
+        number, link = max(direct, key=lambda item: item[1].copy_rate)
+        return Route(link.copy_rate, link.latency_seconds, _wires(number, link, source, target))
     path = list(dict.fromkeys([source, _near(hosts, source), _near(hosts, target), target]))
     if len(path) < 3:
         raise UsageError(

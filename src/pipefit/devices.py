@@ -1,13 +1,14 @@
 """Kinds of devices, devices, hosts, and the links between them: what clusters are made of.
 
 A link joins two members or many (`pipefit.places.Member`); any two of them talk at `lanes * bytes_per_second`, each
-way. Two members share one full-duplex wire; more than two meet in a switch, where every member has a port of its own.
-Links that name the same `wire` contend for it: two GPUs behind one PCIe uplink.
+way, of which copies reach the part `efficiency`. Two members share one full-duplex wire; more than two meet in a
+switch, where every member has a port of its own. Links that name the same `wire` contend for it: two GPUs behind one
+PCIe uplink.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -16,17 +17,20 @@ from pipefit.validation import check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
 
+USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
 MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """The peak figures of a kind of device.
+    """The peak figures of a kind of device, and how much of them kernels reach (`pipefit.cost.time`).
 
     `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
+    `flops_reached` is the part of the peak that large products reach, by dtype; `bandwidth_reached` the part that large
+    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small.
 
     Raises:
-        UsageError: a figure that is not positive, or no FLOP/s figure.
+        UsageError: a figure that is not positive, no FLOP/s figure, a part above 1, or a negative time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -34,6 +38,9 @@ class DeviceKind:
     name: str
     flops: dict[str, float]
     memory_bandwidth: float
+    flops_reached: dict[str, float] = field(default_factory=dict)
+    bandwidth_reached: float = 0.8
+    operation_seconds: float = 5e-6
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -41,10 +48,37 @@ class DeviceKind:
             raise UsageError(
                 f"device kind {self.name!r} needs a positive memory_bandwidth and at least one positive FLOP/s figure"
             )
+        if not all(0 < part <= 1 for part in (self.bandwidth_reached, *self.flops_reached.values())):
+            raise UsageError(
+                f"device kind {self.name!r}: bandwidth_reached and flops_reached are parts of the peak figures, above "
+                "0 and at most 1"
+            )
+        if not 0 <= self.operation_seconds < 1:
+            raise UsageError(
+                f"device kind {self.name!r}: operation_seconds is from 0 to less than 1, not {self.operation_seconds:g}"
+            )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All figures, in a form that can be the key of a dictionary."""
+        by_dtype = tuple(sorted(self.flops.items())), tuple(sorted(self.flops_reached.items()))
+        return (self.name, *by_dtype, self.memory_bandwidth, self.bandwidth_reached, self.operation_seconds)
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s at `dtype`; a dtype without a figure runs at the float32 rate (or the slowest listed)."""
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+    def part_of_flops(self, dtype: str) -> float:
+        """The part of the peak that large products reach at `dtype`; a dtype without a figure reaches the usual one."""
+        return self.flops_reached.get(dtype, USUAL_FLOPS_REACHED)
+
+    def estimates(self, dtype: str) -> str:
+        """What times are estimated by where none were measured, as a phrase."""
+        return (
+            f"{self.part_of_flops(dtype):.0%} of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
+            f"{self.bandwidth_reached:.0%} of {self.memory_bandwidth / 1e9:g} GB/s, "
+            f"{self.operation_seconds * 1e6:g} us an operation"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +105,18 @@ class Device:
 class Host:
     """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
 
+    `memory_bandwidth` is the peak of its memory in bytes per second, by which updates on the CPU are estimated; None
+    where it is not known.
+
     Raises:
-        UsageError: no memory, or a negative disk.
+        UsageError: no memory, a negative disk, or a bandwidth that is not positive.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     memory_bytes: int
     disk_bytes: int = 0
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,13 +125,18 @@ class Host:
                 "a host needs positive memory_bytes, and disk_bytes of zero or more, not "
                 f"{self.memory_bytes} and {self.disk_bytes}"
             )
+        if self.memory_bandwidth is not None and not self.memory_bandwidth > 0:
+            raise UsageError(
+                f"a host's memory_bandwidth must be positive, not {self.memory_bandwidth:g}: leave it out if unknown"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A connection between members of a cluster.
 
-    `bytes_per_second` is one lane's, one way. Links with the same `wire` share it.
+    `bytes_per_second` is one lane's, one way, as the data sheet has it; copies reach the part `efficiency` of it. Links
+    with the same `wire` share it.
 
     Raises:
         UsageError: fewer than two members, one without a number, or an impossible figure.
@@ -106,6 +149,7 @@ class Link:
     latency_seconds: float = 0.0
     lanes: int = 1
     wire: str | None = None
+    efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -119,6 +163,16 @@ class Link:
                 f"link {'-'.join(map(str, self.members))}: bytes_per_second and lanes must be positive, and latency "
                 f"not negative, not {self.bytes_per_second:g}, {self.lanes} and {self.latency_seconds:g}"
             )
+        if not 0 < self.efficiency <= 1:
+            raise UsageError(
+                f"link {'-'.join(map(str, self.members))}: efficiency is the part of bytes_per_second that copies "
+                f"reach, above 0 and at most 1, not {self.efficiency:g}"
+            )
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes per second, one way, that copies reach over all lanes together."""
+        return self.bytes_per_second * self.lanes * self.efficiency
 
     @classmethod
     def between(
@@ -128,6 +182,7 @@ class Link:
         latency_seconds: float = 0.0,
         lanes: int = 1,
         wire: str | None = None,
+        efficiency: float = 1.0,
     ) -> Link:
         """A link between members named by their texts: `Link.between("device0", "host0", bytes_per_second=1e10)`.
 
@@ -140,4 +195,5 @@ class Link:
             latency_seconds=latency_seconds,
             lanes=lanes,
             wire=wire,
+            efficiency=efficiency,
         )

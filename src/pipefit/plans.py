@@ -107,6 +107,7 @@ class Stage:
 class Prediction:
     """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step.
 
+    Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
     `utilisation` is the share of a step in which each device computes; empty where it is not known.
     """
 
@@ -371,9 +372,22 @@ def _bubble(plan: Plan) -> str:
     )
 
 
+def _seconds(plan: Plan) -> str:
+    """Whether seconds of layers were measured or estimated, and by what."""
+    if not plan.measurement.estimated:
+        moves = len(plan.ranks) > 1 or any(decision.what is What.OFFLOAD for decision in plan.decisions)
+        links = ", those of messages and copies are estimated by the links" if moves else ""
+        return f"Seconds of layers were measured on {plan.profile.assumptions.device}{links}."
+    used = {device for stage in plan.stages for device in stage.devices}
+    kinds = {plan.cluster.devices[device].kind.key: plan.cluster.devices[device].kind for device in sorted(used)}
+    by = "; ".join(f"{kind.name} by {kind.estimates(plan.training.dtype)}" for kind in kinds.values())
+    return f"Seconds are estimated, not measured: {by}."
+
+
 def _caveats(plan: Plan) -> Iterator[str]:
-    """On what machine the peaks hold, and which kernels they leave out."""
+    """Where seconds come from, on what machine the peaks hold, and which kernels they leave out."""
     if plan.prediction is not None:
+        yield _seconds(plan)
         if plan.holds_for:
             yield plan.holds_for
         if gap := plan.profile.kernels.gap:

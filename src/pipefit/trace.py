@@ -107,7 +107,10 @@ class DeviceTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All devices over one or more steps. The first step differs from later ones: it creates the optimizer state."""
+    """All devices over one or more steps. The first step differs from later ones: it creates the optimizer state.
+
+    `estimated` says that times come of estimates: those of a simulation of a profile without measured seconds.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -115,6 +118,7 @@ class Trace:
     steps: int
     devices: tuple[DeviceTrace, ...]
     step_seconds: tuple[float, ...]
+    estimated: bool = False
 
     @property
     def has_clock(self) -> bool:

@@ -144,7 +144,7 @@ def test_showing_says_what_matters(here: Path, capsys: pytest.CaptureFixture[str
         "profile.json": ["layer0", "saved for backward", "(loss)"],
         "program.json": ["2 stages and 4 microbatches", "device 0: 0LOAD0 0F0"],
         "trace.json": ["simulated", "peak", "budget"],
-        "dgx1-v100": ["v100", "31.75 GiB", "15.75*", "device7"],
+        "dgx1-v100": ["v100", "31.75 GiB", "10.39*", "device7"],
     }
     for name, words in expected.items():
         assert main(["show", name]) == 0

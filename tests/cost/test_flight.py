@@ -14,7 +14,8 @@ from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.profiles import Measurement, Origin, Span
+from pipefit.layer_costs import Origin, Span
+from pipefit.profiles import Measurement
 from pipefit.sharing import SharedParameter
 
 OWN, INPUT = Origin(kind="own", index=0), Origin(kind="input", index=0)

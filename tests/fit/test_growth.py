@@ -14,7 +14,7 @@ from pipefit.fit import certified
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
 from pipefit.fits import Fit
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
@@ -187,6 +187,16 @@ def test_a_shared_parameter_counts_once() -> None:
 
     fit = find(setting("width", twice, PAIR, range(4, 5)), certify=False)
     assert fit.best.parameters == 8 * 8 + 8 + 4 * 8 + 4 + 8 * 4 + 8
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_a_disk_stays_where_devices_are_added(count: int) -> None:
+    """The disk keeps its link, and its rate is not that between devices."""
+    whole = Cluster.preset("4x-rtx-4090")
+    some, disk = with_devices(whole, count), Member(MemberKind.DISK, 0)
+    assert some.route(Member.device(0), disk)[:2] == whole.route(Member.device(0), disk)[:2]
+    rates = [some.route(Member.device(0), Member.device(n)).bytes_per_second for n in range(1, count)]
+    assert rates == [pytest.approx(26.1e9, rel=0.01)] * (count - 1)
 
 
 @pytest.mark.parametrize("name", ["dgx1-v100", "4x-titan-rtx", "emulated"])

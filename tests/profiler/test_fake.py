@@ -17,8 +17,10 @@ from pipefit.capture import Task
 from pipefit.cost.flight import Flights
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost, Origin
 from pipefit.profiler import profile
-from pipefit.profiles import LayerCost, ModelProfile, Origin, Target, Work
+from pipefit.profiles import ModelProfile, Target
+from pipefit.work import Work
 from pipefit.zoo import build
 from tiny import task_of
 

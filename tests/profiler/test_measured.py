@@ -13,8 +13,9 @@ from torch.nn import functional as F
 import gallery
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost
 from pipefit.profiler import profile
-from pipefit.profiles import LayerCost, ModelProfile
+from pipefit.profiles import ModelProfile
 from pipefit.zoo import build
 
 

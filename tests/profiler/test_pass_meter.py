@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from pipefit.layer_costs import Span
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
-from pipefit.profiles import Span, Work
+from pipefit.work import Alike, Work
 
 KIB = 256  # floats in a KiB
 
@@ -73,10 +75,36 @@ def test_work_counts_products_and_bytes_moved() -> None:
         meter.start()
         y = x.t().t() @ weight
         y.view(-1).add_(1.0)
-        assert meter.work == Work(flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21))
+        product, added = Alike(1, 2 * 3 * 5 * 7, 4 * (15 + 35 + 21)), Alike(1, 0, 4 * (21 + 21))
+        assert meter.work == Work(
+            flops=2 * 3 * 5 * 7, moved_bytes=4 * (15 + 35 + 21) + 4 * (21 + 21), operations=(product, added)
+        )
+        meter.start()
+        for _ in range(3):
+            y.mul_(2.0)
+        assert meter.work == Work.of([Alike(3, 0, 4 * (21 + 21))])
         meter.start()
         torch.empty_like(y)
         assert meter.work == Work(flops=0, moved_bytes=0)
+
+
+@pytest.mark.parametrize("read", ["embedding", "index_select", "gather", "index"])
+def test_rows_of_a_table_are_read_as_far_as_they_are_returned(read: str) -> None:
+    """Looking up three rows of a thousand moves the numbers of the rows, the rows read and the rows written."""
+    table, rows = torch.randn(1000, 8), torch.tensor([1, 7, 9])
+    with PassMeter(None) as meter:
+        meter.start()
+        match read:
+            case "embedding":
+                torch.nn.functional.embedding(rows, table)
+            case "index_select":
+                table.index_select(0, rows)
+            case "gather":
+                table.gather(0, rows[:, None])
+            case "index":
+                table[rows]
+        returned = 4 * 3 * (1 if read == "gather" else 8)
+        assert meter.work == Work.of([Alike(1, 0, 8 * 3 + 2 * returned)])
 
 
 def test_dtypes_have_short_names() -> None:

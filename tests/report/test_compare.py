@@ -13,7 +13,7 @@ from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipefit.trace import DeviceTrace, MemorySample, Trace
 from pipefit.units import format_bytes
-from pipelines import make_plan, random_profile
+from pipelines import equal_profile, make_plan, random_profile
 
 
 def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str = "measured") -> Trace:
@@ -42,6 +42,19 @@ def test_a_comparison_is_a_subtraction() -> None:
     text = plain(describe_comparison(found))
     assert "+10.00%" in text
     assert "(+300.0%)" in text
+
+
+def test_estimated_seconds_are_called_so() -> None:
+    """A simulation without measured seconds says it in its trace, and a comparison on its side of the sentence."""
+    guessed = simulate(make_plan(equal_profile(2, backward_seconds=None), (1, 1)))
+    known = simulate(make_plan(equal_profile(2), (1, 1)))
+    assert (guessed.estimated, known.estimated) == (True, False)
+    assert "by estimated seconds of layers" in plain(describe_trace(guessed))
+    assert "estimated" not in plain(describe_trace(known))
+    found = compare(guessed, known)
+    assert (found.as_json()["predicted"]["estimated"], found.as_json()["measured"]["estimated"]) == (True, False)
+    assert plain(describe_comparison(found)).count("simulated by estimates") == 1
+    assert "by estimates" not in plain(describe_comparison(compare(known, known)))
 
 
 def test_a_dry_run_has_no_seconds_to_compare() -> None:

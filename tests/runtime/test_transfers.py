@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipefit.actions import parse_action
 from pipefit.errors import UsageError
-from pipefit.profiles import Value
+from pipefit.layer_costs import Value
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import InProcess
 

@@ -26,9 +26,9 @@ from made_up import (
 from pipefit.actions import Action, Kind, Subject
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
 from pipefit.plans import Plan
-from pipefit.profiles import Origin
 from pipefit.program import Program, parse_program
 from pipefit.schedule import lower
 from pipefit.simulator import Simulation

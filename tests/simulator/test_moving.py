@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pipefit.cluster import Cluster
 from pipefit.devices import Host, Link
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.places import Member, parse_place
-from pipefit.profiles import ModelProfile, Origin, SavedTensor
+from pipefit.profiles import ModelProfile
 from pipefit.program import parse_program
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category, Stream, Trace

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipefit import zoo
+from pipefit.errors import UsageError
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "vocabulary": 31, "sequence": 10, "dropout": 0.0}
 
@@ -41,6 +42,39 @@ def test_published_parameter_count() -> None:
         chain = zoo.bert().build()
     assert isinstance(chain, nn.Module)
     assert parameters(chain) == 109_514_298 + 30522 * 768
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    """With `tied` the default has the 109,514,298 parameters of BERT base, and one weight for both."""
+    with torch.device("meta"):
+        assert parameters(zoo.bert(tied=True).build()) == 109_514_298
+    chain = chain_of(tied=True)
+    assert chain.get_parameter("head.weight") is chain.get_parameter("embedding.token.weight")
+
+
+def test_a_span_head_has_two_scores_a_token() -> None:
+    """H^2 + 3 H + V H + V parameters of the other head become 2 H + 2, in one layer less; tying it is refused."""
+    usual, span = chain_of(), chain_of(head="span")
+    assert parameters(usual) - parameters(span) == 24**2 + 3 * 24 + 31 * 24 + 31 - (2 * 24 + 2)
+    assert [name for name, _ in span.named_children()] == ["embedding", "block0", "block1", "head"]
+    with pytest.raises(UsageError, match="leave out tied"):
+        zoo.bert(head="span", tied=True)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_an_answer_stands_between_hidden_tokens(mask: bool) -> None:
+    """Targets are the places of hidden tokens in the text, in order; the loss is the mean of both cross entropies."""
+    task = zoo.build("bert", **SMALL, head="span", mask=mask)
+    inputs, places = task.batch(40)
+    tokens = inputs[0] if mask else inputs
+    assert not tokens.gather(1, places).any()
+    assert places.shape == (40, 2) and (places[:, 0] <= places[:, 1]).all()
+    if mask:
+        assert inputs[1].gather(1, places).all()
+    logits = chain_of(head="span")(inputs)
+    assert logits.shape == (40, 10, 2)
+    each = [nn.functional.cross_entropy(logits[..., end], places[:, end]) for end in range(2)]
+    torch.testing.assert_close(task.loss(logits, places), (each[0] + each[1]) / 2)
 
 
 def test_readable_names() -> None:

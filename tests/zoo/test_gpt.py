@@ -44,6 +44,15 @@ def test_published_parameter_count() -> None:
     assert parameters(chain[-1]) == 50257 * 768
 
 
+def test_a_tied_head_is_the_embedding() -> None:
+    """With `tied` the default has the 124,439,808 parameters of GPT-2 small, and one weight gets both gradients."""
+    with torch.device("meta"):
+        assert parameters(zoo.gpt(tied=True).build()) == 124_439_808
+    chain = chain_of(tied=True)
+    assert chain.get_parameter("head.weight") is chain.get_parameter("embedding.token.weight")
+    assert chain.get_parameter("head.weight").std() < 0.05
+
+
 def test_intermediate_size() -> None:
     """`intermediate` sets the feed-forward width: 2 H + 1 parameters per unit and block."""
     wide, narrow = chain_of(intermediate=50), chain_of(intermediate=20)

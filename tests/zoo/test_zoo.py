@@ -26,6 +26,10 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", TRANSFORMER),
     "bert-eager": ("bert", TRANSFORMER | {"attention": "eager"}),
     "bert-plain": ("bert", TRANSFORMER | {"mask": False}),
+    "bert-unfused": ("bert", TRANSFORMER | {"unfused": True}),
+    "bert-span": ("bert", TRANSFORMER | {"head": "span"}),
+    "bert-tied": ("bert", TRANSFORMER | {"tied": True}),
+    "gpt-tied": ("gpt", TRANSFORMER | {"tied": True}),
     "mlp": ("mlp", {"inputs": 12, "classes": 4, "widths": (8, 64, 16), "dropout": 0.1}),
     "resnet": ("resnet", {"blocks": (1, 1), "num_classes": 4, "image_size": 16, "width": 4}),
     "unet": ("unet", {"depth": 2, "convolutions": 1, "num_classes": 3, "image_size": 8, "width": 4}),
@@ -249,7 +253,7 @@ def test_unknown_model_lists_the_models() -> None:
     """A wrong model name is refused with the names that exist."""
     with pytest.raises(UsageError) as refusal:
         zoo.build("gtp")
-    names = "amoebanet, bert, gpt, gpt-stdlib, mlp, resnet, resnet101, unet, vgg11"
+    names = "amoebanet, bert, gpt, gpt-stdlib, mlp, mpress-bert, mpress-gpt, resnet, resnet101, unet, vgg11"
     assert str(refusal.value) == f"no model 'gtp' in the zoo: choose one of {names}"
 
 

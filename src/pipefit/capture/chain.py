@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
-from pipefit.profiles import Block, Measurement, Packing
+from pipefit.layer_costs import Packing
+from pipefit.profiles import Block, Measurement
 
 
 @dataclass(frozen=True, slots=True)

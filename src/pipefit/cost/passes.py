@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipefit.cost.effects import Effect, effect
 from pipefit.cost.residency import Holders, Piece, Residency, Whereabouts
 from pipefit.cost.storages import LayerStorages, StageStorages
-from pipefit.profiles import Span
+from pipefit.layer_costs import Span
 
 
 class Working:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from collections.abc import Sequence
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
-from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
+from pipefit.cost.time import Seconds, layer_seconds
 from pipefit.devices import DeviceKind
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
@@ -17,24 +17,36 @@ from pipefit.training import Training
 
 
 class StageCost:
-    """The costs of layers `start` to `stop - 1` on a device of `kind`; what has been computed is kept."""
+    """The costs of layers `start` to `stop - 1`; what has been computed is kept.
 
-    def __init__(self, measurement: Measurement, start: int, stop: int, kind: DeviceKind, training: Training) -> None:
+    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device.
+    """
+
+    def __init__(
+        self, measurement: Measurement, start: int, stop: int, times: Sequence[Seconds], training: Training
+    ) -> None:
         self.start, self.stop = start, stop
+        self._times = times
         self.storages = StageStorages(measurement, start, stop)
         self.flights = Flights(self.storages)
         self.rest = StageRest(self.storages, training.microbatches)
         self.layers = frozenset(range(start, stop))
-        self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
-        self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
-        self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
+        self._seconds: dict[tuple[Kind, int, int], float] = {}
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
-        if action.kind is Kind.STEP:
-            return self.update_seconds
         first, end = action.layers or (self.start, self.stop)
-        return self.backward_seconds(first, end) if action.kind is Kind.BACKWARD else self.forward_seconds(first, end)
+        found = self._seconds.get((action.kind, first, end))
+        if found is None:
+            found = self._seconds[action.kind, first, end] = self._sum(action.kind, first, end)
+        return found
+
+    def _sum(self, kind: Kind, first: int, end: int) -> float:
+        """Seconds of layers `first` to `end - 1`, and of the loss behind the model's last layer."""
+        times = self._times[first : end + (end + 1 == len(self._times))]
+        if kind is Kind.STEP:
+            return sum(time.update for time in times)
+        return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
 
     def collective_bytes(self, action: Action) -> int:
         """Bytes that every member of a collective contributes: of a REDUCE, a shared parameter's gradient."""
@@ -51,6 +63,7 @@ class Costs:
     def __init__(self, measurement: Measurement, training: Training) -> None:
         self._measurement, self._training = measurement, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
+        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by kind of device
 
     @staticmethod
     def of(plan: Plan) -> Costs:
@@ -59,10 +72,17 @@ class Costs:
 
     def stage(self, start: int, stop: int, kind: DeviceKind) -> StageCost:
         """The costs of layers `start` to `stop - 1` on a device of `kind`."""
-        key = (start, stop, kind.name, kind.memory_bandwidth, *kind.flops.items())
+        key = (start, stop, kind.key)
         found = self._stages.get(key)
         if found is None:
-            found = self._stages[key] = StageCost(self._measurement, start, stop, kind, self._training)
+            found = self._stages[key] = StageCost(self._measurement, start, stop, self._seconds(kind), self._training)
+        return found
+
+    def _seconds(self, kind: DeviceKind) -> tuple[Seconds, ...]:
+        """The seconds of all layers on a device of `kind`."""
+        found = self._times.get(kind.key)
+        if found is None:
+            found = self._times[kind.key] = layer_seconds(self._measurement, kind, self._training.dtype)
         return found
 
 

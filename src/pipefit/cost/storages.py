@@ -19,8 +19,14 @@ from typing import NamedTuple
 
 from pipefit.actions import Subject
 from pipefit.errors import UsageError
+from pipefit.layer_costs import (
+    GradientOrigin,
+    LayerCost,
+    Origin,
+    Value,
+)
 from pipefit.plans import Plan
-from pipefit.profiles import GradientOrigin, LayerCost, Measurement, Origin, Value
+from pipefit.profiles import Measurement
 from pipefit.sharing import SharedBuffer, SharedParameter
 
 

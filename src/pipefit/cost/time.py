@@ -1,48 +1,73 @@
 """Seconds of a pass through layers: measured where the profile holds seconds, otherwise estimated by the roofline.
 
-The roofline estimate is the longer of two times: computing at a part of the device's peak FLOP/s, and moving bytes at a
-part of its memory bandwidth, since kernels reach neither figure (Williams et al., 2009). It is good enough to compare
-layers and splits; for seconds, measure with `pipefit profile --device cpu|cuda`.
+An operation is estimated as the longer of two times, computing at a part of the device's peak FLOP/s and moving bytes
+at a part of its memory bandwidth, since kernels reach neither figure (Williams et al., 2009), and a constant: what its
+launch takes and what it loses until all of the device is busy. So small operations reach less than large ones. The
+parts and the constant are the kind's (`pipefit.devices.DeviceKind`) and may be set. Which part large products reach
+depends on more than the kind: narrow ones, as in attention, are bound by their bytes here. `benchmarks/bench_time.py`
+compares with published training throughput; for seconds, measure with `pipefit profile --device cpu|cuda`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
-from pipefit.devices import DeviceKind
-from pipefit.profiles import LayerCost, Measurement, Work
+from pipefit.devices import DeviceKind, Host
+from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost
+from pipefit.profiles import Measurement
+from pipefit.work import Alike, Work
 
-FLOPS_REACHED = 0.6  # share of the peak FLOP/s that large matrix products reach
-BANDWIDTH_REACHED = 0.8  # share of the peak bandwidth that elementwise kernels reach
+HOST_BANDWIDTH_REACHED = 0.8  # of a host's memory, by an optimizer with all cores
+
+
+class Seconds(NamedTuple):
+    """Seconds of a layer's passes: forward and backward of a microbatch, and the update of a step."""
+
+    forward: float
+    backward: float
+    update: float
 
 
 def seconds(work: Work, kind: DeviceKind, dtype: str = "float32") -> float:
     """Seconds of `work` on a device of `kind`, which computes in `dtype`."""
     if work.seconds is not None:
         return work.seconds
-    compute = work.flops / (kind.peak_flops(dtype) * FLOPS_REACHED)
-    return max(compute, work.moved_bytes / (kind.memory_bandwidth * BANDWIDTH_REACHED))
+    rate = kind.peak_flops(dtype) * kind.part_of_flops(dtype)
+    bandwidth = kind.memory_bandwidth * kind.bandwidth_reached
+    return sum(
+        number * (kind.operation_seconds + max(flops / rate, moved / bandwidth))
+        for number, flops, moved in _operations(work)
+    )
 
 
-def _costs_of(measurement: Measurement, start: int, stop: int) -> Iterable[LayerCost]:
-    """The costs of layers `start` to `stop - 1`, and of the loss behind the model's last layer."""
-    yield from (measurement.kinds[kind] for kind in measurement.layers[start:stop])
-    if stop == len(measurement.layers):
-        yield measurement.loss
+def _operations(work: Work) -> tuple[Alike, ...]:
+    """The operations of the work; one, where it is known as a whole only."""
+    whole = (Alike(1, work.flops, work.moved_bytes),) if work.flops or work.moved_bytes else ()
+    return work.operations or whole
 
 
-def forward_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Seconds of a forward of one microbatch through layers `start` to `stop - 1`."""
-    return sum(seconds(cost.forward, kind, dtype) for cost in _costs_of(measurement, start, stop))
+def layer_seconds(measurement: Measurement, kind: DeviceKind, dtype: str = "float32") -> tuple[Seconds, ...]:
+    """Seconds of every layer, and of the loss behind the last one."""
+    alike = [_seconds(cost, kind, dtype) for cost in measurement.kinds]
+    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype))
 
 
-def backward_seconds(
-    measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32"
-) -> float:
-    """Seconds of a backward of one microbatch through layers `start` to `stop - 1`."""
-    return sum(seconds(cost.backward, kind, dtype) for cost in _costs_of(measurement, start, stop))
+def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str) -> Seconds:
+    return Seconds(*(seconds(work, kind, dtype) for work in (cost.forward, cost.backward, cost.update)))
 
 
-def update_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
-    """Seconds of an optimizer step over layers `start` to `stop - 1`."""
-    return sum(seconds(cost.update, kind, dtype) for cost in _costs_of(measurement, start, stop))
+def host_update_seconds(cost: LayerCost, host: Host) -> float:
+    """Seconds of a layer's update on the CPU of `host`, in one pass that takes as long as its bytes move.
+
+    It reads parameters, gradients and state, and writes all but the gradients: 28 bytes a parameter by AdamW in
+    float32.
+
+    Raises:
+        UsageError: the host's memory bandwidth is not known.
+    """
+    if host.memory_bandwidth is None:
+        raise UsageError("an update on a host takes as long as its memory needs: give the host a memory_bandwidth")
+    trained = sum(parameter.nbytes for parameter in cost.parameters if parameter.trainable)
+    moved = 2 * (trained + cost.state_bytes) + cost.gradient_bytes
+    return moved / (host.memory_bandwidth * HOST_BANDWIDTH_REACHED)

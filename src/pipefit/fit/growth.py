@@ -13,7 +13,7 @@ from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.fits import Sense, named_value
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind
 from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -166,9 +166,12 @@ def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
 def _links(cluster: Cluster, count: int) -> tuple[Link, ...]:
     """The links among the first `count` devices and the hosts; and one for all if there are more than there were."""
     present = {*map(Member.device, range(count)), *map(Member.host, range(len(cluster.hosts)))}
-    among = ((link, tuple(member for member in link.members if member in present)) for link in cluster.links)
+    among = (
+        (link, tuple(member for member in link.members if member in present or member.kind is MemberKind.DISK))
+        for link in cluster.links
+    )
     kept = tuple(replace(link, members=members) for link, members in among if len(members) > 1)
     if count <= len(cluster.devices):
         return kept
-    rate = min((link.bytes_per_second * link.lanes for link in cluster.links), default=_RATE_WITHOUT_LINKS)
+    rate = min((link.copy_rate for link in kept if present.issuperset(link.members)), default=_RATE_WITHOUT_LINKS)
     return (*kept, Link(members=tuple(sorted(present)), bytes_per_second=rate))

@@ -130,9 +130,7 @@ class Question:
         """Classes of equal devices, in the order of their lowest device numbers."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, device in enumerate(self.cluster.devices):
-            kind = device.kind
-            key = (device.memory_bytes, kind.name, kind.memory_bandwidth, *sorted(kind.flops.items()))
-            groups.setdefault(key, []).append(number)
+            groups.setdefault((device.memory_bytes, device.kind.key), []).append(number)
         return tuple(DeviceClass(self.cluster.budgets[members[0]], tuple(members)) for members in groups.values())
 
     @property

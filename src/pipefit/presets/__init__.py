@@ -1,9 +1,9 @@
 """Clusters by name, each a TOML file beside this one: the form that people write, with the sources of its figures.
 
-Rates are the data sheets' peak figures; `pipefit.cost.time` reckons with the part of them that programs reach. The
-memory of a device is the total that its driver offers to programs, which is neither the figure in its name nor the
-larger total that nvidia-smi shows since driver 510: each file says who reported it. A process's CUDA context is taken
-from it as well.
+Rates are the data sheets' peak figures. A link's `efficiency` is the part of it that copies reach, with its source in
+the file; `pipefit.cost.time` has the parts of a device's figures that kernels reach. The memory of a device is the
+total that its driver offers to programs, which is neither the figure in its name nor the larger total that nvidia-smi
+shows since driver 510: each file says who reported it. A process's CUDA context is taken from it as well.
 """
 
 from __future__ import annotations

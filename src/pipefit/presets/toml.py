@@ -6,6 +6,9 @@ backend = "cuda"
 [kinds.v100]
 flops = { float32 = 15.7e12, float16 = 125e12 }
 memory_bandwidth = "900GB/s"
+flops_reached = { float16 = 0.5 }        # what times are estimated by, where none were measured: optional, all three
+bandwidth_reached = 0.8
+operation_seconds = 5e-6
 
 [[devices]]                              # devices 0 to 7, in the order of the groups
 count = 8
@@ -15,6 +18,7 @@ host = 0
 
 [[hosts]]
 memory = "512GB"
+memory_bandwidth = "150GB/s"             # optional, as is disk = "4TB"
 
 [[links]]                                # three ways to say whom a link joins:
 pairs = ["0-1:1", "0-3:2"]               # a link for each pair of devices, with its number of lanes
@@ -26,8 +30,9 @@ bytes_per_second = "300GB/s"
 
 [[links]]
 each = "device0-1"                       # a link from each of them
-to = "host0"                             # to this one
+to = "host0"                             # to this one; a link from host0 to disk0 is written so too
 bytes_per_second = "16GB/s"
+efficiency = 0.8                         # the part of it that copies reach; 1 where it is not said
 wire = "pcie0"                           # and all of them share a wire
 """
 
@@ -61,6 +66,9 @@ class KindText:
 
     flops: dict[str, float]
     memory_bandwidth: str | float
+    flops_reached: dict[str, float] = field(default_factory=dict)
+    bandwidth_reached: float = 0.8
+    operation_seconds: float = 5e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +91,7 @@ class HostText:
 
     memory: str | int
     disk: str | int = 0
+    memory_bandwidth: str | float | None = None
     count: int = 1
 
 
@@ -100,6 +109,7 @@ class LinksText:
     lanes: int = 1
     latency_seconds: float = 0.0
     wire: str | None = None
+    efficiency: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +170,18 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
             name=name,
             flops={dtype: _rate(figure) for dtype, figure in kind.flops.items()},
             memory_bandwidth=_rate(kind.memory_bandwidth),
+            flops_reached=kind.flops_reached,
+            bandwidth_reached=kind.bandwidth_reached,
+            operation_seconds=kind.operation_seconds,
         )
         for name, kind in written.kinds.items()
     }
     hosts = tuple(
-        Host(memory_bytes=_size(host.memory), disk_bytes=_size(host.disk) if host.disk else 0)
+        Host(
+            memory_bytes=_size(host.memory),
+            disk_bytes=_size(host.disk) if host.disk else 0,
+            memory_bandwidth=None if host.memory_bandwidth is None else _rate(host.memory_bandwidth),
+        )
         for host in written.hosts
         for _ in range(host.count)
     )
@@ -203,6 +220,7 @@ def _links(number: int, text: LinksText, known: dict[str, int]) -> Iterator[Link
             latency_seconds=text.latency_seconds,
             lanes=lanes,
             wire=text.wire,
+            efficiency=text.efficiency,
         )
 
 

@@ -33,13 +33,19 @@ from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
 from pipefit.kernels import KernelMemory
+from pipefit.layer_costs import LayerCost, Packing
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
 from pipefit.profiler.arriving import Layouts, dense
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.pass_meter import dtype_name
-from pipefit.profiles import Assumptions, LayerCost, Measurement, ModelProfile, Packing, Target
+from pipefit.profiles import (
+    Assumptions,
+    Measurement,
+    ModelProfile,
+    Target,
+)
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter

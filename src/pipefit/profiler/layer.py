@@ -18,6 +18,15 @@ from pipefit.capture.constants import constants
 from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.structure import Values
+from pipefit.layer_costs import (
+    GradientOrigin,
+    LayerCost,
+    Origin,
+    Parameter,
+    SavedTensor,
+    Span,
+    Value,
+)
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
@@ -26,10 +35,10 @@ from pipefit.profiler.feedback import feedback
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiler.saved import Held, LayerStorages, saved_tensors, savers
-from pipefit.profiles import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value, Work
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
+from pipefit.work import Work
 
 Call = Callable[[Values], Values]
 LayerGroups = Sequence[Sequence[Group]]  # the groups of every layer

@@ -21,9 +21,10 @@ from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost
 from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
-from pipefit.profiles import LayerCost, Measurement, ModelProfile
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
 

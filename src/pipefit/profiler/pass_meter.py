@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from pipefit.layer_costs import Span
 from pipefit.meter.cpu import Meter, Tracked
 from pipefit.meter.kernels import Kernels
-from pipefit.profiles import Span, Work
 from pipefit.trace import CATEGORIES, Category
+from pipefit.work import Alike, Work
 
 _WORKSPACE = CATEGORIES.index(Category.WORKSPACE)
 
@@ -28,6 +30,16 @@ _MOVE_NOTHING = frozenset(
     }
 )
 
+# These read as much of their first argument, a table, as they return
+_READ_ROWS = frozenset(
+    {
+        torch.ops.aten.embedding.default,
+        torch.ops.aten.index_select.default,
+        torch.ops.aten.gather.default,
+        torch.ops.aten.index.Tensor,
+    }
+)
+
 
 class PassMeter(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: its peak and spans, above the level at its start, and its work."""
@@ -38,7 +50,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)
         self._spans: list[Span] = []
-        self._flops = self._moved = 0
+        self._operations: Counter[tuple[int, int]] = Counter()  # how many of so many FLOPs and bytes moved
 
     def storages(self, tensors: Sequence[Tensor]) -> list[Tracked]:
         """The tensors' storages, without holding them."""
@@ -50,7 +62,7 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         self._base = self.total
         self._watched = {tracked: number for number, tracked in enumerate(inputs) if tracked() is not None}
         self._released, self._spans = [], []
-        self._flops = self._moved = 0
+        self._operations.clear()
 
     @property
     def peak_bytes(self) -> int:
@@ -74,17 +86,17 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """The work of the pass so far."""
-        return Work(flops=self._flops, moved_bytes=self._moved)
+        return Work.of(Alike(number, *each) for each, number in self._operations.items())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self._flops += count(*args, **(kwargs or {}), out_val=out)
         if not func.is_view and func not in _MOVE_NOTHING:
-            self._moved += _nbytes(args) + _nbytes(out)
+            count = flop_registry.get(func._overloadpacket)
+            flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
+            read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
+            self._operations[flops, read + _nbytes(out)] += 1
         return out
 
     def _died(self, tracked: Tracked) -> None:

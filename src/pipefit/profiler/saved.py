@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
-from pipefit.profiles import Origin, SavedTensor
 
 
 class Held:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.places import Member
+from pipefit.places import Member, MemberKind
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes
 
@@ -23,34 +23,50 @@ def _devices(cluster: Cluster) -> Table:
     rows = []
     for device, run in groupby(range(len(cluster.devices)), key=lambda number: cluster.devices[number]):
         numbers = list(run)
-        flops = ", ".join(f"{dtype} {figure / 1e12:g}" for dtype, figure in device.kind.flops.items())
+        kind = device.kind
+        flops = ", ".join(
+            f"{dtype} {figure / 1e12:g} ({kind.part_of_flops(dtype):.0%})" for dtype, figure in kind.flops.items()
+        )
         rows.append(
             (
                 f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
-                device.kind.name,
+                kind.name,
                 format_bytes(device.memory_bytes),
-                f"{device.kind.memory_bandwidth / 1e9:g}",
+                f"{kind.memory_bandwidth / 1e9:g} ({kind.bandwidth_reached:.0%})",
                 flops,
+                f"{kind.operation_seconds * 1e6:g} us",
                 str(device.host),
             )
         )
-    return Table(("devices", "kind", "memory", "GB/s", "TFLOP/s", "host"), tuple(rows))
+    columns = ("devices", "kind", "memory", "GB/s", "TFLOP/s", "an operation", "host")
+    return Table(
+        columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
+    )
 
 
 def _hosts(cluster: Cluster) -> Table:
     rows = tuple(
-        (str(number), format_bytes(host.memory_bytes), format_bytes(host.disk_bytes) if host.disk_bytes else "-")
+        (
+            str(number),
+            format_bytes(host.memory_bytes),
+            "-" if host.memory_bandwidth is None else f"{host.memory_bandwidth / 1e9:g}",
+            format_bytes(host.disk_bytes) if host.disk_bytes else "-",
+        )
         for number, host in enumerate(cluster.hosts)
     )
-    return Table(("host", "memory", "disk"), rows)
+    return Table(("host", "memory", "GB/s", "disk"), rows)
 
 
 def _links(cluster: Cluster) -> list[Block]:
-    """GB/s one way between every two members; a star where bytes go through a host."""
-    members = [*map(Member.device, range(len(cluster.devices))), *map(Member.host, range(len(cluster.hosts)))]
+    """GB/s one way that copies reach between every two members; a star where bytes go through a host."""
+    members = [
+        *map(Member.device, range(len(cluster.devices))),
+        *map(Member.host, range(len(cluster.hosts))),
+        *(Member(MemberKind.DISK, number) for number, host in enumerate(cluster.hosts) if host.disk_bytes),
+    ]
     shown = members[:_WIDEST]
     rows = tuple((str(source), *(_rate(cluster, source, target) for target in shown)) for source in shown)
-    matrix = Table(("GB/s", *map(str, shown)), rows, title="links, one way (* through a host)")
+    matrix = Table(("GB/s", *map(str, shown)), rows, title="what copies reach, one way (* through a host)")
     left_out = [f"{len(members) - len(shown)} more members are not shown"] if len(members) > len(shown) else []
     return [matrix, *left_out]
 

@@ -32,19 +32,32 @@ class DeviceComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times."""
+    """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times.
+
+    `predicted_estimated` and `measured_estimated` say which of the seconds come of estimated seconds of layers.
+    """
 
     predicted_source: str
     measured_source: str
     devices: tuple[DeviceComparison, ...]
     predicted_seconds: float | None
     measured_seconds: float | None
+    predicted_estimated: bool
+    measured_estimated: bool
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the shape of `pipefit compare --json`."""
         return {
-            "predicted": {"source": self.predicted_source, "step_seconds": self.predicted_seconds},
-            "measured": {"source": self.measured_source, "step_seconds": self.measured_seconds},
+            "predicted": {
+                "source": self.predicted_source,
+                "step_seconds": self.predicted_seconds,
+                "estimated": self.predicted_estimated,
+            },
+            "measured": {
+                "source": self.measured_source,
+                "step_seconds": self.measured_seconds,
+                "estimated": self.measured_estimated,
+            },
             "devices": [
                 {
                     "device": row.device,
@@ -76,6 +89,8 @@ def compare(predicted: Trace, measured: Trace) -> Comparison:
         devices=tuple(rows),
         predicted_seconds=_seconds(predicted),
         measured_seconds=_seconds(measured),
+        predicted_estimated=predicted.estimated,
+        measured_estimated=measured.estimated,
     )
 
 
@@ -107,9 +122,13 @@ def _time(comparison: Comparison) -> str:
         return "step time: not compared, because a dry run has no times"
     apart = f" ({theirs / ours - 1:+.1%})" if ours else ""
     return (
-        f"step time: {format_seconds(ours)} {comparison.predicted_source}, "
-        f"{format_seconds(theirs)} {comparison.measured_source}{apart}"
+        f"step time: {format_seconds(ours)} {comparison.predicted_source}{_how(comparison.predicted_estimated)}, "
+        f"{format_seconds(theirs)} {comparison.measured_source}{_how(comparison.measured_estimated)}{apart}"
     )
+
+
+def _how(estimated: bool) -> str:
+    return " by estimates" if estimated else ""
 
 
 def _seconds(trace: Trace) -> float | None:

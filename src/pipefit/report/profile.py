@@ -9,10 +9,12 @@ from itertools import groupby, pairwise
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.fingerprints import samples
 from pipefit.kernels import KernelMemory
+from pipefit.layer_costs import LayerCost, SavedTensor
 from pipefit.planner.closed_forms.ranges import Ranges
-from pipefit.profiles import LayerCost, Measurement, ModelProfile, SavedTensor, Work
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.tables import Block, Table
 from pipefit.units import format_bytes, format_seconds
+from pipefit.work import Work
 
 _COLUMNS = ("name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
 

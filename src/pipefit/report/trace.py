@@ -19,7 +19,8 @@ def _head(trace: Trace) -> str:
     steps = f"{trace.steps} step{'s' if trace.steps != 1 else ''}"
     if not trace.has_clock or not trace.step_seconds:
         return f"{trace.source}: {steps}, without times"
-    return f"{trace.source}: {steps}, the last one {format_seconds(trace.step_seconds[-1])}"
+    estimated = ", by estimated seconds of layers" if trace.estimated else ""
+    return f"{trace.source}: {steps}, the last one {format_seconds(trace.step_seconds[-1])}{estimated}"
 
 
 def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, ...]:

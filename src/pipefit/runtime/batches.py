@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Value
 from pipefit.plans import Plan
-from pipefit.profiles import Value
 from pipefit.runtime.runner import Microbatch
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.profiles import Value
+from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.second_forward import Buffers
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pipefit.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Subject
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.layer_costs import Value
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
-from pipefit.profiles import Value
 from pipefit.program import Program
 from pipefit.runtime.flight import Flight
 from pipefit.runtime.record import Record

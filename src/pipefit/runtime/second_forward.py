@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.profiles import LayerCost
+from pipefit.layer_costs import LayerCost
 from pipefit.runtime.buffers import in_other_storages
 
 Buffers = dict[tuple[nn.Module, str], Tensor | None]  # by the module that has it, and its name there

@@ -20,8 +20,9 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
+from pipefit.layer_costs import Value
 from pipefit.plans import Plan
-from pipefit.profiles import Measurement, Value
+from pipefit.profiles import Measurement
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
 Layers = tuple[ChainLayer, ...]

@@ -18,8 +18,8 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Value
 from pipefit.meter.unsaved import saving_nothing
-from pipefit.profiles import Value
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.draws import seed_layer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipefit.actions import Action
 from pipefit.errors import UsageError
-from pipefit.profiles import Value
+from pipefit.layer_costs import Value
 from pipefit.runtime.transport import Transport
 
 

@@ -89,6 +89,7 @@ class Simulation:
             steps=self.steps,
             devices=tuple(self._device_trace(device) for device in range(len(self.program.actions))),
             step_seconds=self.step_seconds,
+            estimated=self.plan.measurement.estimated,
         )
 
     # ---------------------------------------------------------------- ledger and clock

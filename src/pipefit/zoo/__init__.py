@@ -15,12 +15,16 @@ from pipefit.zoo.amoebanet import amoebanet
 from pipefit.zoo.bert import bert
 from pipefit.zoo.gpt import gpt
 from pipefit.zoo.mlp import mlp
+from pipefit.zoo.mpress import mpress_bert, mpress_gpt
 from pipefit.zoo.resnet import resnet, resnet101
 from pipefit.zoo.stdlib_text import gpt_stdlib
 from pipefit.zoo.unet import unet
 from pipefit.zoo.vgg import vgg11
 
-__all__ = ["MODELS", "amoebanet", "bert", "build", "gpt", "gpt_stdlib", "mlp", "resnet", "resnet101", "unet", "vgg11"]
+__all__ = [
+    "MODELS", "amoebanet", "bert", "build", "gpt", "gpt_stdlib", "mlp", "mpress_bert", "mpress_gpt", "resnet",
+    "resnet101", "unet", "vgg11",
+]  # fmt: skip
 
 MODELS: dict[str, Callable[..., Task]] = {
     "amoebanet": amoebanet,
@@ -28,6 +32,8 @@ MODELS: dict[str, Callable[..., Task]] = {
     "gpt": gpt,
     "gpt-stdlib": gpt_stdlib,
     "mlp": mlp,
+    "mpress-bert": mpress_bert,
+    "mpress-gpt": mpress_gpt,
     "resnet": resnet,
     "resnet101": resnet101,
     "unet": unet,

@@ -1,24 +1,31 @@
 """BERT, an encoder whose layers hand on a pair: the hidden states, and the mask that every block needs.
 
 layers + 3 layers: embedding, blocks, transform (the masked-language head's dense, GELU and norm), head (its decoder,
-with its own weights; the original ties them to the embedding). With V tokens, S positions, hidden size H, intermediate
-size 4 H and L blocks: V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters; 132,955,194 by default,
-which is BERT base untied. (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019: post-norm.)
+with its own weights unless they are `tied` to the embedding's, as in the original). With V tokens, S positions, hidden
+size H, intermediate size 4 H and L blocks: V H + S H + 4 H + L (12 H^2 + 13 H) + H^2 + 3 H + V H + V parameters, V H
+less if tied; 132,955,194 by default, which is BERT base untied. With head "span", which finds the answer to a question
+in a text (SQuAD), layers + 2 layers, and 2 H + 2 parameters in place of H^2 + 3 H + V H + V. (Devlin et al., "BERT:
+Pre-training of Deep Bidirectional Transformers", 2019: post-norm.)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipefit.capture.task import Task
+from pipefit.errors import UsageError
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
 from pipefit.zoo.settings import Rate, Share, Size, check_heads, checked
 from pipefit.zoo.transformer import AttentionKind, FeedForward, SelfAttention, initialise, token_loss, token_sequences
+from pipefit.zoo.unfused import UnfusedGELU, UnfusedLayerNorm
 
+HeadKind = Literal["tokens", "span"]
 Values = Tensor | tuple[Tensor, Tensor]  # tokens or hidden states, without or with the mask
 
 _NORM_EPSILON = 1e-12
@@ -39,19 +46,28 @@ def bert(
     dropout: Share = 0.1,
     mask: bool = True,
     attention: AttentionKind = "sdpa",
+    head: HeadKind = "tokens",
+    tied: bool = False,
+    unfused: bool = False,
     optimizer: OptimizerName = "adamw",
     lr: Rate | None = None,
 ) -> Task:
     """BERT on tokens (batch, sequence), some of them hidden, restoring all: logits (batch, sequence, vocabulary).
+
+    With head "span" it finds where an answer begins and ends instead: logits (batch, sequence, 2). With `unfused`, GELU
+    and layer norm are of plain operations, as they were before PyTorch 1.2, and save three times as much.
 
     With `mask`, the inputs are the pair of tokens and a boolean mask (batch, sequence), True where there is text and
     False in the padding, and the layers pass (hidden, mask) on; without, all are plain tensors. `intermediate` None
     is 4 x hidden; `lr` None is the optimizer's usual rate.
 
     Raises:
-        UsageError: a setting has a wrong value, or hidden does not divide among the heads.
+        UsageError: a setting has a wrong value, hidden does not divide among the heads, or a head that is no decoder of
+            tokens is tied.
     """
     check_heads("bert", hidden, heads)
+    if tied and head != "tokens":
+        raise UsageError("bert: head='span' has no weights that could be tied to the embedding: leave out tied")
     chain = partial(
         _chain,
         layers=layers,
@@ -62,11 +78,15 @@ def bert(
         intermediate=intermediate or 4 * hidden,
         dropout=dropout,
         attention=attention,
+        head=head,
+        tied=tied,
+        unfused=unfused,
     )
+    batch = _batch if head == "tokens" else _questions
     return Task(
         chain,
-        batch=partial(_batch, sequence=sequence, vocabulary=vocabulary, mask=mask),
-        loss=token_loss,
+        batch=partial(batch, sequence=sequence, vocabulary=vocabulary, mask=mask),
+        loss=token_loss if head == "tokens" else span_loss,
         optimizer=optimizer_of(optimizer, lr),
         name="bert",
     )
@@ -83,12 +103,12 @@ def _together(hidden: Tensor, mask: Tensor | None) -> Values:
 class Embedding(nn.Module):
     """Tokens to hidden states: token plus position plus segment (all text is of the first), norm, dropout."""
 
-    def __init__(self, *, vocabulary: int, sequence: int, hidden: int, dropout: float) -> None:
+    def __init__(self, *, vocabulary: int, sequence: int, hidden: int, dropout: float, unfused: bool) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, hidden)
         self.position = nn.Embedding(sequence, hidden)
         self.segment = nn.Embedding(_SEGMENTS, hidden)
-        self.norm = nn.LayerNorm(hidden, eps=_NORM_EPSILON)
+        self.norm = _norm(hidden, unfused)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Values) -> Values:
@@ -102,12 +122,14 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Post-norm: attention and the feed-forward pair each add to their input, and the sum is normalised."""
 
-    def __init__(self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind) -> None:
+    def __init__(
+        self, *, hidden: int, heads: int, intermediate: int, dropout: float, attention: AttentionKind, unfused: bool
+    ) -> None:
         super().__init__()
         self.attention = SelfAttention(hidden=hidden, heads=heads, dropout=dropout, causal=False, kind=attention)
-        self.norm1 = nn.LayerNorm(hidden, eps=_NORM_EPSILON)
-        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu="none")
-        self.norm2 = nn.LayerNorm(hidden, eps=_NORM_EPSILON)
+        self.norm1 = _norm(hidden, unfused)
+        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu=_gelu(unfused))
+        self.norm2 = _norm(hidden, unfused)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Values) -> Values:
@@ -121,17 +143,39 @@ class Block(nn.Module):
 class Transform(nn.Module):
     """The masked-language head before its decoder: dense, GELU, norm. The mask, needed no more, ends here."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, unfused: bool) -> None:
         super().__init__()
         self.dense = nn.Linear(hidden, hidden)
-        self.gelu = nn.GELU()
-        self.norm = nn.LayerNorm(hidden, eps=_NORM_EPSILON)
+        self.gelu = _gelu(unfused)
+        self.norm = _norm(hidden, unfused)
 
     def forward(self, values: Values) -> Tensor:
         """Hidden states, maybe with a mask, to hidden states alone (batch, sequence, hidden)."""
         hidden, _ = _apart(values)
         transformed: Tensor = self.norm(self.gelu(self.dense(hidden)))
         return transformed
+
+
+class Span(nn.Module):
+    """Scores of every token as the first and as the last of an answer. The mask, needed no more, ends here."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(hidden, 2)
+
+    def forward(self, values: Values) -> Tensor:
+        """Hidden states, maybe with a mask, to logits (batch, sequence, 2)."""
+        hidden, _ = _apart(values)
+        scores: Tensor = self.scores(hidden)
+        return scores
+
+
+def _norm(hidden: int, unfused: bool) -> nn.Module:
+    return (UnfusedLayerNorm if unfused else nn.LayerNorm)(hidden, eps=_NORM_EPSILON)
+
+
+def _gelu(unfused: bool) -> nn.Module:
+    return UnfusedGELU() if unfused else nn.GELU()
 
 
 def _chain(
@@ -144,15 +188,30 @@ def _chain(
     intermediate: int,
     dropout: float,
     attention: AttentionKind,
+    head: HeadKind,
+    tied: bool,
+    unfused: bool,
 ) -> nn.Sequential:
     chain: OrderedDict[str, nn.Module] = OrderedDict()
-    chain["embedding"] = Embedding(vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout)
+    embedding = chain["embedding"] = Embedding(
+        vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout, unfused=unfused
+    )
     for place in range(layers):
         chain[f"block{place}"] = Block(
-            hidden=hidden, heads=heads, intermediate=intermediate, dropout=dropout, attention=attention
+            hidden=hidden,
+            heads=heads,
+            intermediate=intermediate,
+            dropout=dropout,
+            attention=attention,
+            unfused=unfused,
         )
-    chain["transform"] = Transform(hidden)
-    chain["head"] = nn.Linear(hidden, vocabulary)
+    if head == "span":
+        chain["head"] = Span(hidden)
+    else:
+        chain["transform"] = Transform(hidden, unfused)
+        decoder = chain["head"] = nn.Linear(hidden, vocabulary)
+        if tied:
+            decoder.weight = embedding.token.weight
     model = nn.Sequential(chain)
     initialise(model)
     return model
@@ -162,7 +221,23 @@ def _batch(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Va
     """Texts with some tokens hidden, and the texts; with `mask`, each is padding from half its length on or later."""
     targets = token_sequences(size, length=sequence, vocabulary=vocabulary)
     tokens = targets.masked_fill(torch.rand(size, sequence) < _HIDDEN_TOKENS, _HIDDEN_TOKEN)
-    if not mask:
-        return tokens, targets
+    return _together(tokens, _padding(size, sequence) if mask else None), targets
+
+
+def _questions(size: int, *, sequence: int, vocabulary: int, mask: bool) -> tuple[Values, Tensor]:
+    """Texts in which hidden tokens stand before and behind an answer, and the places of both (size, 2)."""
+    tokens = token_sequences(size, length=sequence, vocabulary=vocabulary)
+    places, _ = torch.randint((sequence + 1) // 2, (size, 2)).sort(dim=1)
+    tokens = tokens.scatter(1, places, _HIDDEN_TOKEN)
+    return _together(tokens, _padding(size, sequence) if mask else None), places
+
+
+def _padding(size: int, sequence: int) -> Tensor:
+    """Where there is text: at least in the first half."""
     lengths = torch.randint((sequence + 1) // 2, sequence + 1, (size, 1))
-    return (tokens, torch.arange(sequence) < lengths), targets
+    return torch.arange(sequence) < lengths
+
+
+def span_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the first and the last places of answers, from logits (batch, sequence, 2)."""
+    return F.cross_entropy(output.float(), targets)

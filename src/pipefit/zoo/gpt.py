@@ -1,8 +1,9 @@
 """GPT, a decoder of equal blocks: embedding and head make it uneven, and the logits are mostly its largest tensor.
 
-layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights (GPT-2 ties them to the embedding).
-With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks: 2 V H + S H + L (12 H^2 + 13 H) + 2 H
-parameters; 163,037,184 by default, which is GPT-2 small untied. (Radford et al., "Language Models are Unsupervised
+layers + 3 layers: embedding, blocks, final norm, head. The head has its own weights unless they are `tied` to the
+embedding's, as in GPT-2. With V tokens, S positions, hidden size H, intermediate size 4 H and L blocks:
+2 V H + S H + L (12 H^2 + 13 H) + 2 H parameters, V H less if tied; 163,037,184 by default, which is GPT-2 small untied.
+(Radford et al., "Language Models are Unsupervised
 Multitask Learners", 2019: pre-norm, residual projections scaled at the start by 1 / sqrt(2 L).)
 """
 
@@ -31,6 +32,7 @@ def gpt(
     intermediate: Size | None = None,
     dropout: Share = 0.1,
     attention: AttentionKind = "sdpa",
+    tied: bool = False,
     optimizer: OptimizerName = "adamw",
     lr: Rate | None = None,
 ) -> Task:
@@ -52,6 +54,7 @@ def gpt(
         intermediate=intermediate or 4 * hidden,
         dropout=dropout,
         attention=attention,
+        tied=tied,
     )
     return Task(
         chain,
@@ -86,7 +89,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = SelfAttention(hidden=hidden, heads=heads, dropout=dropout, causal=True, kind=attention)
         self.norm2 = nn.LayerNorm(hidden)
-        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu="tanh")
+        self.feedforward = FeedForward(hidden=hidden, intermediate=intermediate, gelu=nn.GELU("tanh"))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -106,15 +109,18 @@ def _chain(
     intermediate: int,
     dropout: float,
     attention: AttentionKind,
+    tied: bool,
 ) -> nn.Sequential:
     chain: OrderedDict[str, nn.Module] = OrderedDict()
-    chain["embedding"] = Embedding(vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout)
+    embedding = chain["embedding"] = Embedding(vocabulary=vocabulary, sequence=sequence, hidden=hidden, dropout=dropout)
     for place in range(layers):
         chain[f"block{place}"] = Block(
             hidden=hidden, heads=heads, intermediate=intermediate, dropout=dropout, attention=attention
         )
     chain["norm"] = nn.LayerNorm(hidden)
-    chain["head"] = nn.Linear(hidden, vocabulary, bias=False)
+    head = chain["head"] = nn.Linear(hidden, vocabulary, bias=False)
+    if tied:
+        head.weight = embedding.token.weight
     model = nn.Sequential(chain)
     initialise(model)
     _scale_residuals(model, layers)

@@ -62,10 +62,10 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with GELU between them, each token by itself."""
 
-    def __init__(self, *, hidden: int, intermediate: int, gelu: Literal["none", "tanh"]) -> None:
+    def __init__(self, *, hidden: int, intermediate: int, gelu: nn.Module) -> None:
         super().__init__()
         self.up = nn.Linear(hidden, intermediate)
-        self.gelu = nn.GELU(gelu)
+        self.gelu = gelu
         self.down = nn.Linear(intermediate, hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:

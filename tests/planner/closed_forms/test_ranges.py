@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from made_up import block_sizes, hostile, layer, measurement, plain, small_first, value
+from pipefit.layer_costs import Origin, Span
 from pipefit.planner.closed_forms.ranges import Ranges
-from pipefit.profiles import Measurement, Origin, Span
+from pipefit.profiles import Measurement
 from range_account import range_account
 
 

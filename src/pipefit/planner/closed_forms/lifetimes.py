@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipefit.profiles import LayerCost, Measurement
+from pipefit.layer_costs import LayerCost
+from pipefit.profiles import Measurement
 
 NEVER = 1 << 40
 

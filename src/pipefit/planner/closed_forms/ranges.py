@@ -18,25 +18,33 @@ A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pipefit.cost.rest import StageRest
 from pipefit.cost.stage import WholeStage
 from pipefit.cost.storages import StageStorages, gradient_bytes
-from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import Band, Ints
-from pipefit.planner.closed_forms.lifetimes import NEVER, Lifetime, Lifetimes, lifetimes, released_bytes
-from pipefit.profiles import Measurement, Span
-from pipefit.sharing import SharedBuffer
-
-Events = tuple[Ints, Ints, Ints]  # boundary or layer, birth or depth, bytes
-_NOTHING = -(1 << 60)  # the peak of a backward without a span
+from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
+from pipefit.planner.closed_forms.tables import (
+    NOTHING,
+    Events,
+    as_events,
+    chosen,
+    cumulated,
+    diagonal,
+    gone,
+    integers,
+    repeated,
+    saved,
+    span_table,
+)
+from pipefit.profiles import Measurement
 
 
 class Ranges:
@@ -56,54 +64,54 @@ class Ranges:
         self.count = len(self.edges) - 1
         self.loss_bytes = 4 * microbatches
         # By boundary: sums over the layers before it
-        self.static = _cumulated(cost.static_bytes for cost in costs)
-        self.gradients = _cumulated(cost.gradient_bytes for cost in costs)
-        self.state = _cumulated(cost.state_bytes for cost in costs)
-        self.buffers = _cumulated(cost.buffer_bytes for cost in costs)
-        self.fed_back = _cumulated(cost.fed_back_bytes for cost in costs)
-        self.early = _cumulated(cost.early_state_bytes for cost in costs)
+        self.static = cumulated(cost.static_bytes for cost in costs)
+        self.gradients = cumulated(cost.gradient_bytes for cost in costs)
+        self.state = cumulated(cost.state_bytes for cost in costs)
+        self.buffers = cumulated(cost.buffer_bytes for cost in costs)
+        self.fed_back = cumulated(cost.fed_back_bytes for cost in costs)
+        self.early = cumulated(cost.early_state_bytes for cost in costs)
         self.growth = self.state - self.early  # state that the first update creates
         # By layer
-        self.forward_peak = _array(cost.forward_peak_bytes for cost in costs)
-        self.checkpoint_peak = _array(cost.checkpoint_peak_bytes for cost in costs)
-        self.copied = _array(cost.mutates_inputs * sum(v.nbytes for v in cost.inputs) for cost in costs)
-        self.update_first = self.growth[:-1] + _array(cost.update_first_peak_bytes for cost in costs)
-        self.update = _array(cost.update_peak_bytes for cost in costs)
-        self.input_bytes = _array(sum(v.nbytes for v in cost.inputs) for cost in costs)
+        self.forward_peak = integers(cost.forward_peak_bytes for cost in costs)
+        self.checkpoint_peak = integers(cost.checkpoint_peak_bytes for cost in costs)
+        self.copied = integers(cost.mutates_inputs * sum(v.nbytes for v in cost.inputs) for cost in costs)
+        self.update_first = self.growth[:-1] + integers(cost.update_first_peak_bytes for cost in costs)
+        self.update = integers(cost.update_peak_bytes for cost in costs)
+        self.input_bytes = integers(sum(v.nbytes for v in cost.inputs) for cost in costs)
         # By boundary: gradients of the values there, inside a stage and where a stage receives them
         whole = StageStorages(measurement, 0, self.layers)
-        self.inner_gradients = _array(map(whole.gradients, range(self.layers + 2)))
-        self.arriving_gradients = _array([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
+        self.inner_gradients = integers(map(whole.gradients, range(self.layers + 2)))
+        self.arriving_gradients = integers([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not enough
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(lifetime.nbytes for lifetime in targets)
         self.kept_targets = sum(lifetime.nbytes for lifetime in targets if lifetime.saver != NEVER)
         # By boundary: storages that the layer before it has made and that outlive it, as saved or as values; as values
-        self.born = _array(
+        self.born = integers(
             [0, *(sum(s.nbytes for s in own if s.saver != NEVER or s.end > n) for n, own in enumerate(model.own))]
         )
-        self.handed_on = _array([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
+        self.handed_on = integers([0, *(sum(s.nbytes for s in o if s.end > n) for n, o in enumerate(model.own))])
         # Events: storages made inside a range (own), those received at its start (fresh), and copies of its inputs
         own = [one for layer in model.own for one in layer]
         fresh = [one for layer in model.fresh[:-1] for one in layer]
-        self.own_saved, self.own_gone = _saved(own), _gone(own)
-        self.fresh_saved, self.fresh_gone = _saved(fresh), _gone(fresh)
-        self.own_ended = _events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
+        self.own_saved, self.own_gone = saved(own), gone(own)
+        self.fresh_saved, self.fresh_gone = saved(fresh), gone(fresh)
+        self.own_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in own if s.end > s.birth)
         copies = (one for cost, layer in zip(costs, model.fresh, strict=True) if cost.mutates_inputs for one in layer)
-        self.copies_ended = _events((s.end + 1, s.birth, s.nbytes) for s in copies)
+        self.copies_ended = as_events((s.end + 1, s.birth, s.nbytes) for s in copies)
         # Events: buffers that a layer shares with an earlier one, all of them and those that a recomputation copies
-        self.repeated = _events(_repeated(measurement.shared_buffers))
-        self.copied_once = _events(_repeated(shared for shared in measurement.shared_buffers if shared.copied))
+        self.repeated = as_events(repeated(measurement.shared_buffers))
+        self.copied_once = as_events(repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
-        self.spans_first = _span_table(
+        self.spans_first = span_table(
             model, [c.spans(is_first=True, inner=n < self.layers) for n, c in enumerate(costs)]
         )
-        self.spans_later = _span_table(
+        self.spans_later = span_table(
             model, [c.spans(is_first=False, inner=n < self.layers) for n, c in enumerate(costs)]
         )
         # The same where the range ends with the layer
-        self.ends_first = _span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
-        self.ends_later = _span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
+        self.ends_first = span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
+        self.ends_later = span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
     def band(self, width: int, *, first: int = 0, last: int | None = None) -> Band:
         """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
@@ -245,7 +253,7 @@ class _BandMaker:
         total = self._ended(self._at(cumulated)) - self._start(cumulated)
         if not len(repeated[0]):
             return total
-        return total - self._ended(np.cumsum(self._summed(repeated, _events(())), axis=0))
+        return total - self._ended(np.cumsum(self._summed(repeated, as_events(())), axis=0))
 
     def _held(self) -> Ints:
         """Bytes that the layers before the boundary have saved."""
@@ -271,24 +279,24 @@ class _BandMaker:
 
     def _summed(self, own: Events, fresh: Events) -> Ints:
         """Bytes of the events at the boundary, of own storages made in the range and of fresh ones at its start."""
-        boundary, birth, nbytes = _where(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
+        boundary, birth, nbytes = chosen(own, (own[0] - own[1] < self.rows) & self._reached(own[0]))
         table = np.zeros((self.rows, self.columns), np.int64)
         np.add.at(table, (boundary - birth, boundary - self.base), nbytes)
-        total = _diagonal(np.cumsum(table, axis=0), self.reach)[:, self._chosen].copy()
-        boundary, birth, nbytes = _where(fresh, (fresh[0] - fresh[1] < self.rows) & np.isin(fresh[1], self.starts))
+        total = diagonal(np.cumsum(table, axis=0), self.reach)[:, self._chosen].copy()
+        boundary, birth, nbytes = chosen(fresh, (fresh[0] - fresh[1] < self.rows) & np.isin(fresh[1], self.starts))
         np.add.at(total, (boundary - birth, np.searchsorted(self.starts, birth)), nbytes)
         return total
 
     def _spans(self, spans: tuple[Ints, Events]) -> Ints:
         """The peak of the layer's backward above its start, in a range that starts w layers before the layer."""
         usual, (layer, depth, value) = spans[0], spans[1]
-        row = np.full(self.columns, _NOTHING, np.int64)
+        row = np.full(self.columns, NOTHING, np.int64)
         there = usual[self.base : self.base + self.columns]
         row[: len(there)] = there
         table = row[None].repeat(self.rows - 1, axis=0)
-        layer, depth, value = _where((layer, depth, value), (depth < self.rows - 1) & self._reached(layer))
+        layer, depth, value = chosen((layer, depth, value), (depth < self.rows - 1) & self._reached(layer))
         table[depth, layer - self.base] = value
-        return _diagonal(table, self.reach)[:, self._chosen]
+        return diagonal(table, self.reach)[:, self._chosen]
 
     def _reached(self, boundary: Ints) -> NDArray[np.bool_]:
         return (boundary >= self.base) & (boundary < self.base + self.columns)
@@ -340,69 +348,3 @@ class _BandMaker:
         row = self._start(vector).copy()
         row[0, self.starts == 0] = 0
         return row.repeat(self.longest, axis=0)
-
-
-# -------------------------------------------------------------------- arrays from lifetimes
-
-
-def _saved(storages: Sequence[Lifetime]) -> Events:
-    """Storages, each at the boundary after the first layer that saves it."""
-    return _events((s.saver + 1, s.birth, s.nbytes) for s in storages if s.saver != NEVER)
-
-
-def _repeated(shared: Iterable[SharedBuffer]) -> Iterator[tuple[int, int, int]]:
-    """Two consecutive users of a buffer: ranges that hold both count it once more than it exists."""
-    return ((later + 1, user, one.nbytes) for one in shared for user, later in pairwise(one.users))
-
-
-def _gone(storages: Sequence[Lifetime]) -> Events:
-    """Storages that no layer saves, each at the first boundary where it holds no value any more."""
-    fresh_or_output = (s for s in storages if s.saver == NEVER and (s.fresh or s.end > s.birth))
-    return _events((s.end + 1, s.birth, s.nbytes) for s in fresh_or_output)
-
-
-def _span_table(model: Lifetimes, spans: Sequence[tuple[Span, ...]]) -> tuple[Ints, Events]:
-    """Backward peaks of all layers in ranges that start far before them, and those in ranges that start nearer.
-
-    The latter are events of (layer, layers between, bytes), for as many layers between as make a difference.
-    """
-    peaks = [_span_peaks(model, number, of_layer) for number, of_layer in enumerate(spans)]
-    nearer = ((n, depth, value) for n, by_depth in enumerate(peaks) for depth, value in enumerate(by_depth[:-1]))
-    return _array(by_depth[-1] for by_depth in peaks), _events(nearer)
-
-
-def _span_peaks(model: Lifetimes, number: int, spans: tuple[Span, ...]) -> list[int]:
-    """Backward peaks of a layer in ranges that start 0, 1, ... layers before it; the last one holds for all earlier."""
-    freed = {span.released: list(released_bytes(model, number, span.released)) for span in spans}
-    depths = range(max(map(len, freed.values()), default=1))
-    return [
-        max((s.peak_bytes - freed[s.released][min(d, len(freed[s.released]) - 1)] for s in spans), default=_NOTHING)
-        for d in depths
-    ]
-
-
-def _events(rows: Iterable[tuple[int, int, int]]) -> Events:
-    table = np.array(list(rows), np.int64).reshape(-1, 3)
-    return table[:, 0], table[:, 1], table[:, 2]
-
-
-def _where(events: Events, mask: NDArray[np.bool_]) -> Events:
-    return events[0][mask], events[1][mask], events[2][mask]
-
-
-def _diagonal(table: Ints, starts: int) -> Ints:
-    """Element (w, c) of the result is element (w, c + w) of `table`."""
-    down, across = table.strides
-    return as_strided(table, (table.shape[0], starts), (down + across, across), writeable=False)
-
-
-def _array(values: Iterable[int]) -> Ints:
-    try:
-        return np.fromiter(values, np.int64)
-    except OverflowError:
-        raise UsageError("the profile holds a size of more than 8 EiB, which no device has: profile again") from None
-
-
-def _cumulated(values: Iterable[int]) -> Ints:
-    """Sums of the first 0, 1, 2, ... values."""
-    return np.concatenate(([0], np.cumsum(_array(values))))

@@ -1,0 +1,124 @@
+"""Seconds: measured ones where there are, else the roofline of each operation, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from pipefit.actions import Action, Kind
+from pipefit.capture.task import Task
+from pipefit.cost.stage import Costs
+from pipefit.cost.time import Seconds, host_update_seconds, layer_seconds, seconds
+from pipefit.devices import DeviceKind, Host
+from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost
+from pipefit.profiler import profile
+from pipefit.training import Training
+from pipefit.work import Alike, Work
+from pipefit.zoo.optimizers import OptimizerName, optimizer_of
+from pipelines import equal_profile
+
+# Products reach 1e12 FLOP/s in float16, 2e11 in float32; kernels 1e9 bytes per second; an operation costs a millisecond
+KIND = DeviceKind(
+    name="k",
+    flops={"float32": 4e11, "float16": 4e12},
+    memory_bandwidth=2e9,
+    flops_reached={"float32": 0.5, "float16": 0.25},
+    bandwidth_reached=0.5,
+    operation_seconds=1e-3,
+)
+
+
+@pytest.mark.parametrize(
+    ("alike", "dtype", "expected"),
+    [
+        (Alike(1, 2 * 10**12, 10**9), "float16", 2.001),  # bound by computing
+        (Alike(1, 2 * 10**12, 10**9), "float32", 10.001),
+        (Alike(1, 10**11, 3 * 10**9), "float16", 3.001),  # bound by moving bytes
+        (Alike(1000, 10**9, 0), "float16", 2.0),  # half of it the constant
+        (Alike(1, 0, 0), "float16", 0.001),
+    ],
+)
+def test_an_operation_is_the_longer_of_two_times_and_a_constant(alike: Alike, dtype: str, expected: float) -> None:
+    """Computing at the part of the dtype's peak, or moving bytes at the part of the bandwidth; times their number."""
+    assert seconds(Work.of([alike]), KIND, dtype) == pytest.approx(expected)
+
+
+def test_operations_add_up_one_by_one() -> None:
+    """One bound by computing and one bound by bytes take both times, of which a whole without operations has one."""
+    work = Work.of([Alike(1, 2 * 10**12, 0), Alike(1, 0, 3 * 10**9)])
+    assert seconds(work, KIND, "float16") == pytest.approx(2.001 + 3.001)
+    assert seconds(replace(work, operations=()), KIND, "float16") == pytest.approx(3.001)
+
+
+def test_small_operations_reach_less() -> None:
+    """FLOP/s grow with the size of a product, up to the part that large ones reach."""
+    reached = [size / seconds(Work.of([Alike(1, size, 0)]), KIND, "float16") for size in (10**8, 10**9, 10**12)]
+    assert reached == [pytest.approx(1e8 / 1.1e-3), pytest.approx(1e9 / 2e-3), pytest.approx(1e12 / 1.001)]
+
+
+def test_measured_seconds_are_taken_as_they_are() -> None:
+    """Whatever the operations; and no work takes no time."""
+    work = replace(Work.of([Alike(1, 10**12, 0)]), seconds=0.25)
+    assert seconds(work, KIND, "float16") == 0.25
+    assert seconds(Work(flops=0, moved_bytes=0), KIND) == 0.0
+
+
+@pytest.mark.parametrize("figure", ["flops_reached", "bandwidth_reached", "operation_seconds"])
+def test_every_assumption_can_be_set(figure: str) -> None:
+    """Half the part, or twice the constant, makes work longer; another stage cost is kept for the other kind."""
+    work = Work.of([Alike(1, 10**12, 0), Alike(1, 0, 10**9)])
+    slower = {"flops_reached": {"float16": 0.125}, "bandwidth_reached": 0.25, "operation_seconds": 2e-3}[figure]
+    other = replace(KIND, **{figure: slower})
+    assert seconds(work, other, "float16") > seconds(work, KIND, "float16")
+    found = equal_profile(4, forward_seconds=None)
+    costs = Costs(found.measurements[0], Training(batch_size=1, microbatches=1))
+    assert costs.stage(0, 2, KIND) is costs.stage(0, 2, replace(KIND))
+    assert costs.stage(0, 2, KIND) is not costs.stage(0, 2, other)
+
+
+def test_a_stage_adds_up_its_layers_and_the_last_one_the_loss() -> None:
+    """Forward, backward and update of the layers asked for; the loss is behind the model's last layer only."""
+    found = equal_profile(4, forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.5).measurements[0]
+    loss = replace(found.loss, forward=replace(found.loss.forward, seconds=16.0))
+    found = replace(found, loss=loss)
+    assert layer_seconds(found, KIND)[:4] == (Seconds(1.0, 2.0, 0.5),) * 4
+    costs = Costs(found, Training(batch_size=1, microbatches=1))
+    first, last = costs.stage(0, 2, KIND), costs.stage(2, 4, KIND)
+    actions = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0), Action(Kind.STEP, 0, None)
+    assert [first.seconds(action) for action in actions] == [2.0, 4.0, 1.0]
+    assert [last.seconds(action) for action in actions[::2]] == [18.0, 1.0]
+    assert last.seconds(Action(Kind.FORWARD, 1, 0, layers=(2, 3))) == 1.0
+    assert last.seconds(Action(Kind.FORWARD, 1, 0, layers=(3, 4))) == 17.0
+
+
+def linear(optimizer: OptimizerName, *, frozen: bool = False) -> LayerCost:
+    """A linear layer of 1,000,000 parameters."""
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1, bias=False))
+    module[0].weight.requires_grad = not frozen
+    return (
+        profile(
+            Task(
+                module,
+                batch=lambda size: (module[0].weight.new_ones(size, 1000), module[0].weight.new_ones(size, 1)),
+                loss=nn.functional.mse_loss,
+                optimizer=optimizer_of(optimizer, None),
+            ),
+            microbatch_size=1,
+            target="cuda",
+        )
+        .measurements[0]
+        .costs[0]
+    )
+
+
+@pytest.mark.parametrize(("optimizer", "moved"), [("adamw", 28), ("sgd", 20)])
+def test_an_update_on_a_host_moves_its_bytes_once(optimizer: OptimizerName, moved: int) -> None:
+    """AdamW reads four numbers a parameter and writes three, SGD with momentum three and two; frozen ones none."""
+    host = Host(memory_bytes=1, memory_bandwidth=1e9)
+    assert host_update_seconds(linear(optimizer), host) == pytest.approx(moved * 1e6 / 0.8e9, rel=1e-4)
+    assert host_update_seconds(linear(optimizer, frozen=True), host) == 0.0
+    with pytest.raises(UsageError, match="memory_bandwidth"):
+        host_update_seconds(linear(optimizer), Host(memory_bytes=1))
