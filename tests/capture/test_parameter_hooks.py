@@ -101,6 +101,17 @@ def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], 
         assert found == [(0, 0)] * 4
 
 
+@pytest.mark.parametrize("hooked_layer", [0, 4])
+def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) -> None:
+    """Of seven equal layers in a row one has a hook: it is not taken for one of the others, nor they for it."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)))
+    module[hooked_layer].weight.register_hook(lambda gradient: torch.stack([gradient] * 9).sum(0))  # takes much
+    task = task_of(module, optimizer=torch.optim.SGD)
+    case = Case(name="hooked", settings={}, task=task, plan=plan_of(task, [7]))
+    found = [(a.simulated_bytes - a.oracle_bytes, a.dry_run_difference) for a in accounts(case)]
+    assert found == [(0, 0)] * 2
+
+
 def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
     """On two stages a hook would clamp each part of the gradient, and not their sum: refused by name."""
     module = Blocks(tied=True)

@@ -78,7 +78,9 @@ def test_what_a_trace_keeps_trains_as_a_plain_loop_does(model: Callable[[], nn.M
 
 @pytest.mark.parametrize("model", [forgetful.OverItself, forgetful.Patched, forgetful.Collecting])
 @pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
-def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(model: Callable[[], nn.Module], called: bool) -> None:
+def test_functions_that_hold_the_module_reach_the_copy_that_is_traced(
+    model: Callable[[], nn.Module], called: bool
+) -> None:
     """A lambda over self, a forward that is replaced, and hooks that write into the module's own containers: they train
     as in a plain loop, and the module itself is left as it was.
     """

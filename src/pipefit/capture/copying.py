@@ -55,24 +55,25 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
 # -------------------------------------------------------------------- tensors
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a script has registered hooks on the gradient of `parameter`, or behind the sum of its gradients."""
-    return any(map(bool, _hooks(parameter)))
+def hooks_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """The hooks on the gradient of `parameter`, and behind the sum of its gradients."""
+    on_gradient, behind = _hooks(parameter)
+    return *on_gradient, *behind
 
 
-def _hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """The hooks on the gradient of `parameter`, and those behind the sum of its gradients."""
     on_gradient: Any = parameter._backward_hooks
     behind: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return on_gradient or {}, behind or {}
+    return list((on_gradient or {}).values()), list((behind or {}).values())
 
 
 def _copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]) -> None:
     """Give `made`, the copy of `parameter`, its hooks."""
     on_gradient, behind = _hooks(parameter)
-    for hook in on_gradient.values():
+    for hook in on_gradient:
         made.register_hook(copy.deepcopy(hook, memo))
-    for hook in behind.values():
+    for hook in behind:
         made.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
 
 

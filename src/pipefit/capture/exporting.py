@@ -13,10 +13,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -59,7 +61,14 @@ def export(
         _close_and_end(copied, the_loss if own_loss else everything, name)
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(copied), kept_whole() as calls:
+            with (
+                _quiet(),
+                eager_masks(kwargs),
+                refusing(traced=True),
+                _unchecked(),
+                RefusingStrangers(copied),
+                kept_whole() as calls,
+            ):
                 program = torch.export.export(copied, args, kwargs, strict=False)
                 memory.refuse(lambda: copied(*args, **kwargs))
         except PipefitError:
@@ -98,6 +107,11 @@ def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: s
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end)
+
+
+def _unchecked() -> contextlib.AbstractContextManager[object]:
+    """Inside, torch's distributions do not check the values of what they are given, unless they are told to."""
+    return mock.patch.object(Distribution, "_validate_args", False)
 
 
 def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:

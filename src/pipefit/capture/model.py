@@ -18,7 +18,7 @@ from torch import nn
 
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.constants import constants
-from pipefit.capture.copying import has_hooks
+from pipefit.capture.copying import hooks_of
 from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
@@ -113,13 +113,13 @@ def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
 def _refuse_shared_hooks(chain: Chain) -> None:
     """A hook sees the gradient of one backward. Several layers' backwards are several, on several stages at that."""
     for shared in chain.shared:
-        if has_hooks(shared.parameter):
+        if hooks_of(shared.parameter):
             number, local = shared.places[0]
             users = ", ".join(chain.layers[user].name for user in shared.users)
             raise UsageError(
-                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and several layers "
-                f"use it ({users}): on several stages each would see a part of the gradient; take them off, and do the "
-                "same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
+                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and several "
+                f"layers use it ({users}): on several stages each would see a part of the gradient; take them off, and "
+                "do the same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
             )
 
 

@@ -35,6 +35,11 @@ def unknown(func: Any) -> Kernel:
     return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
 
 
+def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func(*args)` gives Python a number that is assumed, as every condition on a tensor does."""
+    return func is aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None
+
+
 @contextmanager
 def reading_at_most(most: int = _MOST_READ) -> Iterator[None]:
     """Inside, a layer runs. One that reads more numbers than that loops for as long as a condition holds: for ever.
