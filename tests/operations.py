@@ -322,7 +322,6 @@ QUANTISATION: dict[str, Run] = {
 DRAWS: dict[str, Run] = {
     "gamma": function(lambda x: Gamma(x + 0.1, 1.0, validate_args=False).rsample(), MATRIX),
     "dirichlet": function(lambda x: Dirichlet(x + 0.1, validate_args=False).rsample(), MATRIX),
-    "binomial": lambda: torch.binomial(torch.ones(MATRIX), torch.full(MATRIX, 0.5)),
 }
 OPERATIONS: dict[str, Run] = dict(
     chain.from_iterable(

@@ -64,7 +64,7 @@ def hooks_of(parameter: nn.Parameter) -> tuple[Any, ...]:
 def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """The hooks on the gradient of `parameter`, and those behind the sum of its gradients."""
     on_gradient: Any = parameter._backward_hooks
-    behind: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    behind: Any = parameter._post_accumulate_grad_hooks
     return list((on_gradient or {}).values()), list((behind or {}).values())
 
 
@@ -72,9 +72,9 @@ def _copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any
     """Give `made`, the copy of `parameter`, its hooks."""
     on_gradient, behind = _hooks(parameter)
     for hook in on_gradient:
-        made.register_hook(copy.deepcopy(hook, memo))
+        made.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     for hook in behind:
-        made.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+        made.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
 
 
 def _converted(tensor: Tensor, convert: Callable[[Tensor], Tensor], storages: dict[int, Tensor]) -> Tensor:

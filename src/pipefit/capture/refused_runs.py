@@ -27,6 +27,10 @@ _REMEDIES = (
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
     (
+        r"convert all Tensors to FakeTensors",
+        "it computes with a tensor from outside, which no device would have: make that a buffer or a parameter of it",
+    ),
+    (
         r"DynamicOutputShape|DataDependent",
         f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",
     ),

@@ -86,7 +86,6 @@ _SHAPES = {
     "_standard_gamma_grad": _like_the_first,
     "_sample_dirichlet": _like_the_first,
     "_dirichlet_grad": _like_the_first,
-    "binomial": _like_the_first,
     "fake_quantize_per_tensor_affine_cachemask": _rounded,
     "fake_quantize_per_channel_affine_cachemask": _rounded,
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _rounded,
