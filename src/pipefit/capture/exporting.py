@@ -37,6 +37,8 @@ from pipefit.capture.refused_calls import Memory, RefusingStrangers, refuse_hook
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError
 
+_IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
+
 
 def export(
     module: nn.Module, name: str, inputs: Any, *, own_loss: bool, autocast: torch.dtype | None = None
@@ -138,6 +140,11 @@ def _update_replaced_buffers(module: nn.Module) -> None:
             with torch.no_grad():
                 buffer.copy_(made)
             part._buffers[name] = buffer
+        known = {(part, name) for part, name, _ in before}
+        for part in module.modules():
+            for name in part._buffers:
+                if (part, name) not in known:
+                    raise Refusal(f"its forward registers the buffer {name!r}", _IN_INIT, module=part)
 
     module.register_forward_pre_hook(begin)
     module.register_forward_hook(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from pipefit.errors import in_one_line
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 _OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
 _REMEDIES = (
     (
@@ -19,7 +20,7 @@ _REMEDIES = (
     ),
     (r"a product of", "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does"),
     (
-        r"saves nothing has no backward",
+        r"saves nothing has no backward|support saved tensor hooks",
         "no plan holds gradients inside a forward: write them out as operations, or in a torch.autograd.Function",
     ),
     (r"without an end", "let the loop make a fixed number of steps"),
