@@ -130,6 +130,20 @@ class StepsBack(Part):
         return self.linear(x)
 
 
+class Masked(nn.Module):
+    """Attention over the columns, each of which sees those before it."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.layer, self.options = nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        encoder = nn.TransformerEncoder(self.layer, 1, enable_nested_tensor=False)
+        attended: Tensor = encoder(x.unsqueeze(-1), mask=mask, **self.options)
+        return attended.squeeze(-1)
+
+
 class Transposes(Part):
     def forward(self, x: Tensor) -> Tensor:
         value: Tensor = torch.func.vjp(self.linear, x)[0]
@@ -218,6 +232,7 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     ),
     "backward": (lambda: within(StepsBack()), ("module inner", HERE, "computes gradients inside", "as operations")),
     "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "no plan holds gradients inside")),
+    "mask": (lambda: within(Masked()), ("module inner", HERE, "compare a mask with a causal one", "is_causal=True")),
     "product with a Jacobian": (
         lambda: by_hand(Transposes()), ("layer 1 (Transposes)", HERE, "no plan holds gradients inside"),
     ),
@@ -334,6 +349,11 @@ def test_the_way_out_of_lazy_modules_works() -> None:
     module = Model(nn.LazyLinear(8))
     module(batch(2)[0])
     assert len(profile(replace(BASE, module=module), microbatch_size=2).layers) == 3
+
+
+def test_the_way_out_of_a_mask_that_is_compared_works() -> None:
+    """With a word on what the mask is, the model can be planned."""
+    assert profile(within(Masked(is_causal=True)), microbatch_size=2).layers
 
 
 def test_a_float64_model_under_a_default_training() -> None:
