@@ -135,12 +135,12 @@ class Masked(nn.Module):
 
     def __init__(self, **options: bool) -> None:
         super().__init__()
-        self.layer, self.options = nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True), options
+        layer = nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True)
+        self.encoder, self.options = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), options
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        encoder = nn.TransformerEncoder(self.layer, 1, enable_nested_tensor=False)
-        attended: Tensor = encoder(x.unsqueeze(-1), mask=mask, **self.options)
+        attended: Tensor = self.encoder(x.unsqueeze(-1), mask=mask, **self.options)
         return attended.squeeze(-1)
 
 
