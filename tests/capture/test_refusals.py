@@ -130,6 +130,19 @@ class StepsBack(Part):
         return self.linear(x)
 
 
+class Guards(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        return self.linear(x)
+
+
+class GuardsLater(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert_async(~torch.isnan(x).any())
+        return self.linear(x)
+
+
 class Masked(nn.Module):
     """Attention over the columns, each of which sees those before it."""
 
@@ -232,6 +245,9 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     ),
     "backward": (lambda: within(StepsBack()), ("module inner", HERE, "computes gradients inside", "as operations")),
     "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "no plan holds gradients inside")),
+    "guard by hand": (
+        lambda: by_hand(Guards()), ("layer 1 (Guards)", HERE, "not a number", "every condition", "_assert_async"),
+    ),
     "mask": (lambda: within(Masked()), ("module inner", HERE, "compare a mask with a causal one", "is_causal=True")),
     "product with a Jacobian": (
         lambda: by_hand(Transposes()), ("layer 1 (Transposes)", HERE, "no plan holds gradients inside"),
@@ -354,6 +370,11 @@ def test_the_way_out_of_lazy_modules_works() -> None:
 def test_the_way_out_of_a_mask_that_is_compared_works() -> None:
     """With a word on what the mask is, the model can be planned."""
     assert profile(within(Masked(is_causal=True)), microbatch_size=2).layers
+
+
+def test_the_way_out_of_a_check_of_values_works() -> None:
+    """torch's own check waits for the values, so that a profile need not know them."""
+    assert profile(by_hand(GuardsLater()), microbatch_size=2).layers
 
 
 def test_a_float64_model_under_a_default_training() -> None:
