@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pipefit.capture import Task
@@ -156,6 +156,30 @@ def fused_observer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedMovingAvgObsFakeQuantize())
 
 
+def observer() -> nn.Module:
+    """The same in torch's older form, which asks whether it is the first call, and whether it is to observe."""
+    observe = MovingAverageMinMaxObserver.with_args(averaging_constant=0.5)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), FakeQuantize(observer=observe, quant_min=0, quant_max=255))
+
+
+class Started(nn.Module):
+    """Divides by what the first microbatch deviates by, and by an average of it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("started", torch.tensor(False))
+        self.register_buffer("scale", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if not self.started:
+            self.scale.copy_(x.detach().std(0) + 0.1)
+            self.started.fill_(True)
+        self.scale.lerp_(x.detach().std(0) + 0.1, 0.3)
+        return x / self.scale
+
+
 # By name: the layer, the names of its buffers that feed back, and how it may be a part of a model
 FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...]]] = {
     "average": (Average, {"average"}, (False, True)),
@@ -173,6 +197,20 @@ FEEDING_BACK: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[bool, ...
         {"1.scale", "1.zero_point", "1.activation_post_process.min_val", "1.activation_post_process.max_val"},
         (False, True),
     ),
+    "observer": (
+        observer,
+        {
+            "1.scale",
+            "1.zero_point",
+            "1.fake_quant_enabled",
+            "1.observer_enabled",
+            "1.activation_post_process.min_val",
+            "1.activation_post_process.max_val",
+            "1.activation_post_process.eps",
+        },
+        (True,),
+    ),
+    "started": (Started, {"started", "scale"}, (True,)),
     "old spectral norm": (old_spectral, {"weight_u", "weight_v"}, (False,)),
 }
 

@@ -168,18 +168,6 @@ class NumpyDraws(Layered):
         return x + float(np.random.rand())
 
 
-class OverItself(Layered):
-    """A lambda holds the module, and so its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.scaled = lambda x: x * self.scale
-
-    def between(self, x: Tensor) -> Tensor:
-        return self.scaled(x)
-
-
 class Hiding(Layered):
     """A list, of which nn.Module does not know, holds a layer."""
 
@@ -224,6 +212,46 @@ class ReadingData(Layered):
         self.second.weight.data.clamp_(-0.1, 0.1)
         self.mean.data.mul_(0.9).add_(x.detach().mean(0))
         return x * x.data - self.mean.data
+
+
+class OverItself(Layered):
+    """A lambda holds the module, and so its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scaled = lambda x: x * self.scale
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+class Patched(Layered):
+    """One layer's forward is replaced by a function around it, as libraries of adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = self.second.forward
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(x: Tensor, *, module: nn.Module = self) -> Tensor:
+            return before(x) + module.shift
+
+        self.second.forward = forward  # type: ignore[assignment]
+
+
+class Collecting(Layered):
+    """Hooks keep what layers return in a dictionary of the module, and in a list that it forgets after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.seen = seen = list[Tensor]()
+        self.first.register_forward_hook(lambda module, inputs, output: self.kept.update(first=output))
+        self.first.register_forward_hook(lambda module, inputs, output: seen.append(output))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.kept.pop("first") + self.seen.pop()
 
 
 class Settling(Layered):

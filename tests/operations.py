@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Dirichlet, Gamma
 from torch.nn import functional as F
 
 Run = Callable[[], object]
@@ -250,6 +251,7 @@ IMAGES: dict[str, Run] = {
         "fractions of a grid": lambda x: F.grid_sample(x, torch.zeros(4, 5, 5, 2), align_corners=False),
         "max unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
         "local response": partial(F.local_response_norm, size=3),
+        "fractional max pool in space": lambda x: F.fractional_max_pool3d(x.unsqueeze(1), 2, output_size=2),
     }.items()
     for words, order in ((", channels last", LAST), ("", torch.contiguous_format))
 }
@@ -299,6 +301,28 @@ OTHERS: dict[str, Run] = {
     "adagrad": optimizer(torch.optim.Adagrad),
     "rmsprop": optimizer(partial(torch.optim.RMSprop, centered=True)),
 }
+QUANTISATION: dict[str, Run] = {
+    "one scale": function(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), MATRIX),
+    "one scale as a tensor": function(
+        lambda x: torch.fake_quantize_per_tensor_affine(x, torch.ones(1), torch.zeros(1, dtype=torch.int), 0, 255),
+        MATRIX,
+    ),
+    "a scale for each column": function(
+        lambda x: torch.fake_quantize_per_channel_affine(
+            x, torch.ones(MATRIX[1]), torch.zeros(MATRIX[1], dtype=torch.int), 1, 0, 255
+        ),
+        MATRIX,
+    ),
+    "a scale that is learnt": function(
+        lambda x, scale: torch._fake_quantize_learnable_per_tensor_affine(x, scale, torch.zeros(1), 0, 255, 1.0),
+        MATRIX,
+        (1,),
+    ),
+}
+DRAWS: dict[str, Run] = {
+    "gamma": function(lambda x: Gamma(x + 0.1, 1.0, validate_args=False).rsample(), MATRIX),
+    "dirichlet": function(lambda x: Dirichlet(x + 0.1, validate_args=False).rsample(), MATRIX),
+}
 OPERATIONS: dict[str, Run] = dict(
     chain.from_iterable(
         ((f"{family}: {name}", run) for name, run in runs.items())
@@ -311,6 +335,8 @@ OPERATIONS: dict[str, Run] = dict(
             "loss": LOSSES,
             "image": IMAGES,
             "pointwise": POINTWISE,
+            "quantisation": QUANTISATION,
+            "draw": DRAWS,
             "other": OTHERS,
         }.items()
     )

@@ -22,7 +22,7 @@ TRACING = {
     f"capture/{name}.py"
     for name in ("aliases", "binding", "comparison", "constants", "copying", "custom_functions", "eager_masks",
                  "endings", "exporting", "flat", "flow", "graph_layer", "records", "refusals", "refused_calls",
-                 "sample", "structure", "task", "traced")
+                 "sample", "stand_ins", "structure", "task", "traced")
 }  # fmt: skip
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.nn import functional as F
+from torch.nn.modules._functions import CrossMapLRN2d
 from torch.utils.checkpoint import checkpoint
 
 from pipefit.capture import Task, capture
@@ -97,7 +98,13 @@ def of_integers(b: nn.Module, x: Tensor) -> Tensor:
     return b(x) + Outer.apply(torch.arange(4, device=x.device).float())
 
 
-@pytest.mark.parametrize("between", [several, nested, without_graph, local, of_weights, of_integers])
+def of_torch(b: nn.Module, x: Tensor) -> Tensor:
+    """One that comes with torch, whose class is reached by name too."""
+    noise: Tensor = CrossMapLRN2d.apply(b(x).view(-1, 4, 1, 1), 3)
+    return noise.flatten(1)
+
+
+@pytest.mark.parametrize("between", [several, nested, without_graph, local, of_weights, of_integers, of_torch])
 def test_gradients_are_those_of_the_authors_backward(between: Callable[..., Tensor]) -> None:
     """Outputs and every gradient of the chain are the module's own, bit by bit."""
     torch.manual_seed(0)

@@ -85,6 +85,19 @@ class Back(nn.Module):
         return torch.fft.irfft(x, n=8)
 
 
+class Policy(nn.Module):
+    """The logarithms of the probabilities of what was done, by a distribution that checks its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)))
+        logarithms: Tensor = spread.log_prob(x)
+        return logarithms
+
+
 def batch(size: int) -> tuple[Any, Any]:
     """Made-up regression data."""
     return torch.randn(size, 8), torch.randn(size, 8)
@@ -119,6 +132,8 @@ def make() -> Callable[[str], Task]:
                 return replace(base, module=Model(nn.utils.weight_norm(nn.Linear(8, 8))))  # type: ignore[no-untyped-call]
             case "lists of parameters":
                 return replace(base, module=Model(Listed()))
+            case "distribution":
+                return replace(base, module=Policy())
             case "complex parameter":
                 return replace(base, module=Model(Fourier()))
             case "complex values between layers":
@@ -136,6 +151,7 @@ def make() -> Callable[[str], Task]:
     [
         "old weight norm",
         "lists of parameters",
+        "distribution",
         "complex parameter",
         "complex values between layers",
         "nested batch",

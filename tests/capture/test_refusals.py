@@ -90,6 +90,23 @@ class Formats(Part):
         return self.linear(x)
 
 
+OUTSIDE = nn.Parameter(torch.ones(8))
+
+
+class Reaches(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * OUTSIDE.detach()
+
+
+class Registers(Part):
+    """Makes a mask when it is called first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(x.shape[1]), persistent=False)
+        return self.linear(x) * self.mask
+
+
 class PythonDraws(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * random.random()
@@ -111,6 +128,39 @@ class StepsBack(Part):
     def forward(self, x: Tensor) -> Tensor:
         self.linear(x).sum().backward()
         return self.linear(x)
+
+
+class Guards(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        return self.linear(x)
+
+
+class GuardsLater(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert_async(~torch.isnan(x).any())
+        return self.linear(x)
+
+
+class Masked(nn.Module):
+    """Attention over the columns, each of which sees those before it."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True)
+        self.encoder, self.options = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        attended: Tensor = self.encoder(x.unsqueeze(-1), mask=mask, **self.options)
+        return attended.squeeze(-1)
+
+
+class Transposes(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = torch.func.vjp(self.linear, x)[0]
+        return value
 
 
 class Sparse(Part):
@@ -177,6 +227,16 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     "failure": (lambda: within(Fails()), ("module inner", HERE, "raises ValueError: not today", "without pipefit")),
     "failure by hand": (lambda: by_hand(Fails()), ("layer 1 (Fails)", HERE, "ValueError: not today")),
     "format": (lambda: within(Formats()), ("module inner", HERE, "needs the values of a tensor")),
+    "buffer in a forward": (lambda: within(Registers()), ("inner", HERE, "registers the buffer 'mask'", "in __init__")),
+    "optimizer": (
+        lambda: replace(BASE, optimizer=lambda groups: torch.optim.SGD(groups, lr=-1.0)),
+        ("the optimizer of mine cannot be made", "Invalid learning rate", "such as its class"),
+    ),
+    "weights in a loss": (
+        lambda: judged(lambda x, y: F.mse_loss(x, y) + OUTSIDE.square().sum()),
+        ("the loss of mine cannot be planned", "a parameter that it does not have", "loss=None"),
+    ),
+    "tensor from outside": (lambda: by_hand(Reaches()), ("layer 1 (Reaches)", HERE, "make that a buffer")),
     "python draws": (lambda: within(PythonDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "numpy draws": (lambda: within(NumpyDraws()), ("module inner", HERE, "draws random numbers", "torch.rand")),
     "draws by hand": (lambda: by_hand(NumpyDraws()), ("layer 1 (NumpyDraws)", "draws random numbers", "torch.rand")),
@@ -185,6 +245,13 @@ SENTENCES: dict[str, tuple[Callable[[], Task], tuple[str, ...]]] = {
     ),
     "backward": (lambda: within(StepsBack()), ("module inner", HERE, "computes gradients inside", "as operations")),
     "gradients by hand": (lambda: by_hand(Derives()), ("layer 1 (Derives)", HERE, "no plan holds gradients inside")),
+    "guard by hand": (
+        lambda: by_hand(Guards()), ("layer 1 (Guards)", HERE, "not a number", "every condition", "_assert_async"),
+    ),
+    "mask": (lambda: within(Masked()), ("module inner", HERE, "compare a mask with a causal one", "is_causal=True")),
+    "product with a Jacobian": (
+        lambda: by_hand(Transposes()), ("layer 1 (Transposes)", HERE, "no plan holds gradients inside"),
+    ),
     "sparse": (lambda: within(Sparse()), ("module inner", HERE, "makes a sparse tensor", "use dense tensors")),
     "sparse gradients": (
         lambda: replace(BASE, module=Embeds, batch=words), ("layer table (Embedding)", "sparse=False"),
@@ -298,6 +365,16 @@ def test_the_way_out_of_lazy_modules_works() -> None:
     module = Model(nn.LazyLinear(8))
     module(batch(2)[0])
     assert len(profile(replace(BASE, module=module), microbatch_size=2).layers) == 3
+
+
+def test_the_way_out_of_a_mask_that_is_compared_works() -> None:
+    """With a word on what the mask is, the model can be planned."""
+    assert profile(within(Masked(is_causal=True)), microbatch_size=2).layers
+
+
+def test_the_way_out_of_a_check_of_values_works() -> None:
+    """torch's own check waits for the values, so that a profile need not know them."""
+    assert profile(by_hand(GuardsLater()), microbatch_size=2).layers
 
 
 def test_a_float64_model_under_a_default_training() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.by_value import reading_at_most
+from pipefit.fake.by_value import Reading
 from pipefit.fake.target import FakeTarget
 from pipefit.files import load_cluster
 from pipefit.planner import plan
@@ -164,7 +164,7 @@ class Shrinks(nn.Module):
 
 def test_a_loop_until_a_condition_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on for ever where every condition holds; the sentence has the line and the way out."""
-    monkeypatch.setattr("pipefit.profiler.fake.reading_at_most", partial(reading_at_most, 100))
+    monkeypatch.setattr("pipefit.profiler.fake.Reading", partial(Reading, most=100))
     with pytest.raises(UsageError, match=r"layer 1 \(Shrinks\).*test_by_value.py:.*a fixed number of steps"):
         profile(task_of(Shrinks), microbatch_size=SIZE)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.shared import Shared, shared_parameters
+from pipefit.capture.stand_ins import standing_in
 from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Packing
@@ -113,7 +114,7 @@ class Chain:
             UsageError: it is no scalar.
         """
         wanted = None if self.targets is None else self.targets.rebuild(targets)
-        with autocasting(self.autocast, values):
+        with autocasting(self.autocast, values), standing_in(values):
             result = values[0] if self.criterion is None else self.criterion(self.rebuild(values), wanted)
         if not isinstance(result, Tensor) or result.numel() != 1:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)

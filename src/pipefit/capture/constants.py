@@ -44,8 +44,8 @@ def unchanged_constants(module: nn.Module) -> Iterator[None]:
         if list(map(id, before.get(name, []))) != list(map(id, tensors)):
             raise Refusal(
                 f"its forward puts a tensor into the attribute {name!r}, and what that holds is in no plan",
-                "make it a buffer that the forward updates; instead of old spectral_norm and weight_norm, use those of "
-                "torch.nn.utils.parametrizations",
+                "make it a buffer that the forward updates, or let a module call the layers in its own forward, which "
+                "is traced; instead of old spectral_norm and weight_norm, use those of torch.nn.utils.parametrizations",
             )
 
 

@@ -34,7 +34,7 @@ class CustomFunction:
     def __init__(self, function: type[Function]) -> None:
         self.function = function
         self.__name__ = self.__qualname__ = function.__qualname__.replace("<locals>", "").replace(".", "_")
-        self.__module__ = function.__module__
+        self.__module__ = f"{__name__}.{function.__module__}"  # code of a layer would call one of torch's by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         results = _APPLY(self.function, *args, **kwargs)

@@ -13,10 +13,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -34,6 +36,8 @@ from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import Memory, RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError
+
+_IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
 
 
 def export(
@@ -59,7 +63,14 @@ def export(
         _close_and_end(copied, the_loss if own_loss else everything, name)
         try:
             refuse_hooks(module)
-            with _quiet(), eager_masks(kwargs), refusing(traced=True), RefusingStrangers(copied), kept_whole() as calls:
+            with (
+                _quiet(),
+                eager_masks(kwargs),
+                refusing(traced=True),
+                _unchecked(),
+                RefusingStrangers(copied),
+                kept_whole() as calls,
+            ):
                 program = torch.export.export(copied, args, kwargs, strict=False)
                 memory.refuse(lambda: copied(*args, **kwargs))
         except PipefitError:
@@ -100,6 +111,11 @@ def _close_and_end(module: nn.Module, ending: Callable[[Any, str], Any], name: s
     module.register_forward_hook(end)
 
 
+def _unchecked() -> contextlib.AbstractContextManager[object]:
+    """Inside, torch's distributions do not check the values of what they are given, unless they are told to."""
+    return mock.patch.object(Distribution, "_validate_args", False)
+
+
 def _autocasting(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
@@ -124,6 +140,11 @@ def _update_replaced_buffers(module: nn.Module) -> None:
             with torch.no_grad():
                 buffer.copy_(made)
             part._buffers[name] = buffer
+        known = {(part, name) for part, name, _ in before}
+        for part in module.modules():
+            for name in part._buffers:
+                if (part, name) not in known:
+                    raise Refusal(f"its forward registers the buffer {name!r}", _IN_INIT, module=part)
 
     module.register_forward_pre_hook(begin)
     module.register_forward_hook(end)

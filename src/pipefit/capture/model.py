@@ -18,6 +18,7 @@ from torch import nn
 
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.constants import constants
+from pipefit.capture.copying import hooks_of
 from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
@@ -30,7 +31,8 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     """The chain of a task's module, built here and now, for microbatches like `inputs` and `targets`.
 
     Raises:
-        UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it.
+        UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it; or a parameter that
+            several layers use has hooks.
     """
     module = task.build()
     refuse_module(module, task.name)
@@ -47,6 +49,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
     else:
         found = traced_chain(task, module, inputs, wanted)
+    _refuse_shared_hooks(found)
     if task.autocast is None:
         return found
     layers = tuple(replace(layer, autocast=task.autocast) for layer in found.layers)
@@ -105,6 +108,19 @@ def _check_inputs(name: str, inputs: Any, given: Tree) -> None:
             f"the inputs of {name} must be a tensor, or a tuple or list of tensors, not a {type(inputs).__name__} of "
             "others: its first layer takes them as one argument"
         )
+
+
+def _refuse_shared_hooks(chain: Chain) -> None:
+    """A hook sees the gradient of one backward. Several layers' backwards are several, on several stages at that."""
+    for shared in chain.shared:
+        if hooks_of(shared.parameter):
+            number, local = shared.places[0]
+            users = ", ".join(chain.layers[user].name for user in shared.users)
+            raise UsageError(
+                f"{chain.layers[number].originals[local]} of {chain.name} has hooks on its gradient, and several "
+                f"layers use it ({users}): on several stages each would see a part of the gradient; take them off, and "
+                "do the same in the optimizer, such as in a hook before its step (register_step_pre_hook)"
+            )
 
 
 def _prefixed(name: str, part: nn.Module) -> dict[str, str]:

@@ -23,6 +23,10 @@ VALUES = (
 )
 _OUTSIDE = "leave the labels out of the inputs and give Task(..., loss=...)"
 _WITHOUT = "see whether the module takes such a batch without pipefit"
+_CAUSAL = (
+    "nn.Transformer and its parts compare a mask with a causal one, which depends on values",
+    "say what it is, with is_causal=True or False beside the mask (tgt_is_causal, src_is_causal of nn.Transformer)",
+)
 _LONGEST = 200  # characters of a foreign exception
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -64,6 +68,8 @@ def refuse_export(error: BaseException, name: str, root: nn.Module, *, own_loss:
 
 def _reason(error: BaseException) -> tuple[str, str]:
     """Why torch.export failed, and the way out."""
+    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return _CAUSAL
     text = " ".join(str(error).split("\n\n")[0].split())[:_LONGEST]
     for pattern, reason, remedy in _REASONS:
         if re.search(pattern, f"{type(error).__name__}: {error}"):

@@ -27,8 +27,8 @@ _CHECKPOINT = (
     "turn that off (gradient_checkpointing_disable() of a Hugging Face model) and plan with recompute='always'",
 )
 _COMPILED = (
-    "it calls what torch.compile has compiled, whose memory is unknown",
-    "give pipefit the module or function as it was before",
+    "it calls what torch.compile has compiled, or torch.cond, whose memory is unknown",
+    "give pipefit the module or function as it was before, and torch.where for torch.cond",
 )
 _INFERENCE = "it runs under torch.inference_mode(), which a trace loses", "use torch.no_grad()"
 _BACKWARD = (
@@ -45,10 +45,10 @@ _DATA_SET = (
     "use x.copy_() under torch.no_grad()",
 )
 _STRANGER = (
-    "it computes with a parameter that none of its modules has, or that a function which holds the module reaches, and "
-    "a trace would never train that"
+    "it computes with a parameter that none of its modules has, or that it reaches by a name from outside, and a trace "
+    "would never train that"
 )
-_REGISTER = "register it or freeze it (requires_grad_(False)), and make a lambda over self a method"
+_REGISTER = "register it, or freeze it (requires_grad_(False))"
 _NUMBERS = (bool, int, float, str)
 Settings = dict[str, bool | int | float | str]
 _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
@@ -80,7 +80,7 @@ class RefusingStrangers(TorchFunctionMode):
     """Inside, a forward of `module` that computes with a trained parameter of anything else raises a `Refusal`.
 
     What is traced is a copy of the module. Another parameter would become a constant: one that belongs to nobody, or
-    the module's own, reached through a function that holds the module (a lambda over self).
+    the module's own, reached by a name from outside.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from pipefit.errors import in_one_line
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 _OPERATOR = "make that a torch.library.custom_op with a register_fake, which says what shapes it returns"
 _REMEDIES = (
     (
@@ -19,13 +20,17 @@ _REMEDIES = (
     ),
     (r"a product of", "give the data, the module and all its parts one dtype, as Task(..., precision='float32') does"),
     (
-        r"saves nothing has no backward",
+        r"saves nothing has no backward|support saved tensor hooks",
         "no plan holds gradients inside a forward: write them out as operations, or in a torch.autograd.Function",
     ),
     (r"without an end", "let the loop make a fixed number of steps"),
     (r"closure", "use an optimizer that steps without a closure, such as AdamW or SGD"),
     (r"does not support dense gradients", "use Adam or AdamW"),
     (r"_ctc_loss\.default", "give the lengths of ctc_loss as tensors, not as numbers"),
+    (
+        r"convert all Tensors to FakeTensors",
+        "it computes with a tensor from outside, which no device would have: make that a buffer or a parameter of it",
+    ),
     (
         r"DynamicOutputShape|DataDependent",
         f"what it returns depends on values, and nothing can be assumed of it: {_OPERATOR}",

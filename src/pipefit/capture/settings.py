@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.copying import hooks_of
+
 _PLAIN = (int, float, str, bool, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -20,10 +22,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def module_settings(module: nn.Module, other: Callable[[Any], object]) -> object:
     """The class and the settings of `module` and its parts, as nested tuples.
 
-    `other` says what stands for a value that is not plain, such as a function, for a hook, and for a module with hooks.
+    `other` says what stands for a value that is not plain, such as a function, for a hook, and for a module with hooks
+    of its own or on one of its parameters.
     """
     settings: list[tuple[str, object]] = []
     hooked = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+    hooked += [hook for parameter in module.parameters(recurse=False) for hook in hooks_of(parameter)]
     if hooked:
         settings.append(("hooks", (other(module), *map(other, hooked))))
     for name, value in sorted(vars(module).items()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ from pipefit.kernels import Kernel
 
 aten = torch.ops.aten
 
-_MOST_READ = 20_000  # numbers, by a layer in all of its runs
-_left: ContextVar[list[int] | None] = ContextVar("how many numbers the layer that runs may still read", default=None)
+
+@dataclass(slots=True)
+class Reading:
+    """How many numbers a layer has read in all of its runs, and how many it may read."""
+
+    count: int = 0
+    most: int = 20_000
+
+
+_reading: ContextVar[Reading | None] = ContextVar("the numbers that the layer which runs has read", default=None)
 _REASON = "it depends on values: counted as if every mask selected all and every condition held"
 
 
@@ -35,25 +44,30 @@ def unknown(func: Any) -> Kernel:
     return Kernel(operation=str(func), peak_bytes=None, reason=_REASON)
 
 
+def reads_a_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `func(*args)` gives Python a number that is assumed, as every condition on a tensor does."""
+    return func is aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None
+
+
 @contextmanager
-def reading_at_most(most: int = _MOST_READ) -> Iterator[None]:
-    """Inside, a layer runs. One that reads more numbers than that loops for as long as a condition holds: for ever.
+def reading(numbers: Reading) -> Iterator[None]:
+    """Inside, a layer runs. One that reads too many numbers loops for as long as a condition holds: for ever.
 
     Raises:
-        RuntimeError: it has read more.
+        RuntimeError: it has read more than it may.
     """
-    token = _left.set([most])
+    token = _reading.set(numbers)
     try:
         yield
     finally:
-        _left.reset(token)
+        _reading.reset(token)
 
 
 def _number(tensor: Tensor) -> bool | int | float:
-    left = _left.get()
-    if left is not None:
-        left[0] -= 1
-        if left[0] < 0:
+    numbers = _reading.get()
+    if numbers is not None:
+        numbers.count += 1
+        if numbers.count > numbers.most:
             raise RuntimeError("numbers are read from tensors without an end, as if every condition held")
     return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 

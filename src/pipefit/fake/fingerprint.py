@@ -25,7 +25,7 @@ from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.settings import layout, module_settings
 from pipefit.capture.task import Task
-from pipefit.errors import UsageError
+from pipefit.errors import UsageError, in_one_line
 from pipefit.fake.target import FakeTarget
 from pipefit.fingerprints import Fingerprint, digest
 from pipefit.profiles import Measurement
@@ -217,9 +217,19 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
 
 
 def _optimizer(task: Task) -> torch.optim.Optimizer:
-    """The optimizer of one parameter without elements."""
+    """The optimizer of one parameter without elements, which is a matrix, because Muon takes no others.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
     with FakeTarget("cpu"):
-        return task.optimizer([{"params": [nn.Parameter(torch.empty(0))]}])
+        try:
+            return task.optimizer([{"params": [nn.Parameter(torch.empty(0, 0))]}])
+        except Exception as error:
+            raise UsageError(
+                f"the optimizer of {task.name} cannot be made of a group with one parameter ({in_one_line(error)}): "
+                "give a function of parameter groups that takes any, such as its class"
+            ) from error
 
 
 def _option(value: object) -> str:

@@ -1,6 +1,7 @@
 """Shape functions of a few training kernels that torch cannot run on fake tensors.
 
-They are fused optimizers, the fused GRU cell, margin losses and the backward of CTC. Fake tensors need a function from
+They are fused optimizers, the fused GRU cell, margin losses, the backward of CTC, quantisation that is imitated in
+training, and draws that have a gradient. Fake tensors need a function from
 input shapes to output shapes for every operator. For an operator without one, torch would run the real kernel on zeros
 as large as the model; a `FakeTarget` refuses that and names the operator.
 """
@@ -56,6 +57,21 @@ def _loss_backward(grad: Tensor, x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(x)
 
 
+def _like_the_first(x: Tensor, *_: object, **__: object) -> Tensor:
+    """A draw, or its gradient, for each element."""
+    return torch.empty_like(x)
+
+
+def _rounded(x: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    """The rounded values, and a mask of those that were in range, kept for backward."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _learnt_backward(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """Gradients of the values, the scale and the zero point."""
+    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
+
+
 _SHAPES = {
     "_fused_sgd_": _in_place,
     "_fused_sgd_.tensor_lr": _in_place,
@@ -66,6 +82,17 @@ _SHAPES = {
     "_ctc_loss_backward.Tensor": _loss_backward,
     "multi_margin_loss_backward": _loss_backward,
     "multilabel_margin_loss_backward": _loss_backward,
+    "fractional_max_pool3d_backward": _loss_backward,
+    "_standard_gamma_grad": _like_the_first,
+    "_sample_dirichlet": _like_the_first,
+    "_dirichlet_grad": _like_the_first,
+    "fake_quantize_per_tensor_affine_cachemask": _rounded,
+    "fake_quantize_per_channel_affine_cachemask": _rounded,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _rounded,
+    "_fake_quantize_learnable_per_tensor_affine": _like_the_first,
+    "_fake_quantize_learnable_per_channel_affine": _like_the_first,
+    "_fake_quantize_learnable_per_tensor_affine_backward": _learnt_backward,
+    "_fake_quantize_learnable_per_channel_affine_backward": _learnt_backward,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }

@@ -28,7 +28,7 @@ from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError
-from pipefit.fake.by_value import reading_at_most
+from pipefit.fake.by_value import Reading, reading
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, options, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
@@ -123,6 +123,12 @@ def _is_trained(chain: Chain) -> bool:
     return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
 
 
+_ASSUMED = (
+    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
+    "that fails then, or make it torch._assert_async(condition)"
+)
+
+
 @contextmanager
 def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
@@ -130,8 +136,9 @@ def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         UsageError: the layer, the loss or the optimizer raised an exception.
     """
+    numbers = Reading()
     try:
-        with refusing(traced=False), torch_draws_alone(), reading_at_most():
+        with refusing(traced=False), torch_draws_alone(), reading(numbers):
             yield
     except PipefitError:
         raise
@@ -139,7 +146,8 @@ def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
         raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
     except Exception as error:
         shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
-        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}") from error
+        assumed = _ASSUMED if numbers.count else ""
+        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error
 
 
 class _Survey:

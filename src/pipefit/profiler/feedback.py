@@ -7,7 +7,9 @@ also change what no copy is made of (a plain attribute, a parameter), or draw fr
 so that it is not recomputed.
 
 This is found in one forward over fake tensors, in which every value is followed back to the buffers that it was
-computed from. Tensors in one storage count as one.
+computed from. Tensors in one storage count as one. A forward that reads a number, as every condition on a tensor does,
+may do something else when the number is another: an observer takes its first microbatch as it is and averages over the
+later ones. Nothing is known of what it would compute with then, so all of its buffers count as those that feed back.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.constants import named_constants
+from pipefit.fake.by_value import reads_a_number
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 
@@ -35,7 +38,9 @@ class Feedback:
     """What makes a second forward of a layer differ from its first: buffers by name, and what no copy helps against."""
 
     changed: frozenset[str]  # buffers that it changes
-    fed_back: tuple[str, ...]  # those of them with which it computes
+    fed_back: tuple[
+        str, ...
+    ]  # those of them with which it computes; all that it has, where what it does depends on values
     fed_back_bytes: int
     unrepeatable: str  # in words; empty if there is nothing else
 
@@ -58,6 +63,7 @@ def feedback(forward: Callable[[], Sequence[Tensor]], module: nn.Module, owner: 
     changed = [b for b in buffers if now.get(b.name) is not b.tensor or b.is_changed(sources.written)]
     _put_back(module, buffers)
     fed_back = [b for b in buffers if b.storage in read and b.storage in {one.storage for one in changed}]
+    fed_back = buffers if sources.reads_numbers else fed_back
     names = [other.name for other in others if other.is_changed(sources.written)]
     names += filter(None, (changed_name(before, plain), changed_name(plain, plain_attributes(owner))))
     return Feedback(
@@ -107,7 +113,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows, for every storage, the storages of the buffers from which its content was computed.
 
     `written` are the storages that were written to; `draws` is whether random numbers came from another generator than
-    torch's default.
+    torch's default; `reads_numbers` whether a number was read whose value is unknown.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -115,7 +121,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._met: list[Any] = [t.untyped_storage() for t in tensors]  # kept, so that no address is used twice
         self._known = {storage._cdata: frozenset((storage._cdata,)) for storage in self._met}
         self.written: set[int] = set()
-        self.draws = False
+        self.draws = self.reads_numbers = False
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """The storages of the buffers."""
@@ -130,6 +136,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(given.get(name) for name in _TRAINING) or "with_update" in str(func):
             changed |= set(_STATISTICS)
             read = {name: item for name, item in given.items() if name not in _STATISTICS}
+        self.reads_numbers |= reads_a_number(func, args)
         self.draws |= given.get("generator") not in (None, torch.default_generator)
         sources = frozenset[int]().union(*map(self.of, _tensors(read)))
         out = func(*args, **(kwargs or {}))

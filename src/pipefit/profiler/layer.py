@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pipefit.capture.constants import constants
 from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
+from pipefit.capture.stand_ins import STRANGER
 from pipefit.capture.structure import Values
 from pipefit.layer_costs import (
     GradientOrigin,
@@ -32,6 +33,7 @@ from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
 from pipefit.profiler.feedback import feedback
+from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiler.saved import Held, LayerStorages, saved_tensors, savers
@@ -210,6 +212,7 @@ class LayerMeter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
+        self._refuse_strangers(values)
         storages = LayerStorages(self.meter, self._statics(), inputs)
         saved = saved_tensors([known() for known in packed], savers(values), storages)
         origins = tuple(map(storages.origin, values))
@@ -222,6 +225,17 @@ class LayerMeter:
         del values
         self.meter.forget_graphs()
         return kept
+
+    def _refuse_strangers(self, values: Values) -> None:
+        """Check that the trained parameters behind `values` are the layer's own.
+
+        Raises:
+            Refusal: one belongs to another layer or to none.
+        """
+        own = set(map(id, self.module.parameters()))
+        leaves = (getattr(node, "variable", None) for node in nodes(values))
+        if any(isinstance(leaf, nn.Parameter) and id(leaf) not in own for leaf in leaves):
+            raise Refusal(*STRANGER)
 
     def _checkpoint(self) -> tuple[Peak, bool]:
         """The peak of a forward that saves nothing, and whether it changes its inputs in place."""

@@ -56,6 +56,10 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         """The tensors' storages, without holding them."""
         return [self._track(tensor) for tensor in tensors]
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is among those that are counted."""
+        return tensor.untyped_storage()._cdata in self._live
+
     def start(self, inputs: Sequence[Tracked] = ()) -> None:
         """Begin a pass, and watch when each of the `inputs` that still exist is released."""
         self.begin("pass")

@@ -36,10 +36,12 @@ class LayerStorages:
         self._origins |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
 
     def origin(self, tensor: Tensor) -> Origin:
-        """Whose storage a tensor has."""
+        """Whose storage a tensor has. One that a loss holds, as weights of classes, is nobody's, like a parameter."""
         key = tensor.untyped_storage()._cdata
         if key not in self._origins:
-            self._origins[key] = self.add(self._meter.storages([tensor])[0].nbytes)
+            known = self._meter.counts(tensor)
+            nbytes = tensor.untyped_storage().nbytes()
+            self._origins[key] = self.add(nbytes) if known else Origin(kind="parameter")
         return self._origins[key]
 
     def add(self, nbytes: int) -> Origin:

@@ -37,10 +37,14 @@ def in_other_storages(
 
 
 def move(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move `modules` to `device`. `Module.to` would give each place of a shared buffer a copy of its own."""
+    """Move `modules` to `device`. `Module.to` would give each place of a shared buffer a copy of its own.
+
+    Those that are there stay untouched: of fake parameters `Module.to` would drop the hooks on their gradients.
+    """
     places = [place for place in buffer_places(modules) if place[2].device != device]
     _, moved = in_other_storages([buffer for _, _, buffer in places], lambda storage: storage.to(device))
     for (part, name, _), buffer in zip(places, moved, strict=True):
         part._buffers[name] = buffer
     for module in modules:
-        module.to(device)
+        if any(parameter.device != device for parameter in module.parameters()):
+            module.to(device)

@@ -1,0 +1,59 @@
+"""Real tensors in a loss that runs over fake ones, such as weights of classes: fake ones on the same device stand in.
+
+A script holds them where it likes - in the loss as a module, in a closure - and moves them to the device on which the
+last stage is. They take none of what a plan counts, because they are there before and after it. A parameter among them
+is refused: its gradient would be on the device of the loss alone, and no optimizer there has it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pipefit.capture.refusals import Refusal
+
+_WAY_OUT = (
+    "register it in the layer too, as several may have one parameter, or freeze it (requires_grad_(False)); a loss "
+    "with parameters is a part of the module, which returns it (loss=None), and weight decay an option of the optimizer"
+)
+STRANGER = (
+    "it computes with a parameter that it does not have, and whose gradient would be lost on its device",
+    _WAY_OUT,
+)
+
+
+def standing_in(values: tuple[Tensor, ...]) -> AbstractContextManager[object]:
+    """Inside, real tensors that meet `values` are replaced by fake ones, if those are fake."""
+    like = values[0]
+    return _StandIns(like) if isinstance(like, FakeTensor) else nullcontext()
+
+
+class _StandIns(TorchFunctionMode):
+    """Gives every operation fake tensors like `like`, on the same device, in the place of real ones."""
+
+    def __init__(self, like: FakeTensor) -> None:
+        super().__init__()
+        self._like = like
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # real and fake, which keeps the first from being freed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self._stand_in, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.requires_grad:
+            raise Refusal(*STRANGER)
+        if id(tensor) not in self._made:
+            with _disable_current_modes(), self._like.fake_mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._like.device)
+            self._made[id(tensor)] = tensor, made
+        return self._made[id(tensor)][1]

@@ -1,0 +1,149 @@
+"""Hooks on the gradients of parameters: what they compute is trained, and what they take is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from random_cases import Case, accounts
+from tiny import alone, batch_of, plan_of
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Kernels take what they were measured with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Blocks(nn.Module):
+    """Three linear layers; the last has the weight of the first if they are `tied`."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if tied:
+            self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.001, 0.001)
+
+
+def double(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2.0)
+
+
+def written() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def traced() -> nn.Module:
+    return Blocks()
+
+
+def hooked(module: Callable[[], nn.Module]) -> nn.Module:
+    """The module, whose first weight has a hook on its gradient, and its second one behind the sum."""
+    torch.manual_seed(5)
+    made = module()
+    first, second = [parameter for parameter in made.parameters() if parameter.ndim == 2][:2]
+    first.register_hook(clamped)
+    second.register_post_accumulate_grad_hook(double)
+    return made
+
+
+def task_of(module: nn.Module | Callable[[], nn.Module], **options: object) -> Task:
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+    return Task(module, batch=batch, loss=F.mse_loss, name="hooked", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", [written, traced])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_hooks_of_parameters_train_as_in_a_plain_loop(module: Callable[[], nn.Module], recompute: str) -> None:
+    """Each microbatch's gradient passes the hook, on every stage, with and without recomputation."""
+    task = task_of(hooked(module), optimizer=partial(torch.optim.SGD, lr=0.1))
+    plan = plan_of(task, [1, 2], recompute=recompute)  # type: ignore[arg-type]
+    _, wanted = alone(task_of(hooked(module), optimizer=task.optimizer), plan, steps=2)
+    trainer = Trainer(task, plan)
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in trainer.state_dict().items())
+
+
+@pytest.mark.parametrize("made", [hooked, lambda module: partial(hooked, module)], ids=["module", "factory"])
+def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], nn.Module]) -> None:
+    """A hook that makes another gradient holds both for a moment: simulator, dry run and allocator agree on it."""
+    for module in (written, traced):
+        task = task_of(made(module), optimizer=torch.optim.SGD)  # whose update takes less than the hook
+        case = Case(name="hooked", settings={}, task=task, plan=plan_of(task, [1, 2]))
+        found = [(a.simulated_bytes - a.oracle_bytes, a.dry_run_difference) for a in accounts(case)]
+        assert found == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("hooked_layer", [0, 4])
+def test_a_layer_with_a_hook_costs_what_no_other_layer_costs(hooked_layer: int) -> None:
+    """Of seven equal layers in a row one has a hook: it is not taken for one of the others, nor they for it."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(7)))
+    module[hooked_layer].weight.register_hook(lambda gradient: torch.stack([gradient] * 9).sum(0))  # takes much
+    task = task_of(module, optimizer=torch.optim.SGD)
+    case = Case(name="hooked", settings={}, task=task, plan=plan_of(task, [7]))
+    found = [(a.simulated_bytes - a.oracle_bytes, a.dry_run_difference) for a in accounts(case)]
+    assert found == [(0, 0)] * 2
+
+
+def test_hooks_of_a_parameter_that_several_layers_use_are_refused() -> None:
+    """On two stages a hook would clamp each part of the gradient, and not their sum: refused by name."""
+    module = Blocks(tied=True)
+    module.blocks[0].weight.register_hook(clamped)
+    reason = r"blocks\.0\.weight of hooked has hooks.*\(blocks\.0, blocks\.2\).*register_step_pre_hook"
+    with pytest.raises(UsageError, match=reason):
+        profile(task_of(module), microbatch_size=2)
+
+
+def test_the_way_out_for_a_shared_parameter_trains() -> None:
+    """A hook before the optimizer's step sees the sum of all layers' gradients on every stage, as in plain training."""
+
+    def optimizer(groups: object) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]
+
+        def clamp(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.clamp_(-0.001, 0.001)
+
+        made.register_step_pre_hook(clamp)
+        return made
+
+    def tied() -> nn.Module:
+        torch.manual_seed(5)
+        return Blocks(tied=True)
+
+    task = task_of(tied(), optimizer=optimizer)
+    plan = plan_of(task, [1, 2], microbatches=1)
+    _, wanted = alone(task_of(tied(), optimizer=optimizer), plan, steps=2)
+    trainer = Trainer(task, plan)
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    assert all(torch.allclose(tensor, wanted[name]) for name, tensor in trainer.state_dict().items())

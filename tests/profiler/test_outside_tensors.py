@@ -1,0 +1,140 @@
+"""Tensors that a loss or a layer computes with and that are no part of it: weights of classes, weights of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from random_cases import Case, accounts
+from tiny import alone, batch_of, plan_of
+
+WIDTH, CLASSES = 6, 3
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Kernels take what they were measured with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+def task_of(module: nn.Module | Callable[[], nn.Module], loss: Loss = F.cross_entropy) -> Task:
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, WIDTH), torch.randint(CLASSES, (size,))
+
+    return Task(module, batch=batch, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), name="mine")
+
+
+LOSSES: dict[str, Loss] = {
+    "closure": lambda outputs, targets: F.cross_entropy(outputs, targets, weight=WEIGHTS),
+    "partial": partial(F.cross_entropy, weight=WEIGHTS),
+    "module": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "arithmetic": lambda outputs, targets: (F.log_softmax(outputs, -1) * WEIGHTS)[:, 0].exp().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_tensors_of_its_own(name: str) -> None:
+    """Losses and parameters are those of plain training, and all accounts of memory are equal."""
+    task = task_of(layers, LOSSES[name])
+    plan = plan_of(task, [1, 2])
+    wanted_losses, wanted = alone(task, plan, steps=2)
+    torch.manual_seed(0)
+    trainer = Trainer(task, plan)
+    losses = [trainer.step(batch_of(task, plan, step)) for step in range(2)]
+    assert losses == pytest.approx(wanted_losses, rel=1e-6)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in trainer.state_dict().items())
+    found = [
+        (account.simulated_bytes - account.oracle_bytes, account.dry_run_difference)
+        for account in accounts(Case(name=name, settings={}, task=task, plan=plan))
+    ]
+    assert found == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_they_may_be_asked_about_for_a_gpu(name: str) -> None:
+    """Where there is no GPU to put them on, what stands for them is on the device that is asked about."""
+    assert profile(task_of(layers, LOSSES[name]), microbatch_size=2, target="cuda").layers
+
+
+def with_penalty(module: nn.Module) -> Loss:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + 0.01 * sum(p.square().sum() for p in module.parameters())
+
+    return loss
+
+
+def test_a_loss_that_reaches_parameters_is_refused() -> None:
+    """Penalties on weights would find those of their own device alone, in a module that exists or that is built."""
+    module, made = layers(), list[nn.Module]()
+
+    def factory() -> nn.Module:
+        made.append(layers())
+        return made[-1]
+
+    def penalty(outputs: Tensor, targets: Tensor) -> Tensor:
+        return with_penalty(made[-1])(outputs, targets)
+
+    for task in (task_of(module, with_penalty(module)), task_of(factory, penalty)):
+        with pytest.raises(UsageError, match=r"the loss of mine .* a parameter that it does not have.*loss=None"):
+            profile(task, microbatch_size=2)
+
+
+class Borrowing(nn.Module):
+    """Adds what another layer does; nn.Module knows of that layer only if it is registered."""
+
+    def __init__(self, other: nn.Linear, *, registered: bool) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.other = other if registered else [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        other: nn.Linear = self.other if isinstance(self.other, nn.Linear) else self.other[0]
+        return self.own(x) + other(x)
+
+
+def borrowing(*, registered: bool) -> nn.Module:
+    first = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(first, Borrowing(first, registered=registered), nn.Linear(WIDTH, CLASSES))
+
+
+def test_a_layer_that_reaches_parameters_of_another_is_refused() -> None:
+    """On another device it would compute with a copy that nobody updates; registered in both layers it may."""
+    with pytest.raises(UsageError, match=r"layer 1 \(Borrowing\) cannot be planned.*does not have.*register it"):
+        profile(task_of(borrowing(registered=False)), microbatch_size=2)
+    task = task_of(lambda: borrowing(registered=True))
+    plan = plan_of(task, [1, 2], microbatches=1)
+    _, wanted = alone(task, plan, steps=2)
+    torch.manual_seed(0)
+    trainer = Trainer(task, plan)
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    assert all(torch.allclose(tensor, wanted[name]) for name, tensor in trainer.state_dict().items())
+
+
+def test_muon_is_an_optimizer_like_others() -> None:
+    """It takes matrices alone, so that asking it about a vector would fail."""
+    task = Task(
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))),
+        batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),
+        loss=F.mse_loss,
+        optimizer=torch.optim.Muon,
+    )
+    assert profile(task, microbatch_size=2).measurements[0].costs[0].state_bytes == 4 * WIDTH * WIDTH
