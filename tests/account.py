@@ -395,6 +395,7 @@ class StageAccount:
             flight.gradients = self._new_gradients(flight, self.costs[self.loss].outputs)
         for layer in reversed(layers):
             self._backward_of(flight, layer)
+        self.device.release(("lasting", id(flight)))
         if layers.start == self.start:
             self._send_gradients(flight)
         for start in {start for start in flight.copied if start >= layers.start}:
@@ -418,6 +419,8 @@ class StageAccount:
         for span in inner if inner and layer + 1 in self.layers else usual:
             device.reach(span.peak_bytes - self._released(flight, layer, span), span.workspace_bytes)
         device.release("adding")
+        saved = zip(flight.saved[layer], cost.saved, strict=True)
+        device.hold(("lasting", id(flight)), [storage for storage, tensor in saved if tensor.lasting])
         device.release(("graph", id(flight), layer))
         del flight.saved[layer], flight.entered[layer]
         self._pass_gradients(flight, cost)

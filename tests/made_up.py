@@ -78,6 +78,7 @@ def layer(
     origins: tuple[Origin, ...] | None = None,
     storages: tuple[int, ...] | None = None,
     saved: tuple[Origin, ...] = (INPUT,),
+    lasting: Sequence[int] = (),
     parameters: tuple[Parameter, ...] | None = None,
     parameter_bytes: int = 0,
     buffer_bytes: int = 0,
@@ -99,7 +100,8 @@ def layer(
     """A layer that allocates its outputs and saves its input; what is not given follows from the rest.
 
     `parameter_bytes` is one trainable weight, unless `parameters` are given; `update` what a first update and a later
-    one need besides the state; `works` forward, backward and update, if they are not alike.
+    one need besides the state; `works` forward, backward and update, if they are not alike; `lasting` the saved tensors
+    that the layer's own backward does not free.
     """
     storages = tuple(v.nbytes for v in outputs) if storages is None else storages
     parameters = (parameter("w", parameter_bytes),) if parameters is None else parameters
@@ -119,7 +121,7 @@ def layer(
         outputs=outputs,
         output_origins=origins or tuple(Origin(kind="own", index=k) for k in range(len(outputs))),
         storages=storages,
-        saved=tuple(_saved(k, origin, storages, inputs) for k, origin in enumerate(saved)),
+        saved=tuple(_saved(k, origin, storages, inputs, k in lasting) for k, origin in enumerate(saved)),
         forward_peak_bytes=sum(storages) + scratch_bytes,
         checkpoint_peak_bytes=sum(storages) if checkpoint_peak_bytes is None else checkpoint_peak_bytes,
         mutates_inputs=mutates_inputs,
@@ -139,9 +141,10 @@ def layer(
     )
 
 
-def _saved(index: int, origin: Origin, storages: Sequence[int], inputs: Sequence[Value]) -> SavedTensor:
+def _saved(index: int, origin: Origin, storages: Sequence[int], inputs: Sequence[Value], lasting: bool) -> SavedTensor:
     sizes = {"own": storages, "input": [v.nbytes for v in inputs]}.get(origin.kind)
-    return SavedTensor(index=index, nbytes=sizes[origin.index] if sizes else 0, dtype="uint8", origin=origin)
+    nbytes = sizes[origin.index] if sizes else 0
+    return SavedTensor(index=index, nbytes=nbytes, dtype="uint8", origin=origin, lasting=lasting)
 
 
 def measurement(
@@ -350,7 +353,9 @@ def _odd_layer(
     own_state = state if learned else 0
     made = tuple(rng.randrange(size) for _ in range(rng.randrange(1, 3)))
     gradients = tuple(_odd_gradient(rng, like, v, outputs, made) for v in inputs)
-    releasable = sorted({o.index for o in saved if o.kind == "input"})
+    lasting = [k for k in range(len(saved)) if rng.random() < 0.3] if _odd(rng, like) else []
+    remaining = {saved[k] for k in lasting}
+    releasable = sorted({o.index for o in saved if o.kind == "input" and o not in remaining})
     returned = {o.index for o in origins if o.kind == "own"}
     buffers = rng.randrange(size) * _odd(rng, like) * bool(weight or parameters)
     cost = layer(
@@ -359,6 +364,7 @@ def _odd_layer(
         origins=origins,
         storages=storages,
         saved=tuple(saved),
+        lasting=lasting,
         parameters=parameters,
         buffer_bytes=buffers,
         fed_back_bytes=rng.randint(0, buffers) * _odd(rng, like),

@@ -54,6 +54,7 @@ class SavedTensor:
     origin: Origin
     shape: tuple[int, ...] = ()
     operation: str = ""  # autograd's, such as `NativeDropout`; empty where unknown
+    lasting: bool = False  # kept until the backward of all layers that ran forward with this one has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +218,12 @@ class LayerCost:
     def saved_inputs(self) -> tuple[int, ...]:
         """The numbers of the inputs whose storages the saved tensors hold."""
         return tuple(o.index for o in self.saved_storages if o.kind == "input")
+
+    @property
+    def lasting_storages(self) -> tuple[Origin, ...]:
+        """Those of the saved storages that the layer's own backward does not free."""
+        lasting = {tensor.origin for tensor in self.saved if tensor.lasting}
+        return tuple(origin for origin in self.saved_storages if origin in lasting)
 
     @property
     def saved_bytes(self) -> int:

@@ -111,10 +111,16 @@ def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
-    """By the account: pieces peak where whole stages do, whatever the layers share."""
+    """By the account: pieces peak where whole stages do, whatever the layers share. Only what lasts until the end of a
+    backward ends earlier with a piece's.
+    """
     rng = Random(seed)
     plan = any_plan(rng, hostile(rng, 1 + small_first(seed, largest=7)), any_training(rng), recompute="never")
-    assert peaks(plan, program=in_pieces(rng, plan)) == peaks(plan)
+    in_parts, whole = peaks(plan, program=in_pieces(rng, plan)), peaks(plan)
+    if any(cost.lasting_storages for cost in (*plan.measurement.kinds, plan.measurement.loss)):
+        assert all(part <= entire for part, entire in zip(in_parts, whole, strict=True))
+    else:
+        assert in_parts == whole
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -199,8 +199,12 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
         for number in layer.saves:
-            working.drop(known.get(number, number + shift), mine)
+            if number not in layer.lasts:
+                working.drop(known.get(number, number + shift), mine)
         born += cost.gradient_bytes - added[position] if is_first else 0
+    for position in range(piece.first, piece.end):
+        for number in storages.layers[position].lasts:
+            working.drop(known.get(number, number + shift), holders.saved(position))
     left = storages.gradients(piece.first)
     if piece.first == 0:
         working.reach(left - entry + born + storages.made_gradient_bytes)

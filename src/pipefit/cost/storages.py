@@ -36,6 +36,7 @@ class LayerStorages(NamedTuple):
     cost: LayerCost
     inputs: tuple[int, ...]  # one for every input value; values may share one
     saves: tuple[int, ...]  # what its backward needs, each once
+    lasts: frozenset[int]  # those of them that its backward does not free, but the end of the whole piece's
     saved_inputs: tuple[int, ...]  # the numbers of the inputs whose storages are among these
     outputs: tuple[int, ...]  # one for every output value
 
@@ -133,9 +134,10 @@ class StageStorages:
             places = {origin: self._find(origin, own, inputs) for origin in cost.saved_storages}
             self._saved_places.append(places)
             saves = tuple(dict.fromkeys(places.values()))
+            lasts = frozenset(places[origin] for origin in cost.lasting_storages)
             values = tuple(self._find(origin, own, inputs) for origin in cost.output_origins)
             saved_inputs = tuple(origin.index for origin in places if origin.kind == "input")
-            layers.append(LayerStorages(cost, inputs, saves, saved_inputs, values))
+            layers.append(LayerStorages(cost, inputs, saves, lasts, saved_inputs, values))
         return tuple(layers)
 
     def _find(self, origin: Origin, own: Sequence[int], inputs: Sequence[int]) -> int:
@@ -175,10 +177,11 @@ class StageStorages:
     @cached_property
     def _named(self) -> dict[Subject, int]:
         found: dict[Subject, int] = {}
+        fixed = frozenset[int]().union(*(layer.lasts for layer in self.layers))  # autograd does not hold these
         for position, layer in enumerate(self.layers[: self.stop - self.start]):
             places = self._saved_places[position]
             for tensor in layer.cost.saved:
-                if tensor.origin in places:
+                if tensor.origin in places and places[tensor.origin] not in fixed:
                     found[Subject(self.start + position, tensor.index)] = places[tensor.origin]
         return found
 

@@ -36,7 +36,7 @@ from pipefit.profiler.feedback import feedback
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
-from pipefit.profiler.saved import Held, LayerStorages, saved_tensors, savers
+from pipefit.profiler.saved import Held, LayerStorages, lasting_tensors, saved_tensors, savers
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
@@ -215,10 +215,14 @@ class LayerMeter:
         self._refuse_strangers(values)
         storages = LayerStorages(self.meter, self._statics(), inputs)
         saved = saved_tensors([known() for known in packed], savers(values), storages)
+        lasting = lasting_tensors(values, len(packed), storages)
+        saved += lasting
         origins = tuple(map(storages.origin, values))
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
-        if hidden > 0:  # kept on the context of a custom function, which the hooks do not see
-            saved.append(SavedTensor(index=len(packed), nbytes=hidden, dtype="uint8", origin=storages.add(hidden)))
+        if hidden > 0:  # numbers that are kept as tensors, which the hooks do not see
+            saved.append(
+                SavedTensor(index=len(packed) + len(lasting), nbytes=hidden, dtype="uint8", origin=storages.add(hidden))
+            )
         kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
         graph.root = None

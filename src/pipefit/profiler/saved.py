@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.profiler.graph import nodes
@@ -65,6 +66,32 @@ def saved_tensors(
             origin=storages.origin(tensor),
         )
         for index, tensor in kept
+    ]
+
+
+def lasting_tensors(values: Sequence[Tensor], first: int, storages: LayerStorages) -> list[SavedTensor]:
+    """The tensors that custom functions in the graph of `values` keep as attributes of their contexts.
+
+    Autograd knows nothing of them: they end with the graph, not with the backward of their function. They are numbered
+    from `first` on.
+    """
+    kept = [
+        (node.name().rpartition("Backward")[0], leaf)
+        for node in sorted(nodes(values), key=lambda node: node._sequence_nr())
+        for leaf in pytree.tree_leaves(getattr(node, "__dict__", {}))
+        if isinstance(leaf, Tensor)
+    ]
+    return [
+        SavedTensor(
+            index=first + number,
+            operation=operation,
+            shape=tuple(tensor.shape),
+            nbytes=tensor.numel() * tensor.element_size(),
+            dtype=dtype_name(tensor.dtype),
+            origin=storages.origin(tensor),
+            lasting=True,
+        )
+        for number, (operation, tensor) in enumerate(kept)
     ]
 
 

@@ -83,6 +83,7 @@ class Ranges:
         self.inner_gradients = integers(map(whole.gradients, range(self.layers + 2)))
         self.arriving_gradients = integers([0, *(gradient_bytes(cost.outputs) for cost in costs[:-2]), 0, 0])
         self.unlike = whole.unlike_gradients()  # boundaries at which sums over layers are not enough
+        self.lasting = [number for number, cost in enumerate(costs) if cost.lasting_storages]
         targets = model.fresh[-1][len(costs[-2].outputs) :]
         self.target_bytes = sum(lifetime.nbytes for lifetime in targets)
         self.kept_targets = sum(lifetime.nbytes for lifetime in targets if lifetime.saver != NEVER)
@@ -217,14 +218,17 @@ class _BandMaker:
     def _corrected(self, band: Band) -> Band:
         """The band, with the ranges corrected for which sums over layers are not enough.
 
-        These hold two users of a shared parameter, or meet one of `StageStorages.unlike_gradients`. They are few, and
-        each is computed as a stage by itself.
+        These hold two users of a shared parameter, or a layer behind the first that keeps a tensor until the whole
+        backward has ended, or meet one of `StageStorages.unlike_gradients`. Each is computed as a stage by itself.
         """
         starts, stops = self.starts, self.stops
         repeats = np.zeros(band.valid.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
             for user, later in pairwise(shared.users):
                 repeats |= (starts <= user) & (stops > later)
+        ends = stops + (stops == self.ranges.layers)  # the loss counts as a last layer
+        for layer in self.ranges.lasting:
+            repeats |= (starts < layer) & (ends > layer)
         for boundary, born in self.ranges.unlike:
             repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
         for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
