@@ -106,7 +106,12 @@ def random_plan(found: ModelProfile, rng: Random, *, microbatches: int | None = 
     plan = Plan(
         profile=found,
         cluster=Cluster.emulated((4, ROOM)),
-        training=Training(batch_size=size * number, microbatches=number, schedule=schedule),
+        training=Training(
+            batch_size=size * number,
+            microbatches=number,
+            schedule=schedule,
+            precision=found.assumptions.precision,
+        ),
         stages=stages,
     )
     return replace(plan, decisions=random_decisions(plan, rng))

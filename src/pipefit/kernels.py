@@ -16,7 +16,7 @@ from pipefit.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a result of a kernel lies in memory: elements, except for the bytes of its storage.
+    """How a result of a kernel lies in memory: elements of `dtype`, except for the bytes of its storage.
 
     Results of one call with the same `storage` share it.
 
@@ -31,6 +31,7 @@ class Layout:
     offset: int
     storage: int
     storage_bytes: int
+    dtype: str  # such as float32
 
     def __post_init__(self) -> None:
         if min(self.offset, self.storage, self.storage_bytes, 0) < 0 or len(self.shape) != len(self.strides):

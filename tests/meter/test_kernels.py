@@ -235,7 +235,9 @@ def test_fake_results_lie_as_the_kernels_do() -> None:
             Kernel(
                 operation="aten.relu.default(float32[2x3])",
                 peak_bytes=400,
-                results=(Layout(shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400),),
+                results=(
+                    Layout(shape=(2, 3), strides=(1, 2), offset=4, storage=0, storage_bytes=400, dtype="float32"),
+                ),
             ),
         )
     )
@@ -247,6 +249,18 @@ def test_fake_results_lie_as_the_kernels_do() -> None:
         assert meter.end(0, 0.0).total_bytes == 400 + 24
         loss = F.mse_loss(torch.empty(5, 7), torch.empty(5, 7))
     assert loss.untyped_storage().nbytes() == F.mse_loss(torch.rand(5, 7), torch.rand(5, 7)).untyped_storage().nbytes()
+
+
+def test_fake_results_have_the_kernels_dtype() -> None:
+    """Statistics of a layer norm whose weights are wider than its input; and its backward is measured from them."""
+    meter = Meter(0, kernels=Kernels(1))
+    meter.begin("layer norm")
+    with FakeTarget("cpu"), meter:
+        x, weight = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8)
+        out, mean, deviation = torch.native_layer_norm(x, [8], weight, weight, 1e-5)
+        assert (out.dtype, mean.dtype, deviation.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+        aten.native_layer_norm_backward.default(out, x, [8], mean, deviation, weight, weight, [True] * 3)
+    assert meter.kernels is not None and not meter.kernels.memory.unknown
 
 
 # ---------------------------------------------------------------- the cache, and what a profile gives

@@ -23,7 +23,7 @@ from pipefit.kernels import Kernel, KernelMemory
 from pipefit.meter.machine import Machine
 from pipefit.pieces import adapter
 
-_VERSION = 2
+_VERSION = 3
 
 
 class Cache:

@@ -1,8 +1,9 @@
 """How the results of a kernel lie in memory, and fake results that lie in the same way.
 
-For fake tensors torch has rules for the shapes and strides of results. The kernel that really runs may return other
-strides, a storage that is larger than the result, or another size of workspace, depending on the processor. The
-operations that follow then copy or keep other bytes, so fake results are made to lie as the kernel's do.
+For fake tensors torch has rules for the shapes, strides and dtypes of results. The kernel that really runs may return
+other strides, another dtype (the statistics of norms under autocast), a storage that is larger than the result, or
+another size of workspace, depending on the processor. The operations that follow then copy or keep other bytes, so fake
+results are made to lie as the kernel's do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pipefit.errors import UsageError
 from pipefit.kernels import Layout
 
 
@@ -40,6 +42,7 @@ def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout
         offset=int(result.storage_offset()),
         storage=numbers.setdefault(storage._cdata, len(numbers)),
         storage_bytes=storage.nbytes(),
+        dtype=str(result.dtype).removeprefix("torch."),
     )
 
 
@@ -68,5 +71,12 @@ def _relaid(out: Any, layouts: Iterator[Layout | None], storages: dict[int, Tens
         return out
     if layout.storage not in storages:
         storages[layout.storage] = torch.empty(layout.storage_bytes, dtype=torch.uint8, device=out.device)
-    elements = storages[layout.storage].view(out.dtype)
+    elements = storages[layout.storage].view(_dtype(layout.dtype))
     return elements.as_strided(layout.shape, layout.strides, layout.offset)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"the profile holds a kernel's result of {name!r}, which is no dtype of torch: profile again")
+    return found
