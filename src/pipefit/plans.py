@@ -246,12 +246,15 @@ class Plan:
         parts = "blocks" if self.profile.blocks else "layers"
         return Table(("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", ""), rows)
 
-    def __str__(self) -> str:
-        """An explanation of the plan: its stages and peaks, what limits it, how it was found, how fast it is, and where
-        that holds.
-        """
+    @property
+    def explanation(self) -> list[Table | str]:
+        """Its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
         sentences = [_limit(self), *_planner(self), *_time(self), *_caveats(self)]
-        return plain([_head(self), self.stage_table, "\n".join(sentences)])
+        return [_head(self), self.stage_table, "\n".join(sentences)]
+
+    def __str__(self) -> str:
+        """The explanation as text."""
+        return plain(self.explanation)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
