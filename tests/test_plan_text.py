@@ -13,6 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
 from pipefit.plans import Plan, Prediction
+from pipefit.profiles import Block
 from pipefit.simulator import simulate
 from pipefit.trace import Stream, Trace
 from pipefit.units import format_bytes
@@ -35,6 +36,27 @@ def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
         assert row[5] == format_bytes(peak)
         assert row[7] == f"{100 * peak / 40000:.1f} %"
         assert row[8].count("#") == round(20 * peak / 40000)
+
+
+def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
+    """All rows count and name what the heading says: blocks where every stage is of whole blocks, otherwise layers."""
+    taken = made()
+    blocks = Block(name="first", layers=5), Block(name="rest", layers=25)
+    for cut, heading, named, counts in (
+        (5, "blocks", ["first", "rest"], ["1", "1"]),
+        (4, "layers", ["layer0 .. layer3", "layer4 .. layer29"], ["4", "26"]),
+        (6, "layers", ["layer0 .. layer5", "layer6 .. layer29"], ["6", "24"]),
+    ):
+        stages = tuple(
+            replace(stage, start=start, stop=stop)
+            for stage, (start, stop) in zip(taken.stages, ((0, cut), (cut, 30)), strict=False)
+        )
+        table = replace(
+            taken, profile=replace(taken.profile, blocks=blocks), stages=stages, prediction=None, provenance=None
+        ).stage_table
+        assert table.columns[2] == heading
+        assert [row[2] for row in table.rows] == named
+        assert [row[3] for row in table.rows] == counts
 
 
 def test_a_device_that_is_too_small_is_marked() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+
+import pytest
 
 from pipefit.tables import Table, plain, write
 
@@ -37,3 +40,55 @@ def test_a_terminal_gets_the_same_words() -> None:
     write([Table(("name",), (("[bold]layer[/bold]",),)), "[red]text[/red]"], stream)
     assert "[bold]layer[/bold]" in stream.getvalue()
     assert "[red]text[/red]" in stream.getvalue()
+
+
+WIDE = Table(
+    ("layer", "name", *(f"column {place}" for place in range(12))),
+    tuple((str(row), f"layer{row}", *(f"{row}.{place} KiB" for place in range(12))) for row in range(3)),
+    title="wide",
+)
+
+
+def on_80_columns(monkeypatch: pytest.MonkeyPatch, *blocks: Table | str) -> list[str]:
+    """The lines that a terminal of 80 columns shows, without its colours."""
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    write(blocks, stream)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+
+
+def test_a_table_wider_than_the_terminal_is_shown_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cell is cut or broken, no line is longer than the terminal, and every part names its rows."""
+    lines = on_80_columns(monkeypatch, WIDE)
+    assert max(map(len, lines)) <= 80
+    for row in WIDE.rows:
+        for cell in row[2:]:
+            (line,) = [line for line in lines if f" {cell} " in line]
+            assert f" {row[1]} " in line
+    assert sum("wide" in line for line in lines) == 1
+    assert sum("layer0" in line for line in lines) > 1
+
+
+def test_a_long_name_is_broken_and_leaves_room_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name longer than the terminal is shown whole over several lines, beside a figure that is not broken."""
+    name = "".join(chr(ord("a") + place % 26) for place in range(200))
+    lines = on_80_columns(monkeypatch, Table(("name", "bytes"), ((name, "1000.00 KiB"),)))
+    assert max(map(len, lines)) <= 80
+    assert any("1000.00 KiB" in line for line in lines)
+    assert name in "".join(line.replace("1000.00 KiB", "").strip() for line in lines)
+
+
+def test_a_table_that_fits_the_terminal_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A narrow table is shown once, with its columns beside each other."""
+    lines = on_80_columns(monkeypatch, TABLE)
+    assert sum("long" in line and "1000" in line for line in lines) == 1
+    assert sum("name" in line for line in lines) == 1
+
+
+def test_a_drawing_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column without a heading is no part of its own; beside what it draws it is shown."""
+    narrow, broad = (
+        Table(("name", "full", ""), (("a", "50 %", "#" * count),)) for count in (20, 70)
+    )  # fmt: skip
+    assert any("50 %" in line and "#" in line for line in on_80_columns(monkeypatch, narrow))
+    assert not any("#" in line for line in on_80_columns(monkeypatch, broad))

@@ -241,17 +241,25 @@ class Plan:
 
     @property
     def stage_table(self) -> Table:
-        """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
-        rows = tuple(_row(self, number, stage) for number, stage in enumerate(self.stages))
-        parts = "blocks" if self.profile.blocks else "layers"
+        """A row for each stage: device, blocks, parameters, and the predicted peak as a part of the device's budget.
+
+        Where there are no blocks, or a stage ends inside one, all rows tell layers.
+        """
+        edges = frozenset(self.profile.edges)
+        whole = bool(self.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in self.stages)
+        rows = tuple(_row(self, number, stage, whole=whole) for number, stage in enumerate(self.stages))
+        parts = "blocks" if whole else "layers"
         return Table(("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", ""), rows)
 
-    def __str__(self) -> str:
-        """An explanation of the plan: its stages and peaks, what limits it, how it was found, how fast it is, and where
-        that holds.
-        """
+    @property
+    def explanation(self) -> list[Table | str]:
+        """Its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
         sentences = [_limit(self), *_planner(self), *_time(self), *_caveats(self)]
-        return plain([_head(self), self.stage_table, "\n".join(sentences)])
+        return [_head(self), self.stage_table, "\n".join(sentences)]
+
+    def __str__(self) -> str:
+        """The explanation as text."""
+        return plain(self.explanation)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:
@@ -281,24 +289,18 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, number: int, stage: Stage) -> tuple[str, ...]:
-    names = plan.profile.span(stage.start, stage.stop)
+def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ...]:
+    """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
+    names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
     budget = plan.cluster.budgets[stage.device]
     full = _fullness(plan, stage)
     peak = format_bytes(plan.prediction.peak_bytes[stage.device]) if plan.prediction else "-"
     percent = "-" if full is None else f"{100 * full:.1f} %"
-    cells = (
-        str(number),
-        str(stage.device),
-        span,
-        str(len(names)),
-        format_bytes(parameters),
-        peak,
-        format_bytes(budget),
-    )
-    return (*cells, percent, "" if full is None else _bar(full))
+    bar = "" if full is None else _bar(full)
+    sizes = format_bytes(parameters), peak, format_bytes(budget)
+    return (str(number), str(stage.device), span, str(len(names)), *sizes, percent, bar)
 
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:

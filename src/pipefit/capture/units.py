@@ -6,7 +6,8 @@ inside. A module that does most of the model is split into its parts. Linear in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,7 +26,8 @@ class Units:
     def __init__(self, flow: Flow, module: nn.Module, *, deeper: bool) -> None:
         self.flow, self.deeper = flow, deeper
         self.modules = dict(module.named_modules(remove_duplicate=False))
-        self._holds = {path: _has_blocks(part) for path, part in self.modules.items()}
+        self._holds = _with_blocks(self.modules)
+        self._of_blocks = frozenset(path for path, part in self.modules.items() if self._parts_are_blocks(path, part))
 
     @cached_property
     def of_all(self) -> list[str]:
@@ -37,7 +39,13 @@ class Units:
         return found
 
     def _found(self, lone: frozenset[str]) -> list[str]:
-        return [self._of(stack(node), lone) for node in self.flow.order]
+        units = {path: self._of(path, lone) for path in self._paths}
+        return [units[stack(node)] for node in self.flow.order]
+
+    @cached_property
+    def _paths(self) -> frozenset[tuple[str, ...]]:
+        """The modules that operations ran in: one path for all operations of one innermost module."""
+        return frozenset(stack(node) for node in self.flow.order)
 
     def _of(self, path: Sequence[str], lone: frozenset[str]) -> str:
         """The unit of an operation that ran in the modules of `path`."""
@@ -50,19 +58,26 @@ class Units:
 
     def _is_unit(self, path: str) -> bool:
         path = plain(path)
-        module, parent = self.modules.get(path), self.modules.get(_parent(path))
-        if module is None:
+        module = self.modules.get(path)
+        if module is None or _parent(path) in self._of_blocks:
             return True
-        if isinstance(parent, _CONTAINERS) and _alike(parent):
-            return True
-        return not self._holds[path] and not isinstance(module, _CONTAINERS)
+        return path not in self._holds and not isinstance(module, _CONTAINERS)
+
+    def _parts_are_blocks(self, path: str, module: nn.Module) -> bool:
+        """Whether it is a container whose parts are blocks: all of one class, or without blocks inside."""
+        if not isinstance(module, _CONTAINERS):
+            return False
+        classes = [type(part) for part in module.children()]
+        inside = (f"{path}.{name}" if path else name for name, _ in module.named_children())
+        return (len(set(classes)) == 1 and len(classes) > 1) or self._holds.isdisjoint(inside)
 
     def _too_large(self, units: Sequence[str]) -> frozenset[str]:
         """Units with parts of their own that hold more than half of all operations."""
         return frozenset(
             unit
-            for unit in set(units) - {""}
-            if units.count(unit) > len(units) / 2
+            for unit, count in Counter(units).items()
+            if unit
+            and count > len(units) / 2
             and any(True for _ in self.modules[plain(unit)].children())
             and not isinstance(self.modules.get(_parent(unit)), _CONTAINERS)
         )
@@ -73,31 +88,43 @@ class Units:
 
         So the stages of a vision model are divided; the experts of a block are not, nor is what a shortcut leaps over.
         """
-        paths = {tuple(part for part in stack(node) if part) for node in self.flow.order}
-        spans, found = self._spans(), set[str]()
-        inside = {_parent(part) for path in paths for part in path} - {""}
-        for container in sorted(inside, key=lambda path: path.count(".")):
-            around = {self._around(path, container, found) for path in paths} - {""}
-            if len(around) == 1 and self._is_row(container, spans[around.pop()], spans):
+        around, spans, found = self._around_containers(), self._spans(), set[str]()
+        calls = defaultdict[str, list[tuple[int, int]]](list)
+        for part, span in spans.items():
+            calls[_parent(part)].append(span)
+        for container in sorted(around, key=lambda path: path.count(".")):
+            units = {self._innermost(path, found) for path in around[container]} - {""}
+            if len(units) == 1 and self._is_row(container, spans[units.pop()], sorted(calls[container])):
                 found.add(container)
         return frozenset(found)
 
-    def _around(self, path: tuple[str, ...], container: str, rows: set[str]) -> str:
-        """The innermost unit, or block in a row, that a container in it is part of; empty where there is none."""
-        here = next((n for n, part in enumerate(path) if _parent(part) == container), 0)
-        return next((p for p in reversed(path[:here]) if _parent(p) in rows or self._is_unit(p)), "")
+    def _around_containers(self) -> Mapping[str, set[tuple[str, ...]]]:
+        """For every module with parts that ran, the modules around its parts, outermost first, in each of its calls."""
+        found = defaultdict[str, set[tuple[str, ...]]](set)
+        for path in {tuple(filter(None, path)) for path in self._paths}:
+            first: dict[str, int] = {}
+            for n, part in enumerate(path):
+                first.setdefault(_parent(part), n)
+            for container, n in first.items():
+                if container:
+                    found[container].add(path[:n])
+        return found
+
+    def _innermost(self, path: tuple[str, ...], rows: set[str]) -> str:
+        """The innermost unit, or block in a row, of a path; empty where there is none."""
+        return next((part for part in reversed(path) if _parent(part) in rows or self._is_unit(part)), "")
 
     def _spans(self) -> dict[str, tuple[int, int]]:
         """The first and last operation of every call of a module."""
         found: dict[str, tuple[int, int]] = {}
         for number, node in enumerate(self.flow.order):
-            for part in stack(node):
+            for part in filter(None, stack(node)):
                 found[part] = found.get(part, (number, number))[0], number
         return found
 
-    def _is_row(self, container: str, around: tuple[int, int], spans: dict[str, tuple[int, int]]) -> bool:
+    def _is_row(self, container: str, around: tuple[int, int], calls: Sequence[tuple[int, int]]) -> bool:
+        """Whether nothing more crosses between these calls of a container's parts than around the unit they are in."""
         module = self.modules.get(container)
-        calls = sorted(span for part, span in spans.items() if part and _parent(part) == container)
         if len(calls) < 2 or not isinstance(module, _CONTAINERS) or not _are_blocks(list(module.children())):
             return False
         cost, count, ends = self.flow.cost, self.flow.count, [end for end in (around[0] - 1, around[1]) if end >= 0]
@@ -120,15 +147,12 @@ def _parent(path: str) -> str:
     return plain(path).rpartition(".")[0]
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether there are blocks inside: a container of modules that have parts themselves."""
-    return any(
-        isinstance(part, _CONTAINERS) and any(True for child in part.children() for _ in child.children())
-        for part in module.modules()
-    )
-
-
-def _alike(container: nn.Module) -> bool:
-    """Whether the parts of a container are blocks: all of one class, or without blocks inside."""
-    children = list(container.children())
-    return (len({type(child) for child in children}) == 1 and len(children) > 1) or not any(map(_has_blocks, children))
+def _with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """The modules with blocks inside, or that hold some: a container of modules that have parts themselves."""
+    found = set[str]()
+    for path, module in modules.items():
+        if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
+            while path not in found:
+                found.add(path)
+                path = path.rpartition(".")[0]
+    return frozenset(found)

@@ -21,7 +21,7 @@ def describe(document: Cluster | ModelProfile | Plan | Program | Trace) -> list[
         case ModelProfile():
             return describe_profile(document)
         case Plan():
-            return [str(document)]
+            return list(document.explanation)
         case Program():
             return describe_program(document)
         case Trace():
