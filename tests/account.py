@@ -12,6 +12,9 @@ Who holds what:
     gradients    those of the values at the layer that is next in the backward      boundary buffers
     graph        what a layer saved, until its backward                             activations
     kept         the inputs of a forward that will run again, until it does         activations
+    newest       the weights that updates change                                    parameters
+    current      the weights that forwards use, if they are not the newest          weight versions
+    uses         older weights, until the backward of a microbatch that needs them  weight versions
     copies       of the buffers that a second forward works on, until its backward;
                  of those that feed back they are made before the first forward     activations
 
@@ -46,6 +49,9 @@ FOREVER = "forever"
 _HOLDS_ACTIVATIONS = frozenset({"graph", "kept", "copies"})
 _OF_THE_STAGE = {
     "parameters": Category.PARAMETERS,
+    "newest": Category.PARAMETERS,
+    "current": Category.VERSIONS,
+    "uses": Category.VERSIONS,
     "parameter gradients": Category.GRADIENTS,
     "optimizer": Category.OPTIMIZER,
 }
@@ -191,19 +197,24 @@ class StageAccount:
 
     def _exist_before_training(self, microbatches: int) -> None:
         """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
-        device = self.device
+        device, trained = self.device, sum(s.nbytes for s in self.shared if s.gradient_bytes)
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
-            own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared)
+            changing = sum(p.nbytes for p in cost.parameters if p.trainable)
+            changing -= sum(s.nbytes for s in shared if s.gradient_bytes)
+            trained += changing
+            own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared) - changing
             held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
             device.new(own + held, self._of("parameters"))
             device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
         for parameter in self.shared:
-            device.new(parameter.nbytes, self._of("parameters"))
+            device.new(0 if parameter.gradient_bytes else parameter.nbytes, self._of("parameters"))
             device.new(parameter.early_state_bytes, self._of("optimizer"))
         for buffer in self.buffers:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
+        weights = device.new(trained, self._of("newest"))
+        device.hold(self._of("current"), [weights])
 
     def act(self, action: Action) -> None:
         """What an action allocates and frees."""
@@ -217,6 +228,10 @@ class StageAccount:
         """What was sent may go, and what was moved away; what was received or moved back was there before."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
+        elif action.kind is Kind.STASH:
+            (weights,) = self.device.held_by(self._of("newest"))
+            self.device.release(self._of("current"))
+            self.device.hold(self._of("current"), [weights])
         elif action.kind is Kind.OFFLOAD:
             for storage in self._tensors(flight, action):
                 readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
@@ -235,7 +250,13 @@ class StageAccount:
                 for storage in self._tensors(flight, action):
                     storage.away = False
                 self.device.reach(0)
+            case Kind.STASH:
+                (weights,) = self.device.held_by(self._of("newest"))
+                self.device.release(self._of("newest"))
+                self.device.new(weights.nbytes, self._of("newest"))
             case Kind.STEP:
+                (weights,) = self.device.held_by(self._of("newest"))
+                assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs the weights"
                 self._step()
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
@@ -249,7 +270,11 @@ class StageAccount:
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
         }
+        if first == self.start and action.kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
+            self.device.hold(("uses", id(flight)), self.device.held_by(self._of("current")))
         run[action.kind](flight, range(first, end + (self.last and end == self.stop)))
+        if first == self.start and action.kind is Kind.BACKWARD:
+            self.device.release(("uses", id(flight)))
 
     # ---------------------------------------------------------------- data and messages
 
@@ -514,7 +539,7 @@ class Account:
 
     def __init__(self, plan: Plan, device: int, *, program: Program | None = None, steps: int = 2) -> None:
         program = lower(plan) if program is None else program
-        self.device = Device()
+        self.number, self.device = device, Device()
         self.stages = {
             number: StageAccount(
                 self.device, plan.measurement, stage.start, stage.stop,

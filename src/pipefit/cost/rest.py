@@ -39,6 +39,12 @@ class StageRest:
         return sum(cost.gradient_bytes for cost in self.storages.costs) - repeated
 
     @cached_property
+    def version_bytes(self) -> int:
+        """A version of the weights: all parameters that are trained, without those that no update changes."""
+        shared = sum(again.shared.nbytes for again in self.storages.repetitions if again.shared.gradient_bytes)
+        return sum(p.nbytes for cost in self.storages.costs for p in cost.parameters if p.trainable) - shared
+
+    @cached_property
     def early_state_bytes(self) -> int:
         """Optimizer state that exists before the first step."""
         repeated = sum(again.shared.early_state_bytes for again in self.storages.repetitions)

@@ -9,7 +9,7 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
-from pipefit.cost.time import backward_seconds, forward_seconds, update_seconds
+from pipefit.cost.time import backward_seconds, copy_seconds, forward_seconds, update_seconds
 from pipefit.devices import DeviceKind
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
@@ -28,11 +28,14 @@ class StageCost:
         self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
+        self.stash_seconds = copy_seconds(self.rest.version_bytes, kind)
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
         if action.kind is Kind.STEP:
             return self.update_seconds
+        if action.kind is Kind.STASH:
+            return self.stash_seconds
         first, end = action.layers or (self.start, self.stop)
         return self.backward_seconds(first, end) if action.kind is Kind.BACKWARD else self.forward_seconds(first, end)
 

@@ -46,3 +46,8 @@ def backward_seconds(
 def update_seconds(measurement: Measurement, start: int, stop: int, kind: DeviceKind, dtype: str = "float32") -> float:
     """Seconds of an optimizer step over layers `start` to `stop - 1`."""
     return sum(seconds(cost.update, kind, dtype) for cost in _costs_of(measurement, start, stop))
+
+
+def copy_seconds(nbytes: int, kind: DeviceKind) -> float:
+    """Seconds of a copy of `nbytes` within a device of `kind`, which reads and writes them."""
+    return seconds(Work(flops=0, moved_bytes=2 * nbytes), kind)
