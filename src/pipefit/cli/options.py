@@ -29,5 +29,6 @@ Settings = Annotated[
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 PredictedSteps = Annotated[
-    int, typer.Option("--steps", min=1, max=1000, help="Training steps; all but the first cost the same.")
+    int | None,
+    typer.Option("--steps", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."),
 ]

@@ -20,6 +20,7 @@ from pipefit.runtime.buffers import move
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
+from pipefit.schedule import is_endless
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
             shared=own[stage],
             microbatches=plan.training.microbatches,
             agreement=agreement,
+            endless=is_endless(plan),
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,

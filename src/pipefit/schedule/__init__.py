@@ -5,11 +5,13 @@ from pipefit.schedule.lower import (
     SCHEDULES,
     distinct_steps,
     is_endless,
+    loss_delay,
     lower,
     lower_drain,
     lower_evaluation,
     schedule_named,
     step_programs,
+    updates_alone,
 )
 from pipefit.schedule.order import Compute, Endless, Schedule
 
@@ -21,9 +23,11 @@ __all__ = [
     "Schedule",
     "distinct_steps",
     "is_endless",
+    "loss_delay",
     "lower",
     "lower_drain",
     "lower_evaluation",
     "schedule_named",
     "step_programs",
+    "updates_alone",
 ]

@@ -78,6 +78,20 @@ def distinct_steps(plan: Plan) -> int:
     return max(filling, 1) + 1
 
 
+def loss_delay(plan: Plan) -> int:
+    """How many steps later the loss of a step is known on every stage, if none ever waits for it.
+
+    That is 0 under a synchronous schedule. Under an endless one the first stage is behind the last by one microbatch
+    less than there are stages.
+    """
+    return -(-(len(plan.stages) - 1) // plan.training.microbatches) if is_endless(plan) else 0
+
+
+def updates_alone(plan: Plan) -> bool:
+    """Whether every microbatch has an update of its own, instead of a share in its step's."""
+    return plan.training.schedule == "pipedream"
+
+
 def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True, entered: int = 0) -> Program:
     """The program of one training step of `plan`.
 
