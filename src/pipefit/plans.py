@@ -361,6 +361,8 @@ def _bubble(plan: Plan) -> str:
     recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
     if stages == 1 or len(plan.ranks) < stages or recomputes:
         return ""
+    if plan.training.endless:
+        return f"; stages of equal time would not wait under {plan.training.schedule}, but for messages"
     share = (stages - 1) / (microbatches + stages - 1)
     return (
         f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "

@@ -16,7 +16,7 @@ from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.program import Program, parse_program
-from pipefit.schedule import ENDLESS, lower, lower_drain, step_programs
+from pipefit.schedule import ENDLESS, SCHEDULES, lower, lower_drain, step_programs
 from pipefit.sharing import SharedParameter
 from pipefit.simulator import Simulation
 from pipelines import equal_profile, make_plan
@@ -241,6 +241,21 @@ def decided(plan: Plan, decision: Decision) -> Plan:
     return replace(plan, decisions=(decision,))
 
 
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
+    """A common norm and a loss scale, where the training is born; the synchronous schedules take them."""
+    plan = plan_of(schedule, 3, 4)
+    with pytest.raises(UsageError, match=r"cannot be clipped to a common norm, .* or use schedule 1f1b"):
+        replace(plan.training, clip_norm=1.0)
+    with pytest.raises(UsageError, match=r"mixed-float16 scales the loss .*: use mixed-bfloat16, or schedule 1f1b"):
+        replace(plan.training, precision="mixed-float16")
+
+
+def test_a_training_knows_which_schedules_are_endless() -> None:
+    """The names that it knows are those that are lowered to programs without end."""
+    assert {name for name in (*SCHEDULES, *ENDLESS) if plan_of(name, 1, 1).training.endless} == set(ENDLESS)
+
+
 SOME = Decision(
     stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, microbatches=Microbatches(taken=1, every=2, first=0)
 )
@@ -249,19 +264,12 @@ AWAY = Decision(stage=0, subject=SavedTensors(tensors=((0, 0),)), what=What.OFFL
 
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_what_has_no_meaning_without_a_flush_is_refused(schedule: str) -> None:
-    """Shared parameters on several stages, a common norm, a loss scale, decisions about some microbatches, copies, and
-    gradients that wait for another batch: each is named, with the ways out.
+    """Shared parameters on several stages, decisions about some microbatches, copies, and gradients that wait for
+    another batch: each is named, with the ways out.
     """
     plan = plan_of(schedule, 3, 4)
-    clipped, scaled = replace(plan.training, clip_norm=1.0), replace(plan.training, precision="mixed-float16")
-    assumed = replace(plan.profile.assumptions, precision="mixed-float16")
     for refused, message in (
         (shared(plan), r"parameter 'tied' is shared by stages 0, 2, .*: put all of its layers into one stage, untie"),
-        (replace(plan, training=clipped), "cannot be clipped to a common norm, .* or use schedule 1f1b"),
-        (
-            replace(plan, training=scaled, profile=replace(plan.profile, assumptions=assumed)),
-            "mixed-float16 scales the loss .*: use bfloat16, or schedule 1f1b",
-        ),
         (decided(plan, SOME), "for all microbatches or for none"),
         (decided(plan, AWAY), f"cannot be carried out under schedule {schedule} yet"),
         (make_plan(plan.profile, [1] * 3, devices=1, microbatches=4, schedule=schedule), "one stage on each device"),

@@ -150,6 +150,19 @@ def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) 
         assert last == one_more, "later steps differ after all"
 
 
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int) -> None:
+    """By the account: whenever it comes, after one step or many, so that a plan's peaks hold for it too."""
+    rng = Random(seed)
+    plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
+    count, peaks = plan.training.microbatches, Simulation(plan).peak_bytes
+    for steps in (1, rng.randrange(1, distinct_steps(plan) + 1)):
+        whole = one_program(plan, (count,) * steps, drained=True)
+        for device, most in enumerate(peaks):
+            assert Account(plan, device, program=whole, steps=1).peak_bytes <= most
+
+
 def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
     """Any split over up to four devices; parameters that stages would share are not; all or no microbatches of a run
     are recomputed.

@@ -42,7 +42,7 @@ class StageRest:
     def version_bytes(self) -> int:
         """A version of the weights: all parameters that are trained, without those that no update changes."""
         shared = sum(again.shared.nbytes for again in self.storages.repetitions if again.shared.gradient_bytes)
-        return sum(p.nbytes for cost in self.storages.costs for p in cost.parameters if p.trainable) - shared
+        return sum(cost.trained_bytes for cost in self.storages.costs) - shared
 
     @cached_property
     def early_state_bytes(self) -> int:

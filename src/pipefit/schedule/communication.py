@@ -34,16 +34,14 @@ from pipefit.plans import Plan
 from pipefit.schedule.order import Order
 
 
-def communicated(order: Order, plan: Plan, *, before: Action | None = None, goes_on: bool = False) -> Iterator[Action]:
+def communicated(order: Order, plan: Plan, *, before: Action | None = None, endless: bool = False) -> Iterator[Action]:
     """The actions of one rank: its compute actions, and the receives, loads and sends around them.
 
-    Args:
-        before: the last compute action of the step before, if it has sent what is not joined yet.
-        goes_on: whether the next step joins the last sends.
+    Under an `endless` schedule the next step joins the last sends, and this one those of `before`, the last compute
+    action of the step before.
     """
     early, counted, behind = _around(order)
-    yield from behind[0]
-    yield from _receives(counted[0], plan) if counted else ()
+    yield from _receives(counted[0], plan)
     sending = [] if before is None else list(_sends(before, plan))
     for number, action in enumerate(counted):
         ahead = list(_receives(counted[number + 1], plan)) if number + 1 < len(counted) else []
@@ -58,17 +56,30 @@ def communicated(order: Order, plan: Plan, *, before: Action | None = None, goes
         yield action
         yield from () if turns_back else joins
         yield from sending
-        yield from behind[number + 1]
-    yield from () if goes_on else (send.join for send in sending)
+        yield from behind[number]
+    yield from () if endless else (send.join for send in sending)
+
+
+def drained(order: Order, plan: Plan, *, before: Action | None) -> Iterator[Action]:
+    """The same of the drain of an endless schedule, with every message by itself.
+
+    So a drain never holds more than the steps before it: in its place a microbatch more was in flight.
+    """
+    yield from () if before is None else (send.join for send in _sends(before, plan))
+    for action in order:
+        receives, sends = list(_receives(action, plan)), list(_sends(action, plan))
+        yield from (*receives, *(receive.join for receive in receives))
+        yield action
+        yield from (*sends, *(send.join for send in sends))
 
 
 def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[Action]]]:
     """The actions c[t]; for each the recomputations before it that come earlier than just before their backward; and
-    the updates before c[0], and behind each.
+    for each the updates behind it.
     """
     early: list[list[Action]] = [[]]
     counted: list[Action] = []
-    behind: list[list[Action]] = [[]]
+    behind: list[list[Action]] = []
     for action, following in zip_longest(order, order[1:]):
         if action.kind is Kind.RECOMPUTE and following != action._replace(kind=Kind.BACKWARD):
             early[-1].append(action)

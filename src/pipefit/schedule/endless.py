@@ -19,29 +19,18 @@ def check_endless(plan: Plan) -> None:
     """Check that every microbatch can be followed by an update of its own stages alone.
 
     Raises:
-        UsageError: several stages on a device; stages that share a parameter or agree before an update; or a decision
-            for some microbatches only, or about what is moved away.
+        UsageError: several stages on a device, stages that share a parameter, or a decision for some microbatches only
+            or about what is moved away.
     """
-    name, training = plan.training.schedule, plan.training
-    instead = f"schedule {name} updates every stage by itself and never waits for all of them"
+    name = plan.training.schedule
     for stages in plan.ranks:
         check_alone(name, len(stages))
     for number, members in plan.summed.items():
         shared = plan.measurement.shared[number].name
         raise UsageError(
             f"parameter {shared!r} is shared by stages {', '.join(map(str, members))}, whose gradients would be added "
-            f"up before every update, but {instead}: put all of its layers into one stage, untie them, or use schedule "
-            "1f1b"
-        )
-    if training.clip_norm is not None:
-        raise UsageError(
-            f"gradients cannot be clipped to a common norm, as {instead}: clip in the optimizer, stage by stage, or "
-            "use schedule 1f1b"
-        )
-    if training.scales_loss:
-        raise UsageError(
-            f"precision {training.precision} scales the loss and skips an update on all stages after an overflow, but "
-            f"{instead}: use bfloat16, or schedule 1f1b"
+            f"up before every update, but schedule {name} updates every stage by itself: put all of its layers into "
+            "one stage, untie them, or use schedule 1f1b"
         )
     for decision in plan.decisions:
         if decision.what is What.OFFLOAD:

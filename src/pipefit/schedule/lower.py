@@ -13,12 +13,13 @@ which fill the pipeline; the body, which repeats; and one that drains it (`step_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipefit.actions import UPDATES, Action, Actions, Kind, Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
-from pipefit.schedule.communication import communicated
+from pipefit.schedule.communication import communicated, drained
 from pipefit.schedule.copies import Bundles, bundles_of, copied
 from pipefit.schedule.endless import carried, check_endless
 from pipefit.schedule.gpipe import gpipe, torchgpipe
@@ -50,7 +51,7 @@ def schedule_named(name: str) -> Schedule:
 
 def is_endless(plan: Plan) -> bool:
     """Whether the plan's schedule leaves microbatches in flight from step to step."""
-    return plan.training.schedule in ENDLESS
+    return plan.training.endless
 
 
 def step_programs(plan: Plan) -> tuple[Program, ...]:
@@ -71,10 +72,14 @@ def distinct_steps(plan: Plan) -> int:
     Under a synchronous schedule the first step differs, in which optimizer state is created. Under an endless one the
     pipeline fills first, and then the versions of weights grow apart.
     """
-    if not is_endless(plan):
+    return distinct_steps_of(plan.training.schedule, len(plan.stages), plan.training.microbatches)
+
+
+def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
+    """The same of any plan with this schedule and so many stages and microbatches."""
+    if schedule not in ENDLESS:
         return 2
-    count, stages = plan.training.microbatches, len(plan.stages)
-    filling = 2 if plan.training.schedule == "pipedream-2bw" else -(-2 * (stages - 1) // count)
+    filling = 2 if schedule == "pipedream-2bw" else -(-2 * (stages - 1) // microbatches)
     return max(filling, 1) + 1
 
 
@@ -148,11 +153,15 @@ def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
     schedule, ranks, entered = ENDLESS[plan.training.schedule], len(plan.stages), min(entered, len(plan.stages))
     before = [list(schedule(n, ranks, entered, 0)) if entered else [] for n in range(ranks)]
     last = [next((a for a in reversed(order) if a.kind not in UPDATES), None) for order in before]
-    orders = recomputed([list(schedule(n, ranks, microbatches, entered)) for n in range(ranks)], plan)
-    actions = [
-        list(communicated(order, plan, before=None if a is None else shifted(a, -entered), goes_on=microbatches > 0))
-        for order, a in zip(orders, last, strict=True)
-    ]
+    shifts = [None if action is None else shifted(action, -entered) for action in last]
+    orders = [list(schedule(n, ranks, microbatches, entered)) for n in range(ranks)]
+    if microbatches:
+        pairs = zip(recomputed(orders, plan), shifts, strict=True)
+        actions = [list(communicated(order, plan, before=a, endless=True)) for order, a in pairs]
+    else:
+        just_in_time = replace(plan, decisions=tuple(replace(decision, ahead=0) for decision in plan.decisions))
+        pairs = zip(recomputed(orders, just_in_time), shifts, strict=True)
+        actions = [list(drained(order, plan, before=a)) for order, a in pairs]
     return _program(plan, microbatches, actions, (), endless=True)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
 
 from made_up import any_plan, any_training, hostile, layer, measurement, small_first, training, value
+from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.schedule import SCHEDULES
+from pipefit.schedule import ENDLESS, SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
 from pipefit.simulator import Simulation
 
@@ -58,6 +60,31 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
         plan = any_plan(Random(stages), model, how, stages=stages, recompute=recompute)
         simulated = Simulation(plan, steps=2).peak_bytes
         assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(80))
+def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
+    """In all steps until they are alike, with updates among microbatches in flight and weights in versions."""
+    rng = Random(seed)
+    recompute: Recompute = rng.choice(("never", "always"))
+    model = hostile(rng, small_first(seed, largest=8))
+    stages = rng.randrange(1, min(4, len(model.layers)) + 1)
+    how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
+    plan = any_plan(rng, model, how, stages=stages, recompute=recompute)
+    if plan.summed:
+        plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute=recompute)
+    simulated = Simulation(plan).peak_bytes
+    assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule: str) -> None:
+    """A step has no last microbatch there; the error says what to ask for."""
+    with pytest.raises(
+        UsageError, match=r"recompute except_last leaves a microbatch of a step out, .*: recompute always"
+    ):
+        surroundings(schedule, 0, 2, 4, "except_last")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
