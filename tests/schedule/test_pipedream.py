@@ -130,7 +130,8 @@ def sizes_of(schedule: str, stages: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_steps_and_drains_of_an_endless_schedule_fit_together(schedule: str, stages: int) -> None:
     """Whatever the sizes of steps, and whenever the pipeline is drained: one step joins what the one before has
-    started, every message has its partner, no device waits without end, and every microbatch goes forward and backward.
+    started, every message has its partner, no device waits without end, every microbatch goes forward and backward
+    through the same weights, and in the end all stages have learnt from all.
     """
     for sizes in sizes_of(schedule, stages):
         plan = plan_of(schedule, stages, max(sizes))
@@ -140,6 +141,8 @@ def test_steps_and_drains_of_an_endless_schedule_fit_together(schedule: str, sta
             for actions in whole.actions:
                 for kind in (Kind.FORWARD, Kind.BACKWARD):
                     assert [a.microbatch for a in actions if a.kind is kind] == list(range(sum(sizes[:stop])))
+            for weights in followed(whole):
+                assert weights.newest == weights.current == list(range(sum(sizes[:stop])))
 
 
 class Weights:
