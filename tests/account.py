@@ -178,8 +178,9 @@ class StageAccount:
         microbatches: int,
         number: int = 0,
         program: Program | None = None,
+        everything: bool = False,
     ) -> None:
-        self.program = program
+        self.program, self.everything = program, everything
         self.device, self.start, self.stop, self.number = device, start, stop, number
         self.last = stop == len(measurement.layers)
         self.costs = dict(enumerate(measurement.costs))
@@ -213,6 +214,7 @@ class StageAccount:
         for buffer in self.buffers:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
+        self.trained = trained
         weights = device.new(trained, self._of("newest"))
         device.hold(self._of("current"), [weights])
 
@@ -253,7 +255,8 @@ class StageAccount:
             case Kind.STASH:
                 (weights,) = self.device.held_by(self._of("newest"))
                 self.device.release(self._of("newest"))
-                self.device.new(weights.nbytes, self._of("newest"))
+                weights.nbytes += self._room()
+                self.device.new(self.trained, self._of("newest"))
             case Kind.STEP:
                 (weights,) = self.device.held_by(self._of("newest"))
                 assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs the weights"
@@ -514,6 +517,14 @@ class StageAccount:
         self.born.clear()
         self.device.release(self._of("parameter gradients"))
 
+    def _room(self) -> int:
+        """For gradients and optimizer state, if every version but the newest has it; of a shared parameter once."""
+        if not self.everything:
+            return 0
+        of_layers = sum(self.costs[layer].gradient_bytes + self.costs[layer].state_bytes for layer in self.layers)
+        repeated = sum((len(self._users(s)) - 1) * (s.gradient_bytes + s.state_bytes) for s in self.shared)
+        return of_layers - repeated
+
     # ---------------------------------------------------------------- finding things
 
     def _of(self, kind: str) -> tuple[str, int]:
@@ -544,6 +555,7 @@ class Account:
             number: StageAccount(
                 self.device, plan.measurement, stage.start, stage.stop,
                 microbatches=plan.training.microbatches, number=number, program=program,
+                everything=plan.training.versions == "everything",
             )
             for number, stage in enumerate(plan.stages)
             if program.placement[number] == (device,)

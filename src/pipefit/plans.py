@@ -274,7 +274,7 @@ def _head(plan: Plan) -> str:
     training = plan.training
     return (
         f"{plan.profile.model}: {len(plan.profile.layers)} layers in {len(plan.stages)} stages on {plan.cluster}\n"
-        f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
+        f"{training.phrases[0]}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
         f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 

@@ -75,6 +75,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     cluster = devices(*(rng.choice((60, 100, 100)) for _ in range(rng.randrange(1, 5))))
     stages = rng.randrange(1, min(count, len(cluster.devices)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
+    how = replace(how, versions=rng.choice(("weights", "everything")))
     chain = hostile(rng, count, size=rng.choice((2, 4, 30)), shared=0)
     found, best = both(chain, cluster, how, stages, rng.choice(("never", "always")))
     assert found.stages == best.stages

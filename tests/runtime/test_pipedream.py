@@ -27,6 +27,7 @@ from pipefit.runtime.stage import StageRunner
 from pipefit.schedule import ENDLESS, distinct_steps, lower
 from pipefit.simulator import simulate
 from pipefit.trace import Category
+from pipefit.training import Versions
 from replay import Numbers, replayed
 from tiny import plan_of, task_of
 
@@ -173,6 +174,8 @@ def test_numbers_are_those_of_a_replay_with_old_weights(
     task = TASKS[which]()
     plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
     plan = replace(plan, decisions=decisions(plan, recompute))
+    if name == "four stages":
+        plan = replace(plan, training=replace(plan.training, versions="everything"))
     given = batches_of(task, sizes)
     ours = trained(task, plan, given, drains, monkeypatch)
     assert differences(ours, replayed(task, plan, given, seed=SEED, drains=drains)) == []
@@ -215,6 +218,8 @@ def test_peaks_of_every_step_are_the_allocators(name: str, schedule: str, recomp
     task = TASKS[which]()
     plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
     plan = replace(plan, decisions=decisions(plan, recompute))
+    if name == "two stages":
+        plan = replace(plan, training=replace(plan.training, versions="everything"))
     steps = distinct_steps(plan) + 1
     trainer = Trainer(task, plan)
     for step in range(steps):
@@ -231,15 +236,21 @@ def test_peaks_of_every_step_are_the_allocators(name: str, schedule: str, recomp
                 assert told == measured[rank], (trace.source, rank)
 
 
-def test_versions_have_a_category_of_their_own() -> None:
-    """Under a meter, in a dry run and in simulation alike: what is not the newest weights is weight versions."""
+@pytest.mark.parametrize(("versions", "times"), [("weights", 1), ("everything", 4)])
+def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -> None:
+    """Under a meter, in a dry run and in simulation alike: what is not the newest weights is weight versions. If they
+    hold everything, that is gradients and AdamW's two moments too, and its counts of steps.
+    """
     task = TASKS["perceptrons"]()
     plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream")
+    plan = replace(plan, training=replace(plan.training, versions=versions))
     trainer, steps = Trainer(task, plan), distinct_steps(plan)
     for step in range(steps):
         torch.manual_seed(step)
         trainer.step(task.batch(plan.training.batch_size))
-    weights = [sum(p.nbytes for p in stage.parameters if p.requires_grad) for stage in trainer.stages]
+    trained = [[p for p in stage.parameters if p.requires_grad] for stage in trainer.stages]
+    counts = 4 * (times > 1)  # bytes
+    weights = [sum(times * p.nbytes + counts for p in own) for own in trained]
     for trace in (simulate(plan), certify(task, plan), trainer.trace):
         most = [
             max(sample.by_category.get(Category.VERSIONS, 0) for sample in device.memory) for device in trace.devices

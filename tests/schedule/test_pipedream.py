@@ -254,6 +254,16 @@ def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
         replace(plan.training, precision="mixed-float16")
 
 
+def test_versions_are_asked_for_where_there_are_some() -> None:
+    """A synchronous schedule has one version of the weights, and says whose option this is."""
+    with pytest.raises(UsageError, match=r"1f1b has no versions of weights .* belong to pipedream and pipedream-2bw"):
+        replace(plan_of("1f1b", 2, 2).training, versions="everything")
+    training = replace(plan_of("pipedream", 2, 2).training, versions="everything")
+    assert training.differences(replace(training, versions="weights")) == [
+        "pipedream with versions of everything, not pipedream"
+    ]
+
+
 def test_a_training_knows_which_schedules_are_endless() -> None:
     """The names that it knows are those that are lowered to programs without end."""
     assert {name for name in (*SCHEDULES, *ENDLESS) if plan_of(name, 1, 1).training.endless} == set(ENDLESS)

@@ -165,10 +165,11 @@ def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int
 
 def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
     """Any split over up to four devices; parameters that stages would share are not; all or no microbatches of a run
-    are recomputed.
+    are recomputed; versions hold the weights or everything.
     """
     stages = rng.randrange(1, min(4, len(model.layers)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 8))
+    how = replace(how, versions=rng.choice(("weights", "weights", "everything")))
     plan = any_plan(rng, model, how, stages=stages, recompute=rng.choice(("never", "never", "always")))
     if plan.summed:
         plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute="never")

@@ -17,6 +17,10 @@ Recompute = Annotated[
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
 ]
 
+Versions = Annotated[
+    Literal["weights", "everything"],
+    typer.Option(help="What a version of the weights holds under pipedream and pipedream-2bw."),
+]
 SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe or torchgpipe; or pipedream or pipedream-2bw, which never flush."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]

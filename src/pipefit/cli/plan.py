@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Recompute
+from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Recompute, Versions
 
 
 def command(
@@ -32,6 +32,7 @@ def command(
     clip_norm: Annotated[
         float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
     ] = None,
+    versions: Versions = "weights",
     stages: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
     ] = None,
@@ -60,6 +61,7 @@ def command(
             schedule=schedule,
             recompute=recompute,
             clip_norm=clip_norm,
+            versions=versions,
             planner=planner,
             stages=stages,
         )

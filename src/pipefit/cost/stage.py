@@ -23,12 +23,12 @@ class StageCost:
         self.start, self.stop = start, stop
         self.storages = StageStorages(measurement, start, stop)
         self.flights = Flights(self.storages)
-        self.rest = StageRest(self.storages, training.microbatches)
+        self.rest = StageRest(self.storages, training.microbatches, everything=training.versions == "everything")
         self.layers = frozenset(range(start, stop))
         self.forward_seconds = cache(partial(forward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.backward_seconds = cache(partial(backward_seconds, measurement, kind=kind, dtype=training.dtype))
         self.update_seconds = update_seconds(measurement, start, stop, kind, training.dtype)
-        self.stash_seconds = copy_seconds(self.rest.version_bytes, kind)
+        self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""

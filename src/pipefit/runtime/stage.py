@@ -41,7 +41,8 @@ class StageRunner:
         shared: this stage's copies of shared parameters, by their numbers in the profile.
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
-        endless: whether the stage is updated with microbatches in flight, and so needs versions of its weights.
+        room_bytes: what a version of the weights takes beside them; None where the stage needs no versions, because it
+            is not updated with microbatches in flight.
         seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -56,7 +57,7 @@ class StageRunner:
         shared: dict[int, nn.Parameter],
         microbatches: int,
         agreement: Agreement | None,
-        endless: bool = False,
+        room_bytes: int | None = None,
         device: torch.device,
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
@@ -70,7 +71,7 @@ class StageRunner:
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
-        self.weights = Weights(layers) if endless else None
+        self.weights = None if room_bytes is None else Weights(layers, room_bytes=room_bytes, device=device)
         self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 

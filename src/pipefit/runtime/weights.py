@@ -29,10 +29,14 @@ Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, an
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them."""
+    """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them.
+
+    A version that is not the newest any more may have `room` for gradients and optimizer state, which nobody uses.
+    """
 
     leaves: list[nn.Parameter]
     users: int = 0
+    room: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -44,13 +48,14 @@ class _Bound:
 
 
 class Weights:
-    """The versions of the trained parameters of `layers`.
+    """The versions of the trained parameters of `layers`, and of each but the newest `room_bytes` on `device`.
 
     Raises:
         UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer]) -> None:
+    def __init__(self, layers: Sequence[ChainLayer], *, room_bytes: int, device: torch.device) -> None:
+        self._room_bytes, self._device = room_bytes, device
         named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
         self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
         self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
@@ -69,8 +74,11 @@ class Weights:
         version.users -= 1
 
     def stash(self) -> list[Tensor]:
-        """Copy the newest weights, for updates of the copy; the weights that have been the newest until now."""
+        """Copy the newest weights, for updates of the copy; what the version holds that was the newest until now."""
         kept: list[Tensor] = [*self._newest.leaves]
+        if self._room_bytes:
+            self._newest.room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+            kept.append(self._newest.room)
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()

@@ -26,7 +26,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
     band = Ranges(plan.measurement, microbatches=how.microbatches).band(max(plan.split))
     found = {}
     for number, stage in enumerate(plan.stages):
-        met = surroundings(how.schedule, number, count, how.microbatches, recompute)
+        met = surroundings(how.schedule, number, count, how.microbatches, recompute, how.versions)
         found[stage.device] = int(stage_peak(band, met)[stage.stop - stage.start - 1, stage.start])
     return found
 
@@ -71,6 +71,7 @@ def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
     model = hostile(rng, small_first(seed, largest=8))
     stages = rng.randrange(1, min(4, len(model.layers)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
+    how = replace(how, versions=rng.choice(("weights", "everything")))
     plan = any_plan(rng, model, how, stages=stages, recompute=recompute)
     if plan.summed:
         plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute=recompute)

@@ -56,7 +56,7 @@ class Band:
 
     def around(self, surroundings: Surroundings) -> Ints:
         """The peak of one action in its surroundings, without the bytes of other microbatches and other versions."""
-        key = surroundings._replace(in_flight=0, checkpoints=0, versions=0)
+        key = surroundings.alone
         if key not in self._sums:
             total = self.static + self._own(surroundings)
             if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
@@ -94,7 +94,7 @@ class Band:
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:
         """The highest peak of actions in these surroundings, which have the same numbers of microbatches in flight."""
-        key = frozenset(s._replace(in_flight=0, checkpoints=0, versions=0) for s in met)
+        key = frozenset(s.alone for s in met)
         if key not in self._sums:
             self._sums[key] = np.maximum.reduce([self.around(part) for part in key])
         return self._sums[key]
@@ -111,10 +111,10 @@ def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWH
     `band.valid` is false, the numbers mean nothing.
     """
     peak: Ints = band.step_peak()[within]
-    groups: dict[tuple[int, int, int], list[Surroundings]] = {}
+    groups: dict[tuple[int, int, int, int], list[Surroundings]] = {}
     for one in met:
-        groups.setdefault((one.in_flight, one.checkpoints, one.versions), []).append(one)
-    for (in_flight, checkpoints, versions), members in groups.items():
+        groups.setdefault((one.in_flight, one.checkpoints, one.versions, one.rooms), []).append(one)
+    for (in_flight, checkpoints, versions, rooms), members in groups.items():
         level = band.highest(members)[within]
         if in_flight:
             level = level + in_flight * band.retained[within]
@@ -122,5 +122,7 @@ def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWH
             level = level + checkpoints * band.kept[within]
         if versions:
             level = level + versions * band.weights[within]
+        if rooms:
+            level = level + rooms * (band.gradients + band.state)[within]
         peak = np.maximum(peak, level)
     return peak

@@ -210,7 +210,7 @@ class _BandMaker:
             band.static[row, column] = rest.parameter_bytes + rest.loss_bytes
             band.gradients[row, column] = rest.gradient_bytes
             band.state[row, column] = rest.state_bytes
-            band.weights[row, column] = rest.version_bytes
+            band.weights[row, column] = rest.weight_bytes
             band.early[row, column] = rest.early_state_bytes
             band.update_first_peak[row, column] = rest.early_state_bytes + rest.first_update.peak_bytes
             band.backward_first_peak[row, column] = stage.backward(is_first=True).peak_bytes

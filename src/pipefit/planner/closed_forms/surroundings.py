@@ -22,6 +22,7 @@ from pipefit.program import shifted
 from pipefit.schedule import ENDLESS, distinct_steps_of, schedule_named
 from pipefit.schedule.communication import is_backward_of
 from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
+from pipefit.training import Versions
 
 
 class Surroundings(NamedTuple):
@@ -35,12 +36,23 @@ class Surroundings(NamedTuple):
     checkpoints: int = 0  # other microbatches of which the inputs alone are held
     recomputed: bool = False  # a BACKWARD whose forward ran twice
     versions: int = 0  # of the weights, besides the newest
+    rooms: int = 0  # for gradients and optimizer state, that versions have
     early: bool = False  # no update has created the optimizer state yet, nor will any step begin like this again
+
+    @property
+    def alone(self) -> Surroundings:
+        """The same without other microbatches and versions."""
+        return self._replace(in_flight=0, checkpoints=0, versions=0, rooms=0)
 
 
 @cache
 def surroundings(
-    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute = "never"
+    schedule: str,
+    stage: int,
+    stages: int,
+    microbatches: int,
+    recompute: Recompute = "never",
+    versions: Versions = "weights",
 ) -> tuple[Surroundings, ...]:
     """Those of `stage`, without any that others with more in flight make superfluous.
 
@@ -53,7 +65,7 @@ def surroundings(
     else:
         steps = [whole_stage_order(schedule, stage, stages, microbatches, recompute)]
     highest: dict[Surroundings, Surroundings] = {}
-    for found in _Walk(early=schedule in ENDLESS).through(steps):
+    for found in _Walk(early=schedule in ENDLESS, rooms=versions == "everything").through(steps):
         alike = found._replace(in_flight=0)
         if alike not in highest or highest[alike].in_flight < found.in_flight:
             highest[alike] = found
@@ -63,9 +75,9 @@ def surroundings(
 class _Walk:
     """What a stage holds while it goes through its steps."""
 
-    def __init__(self, *, early: bool) -> None:
+    def __init__(self, *, early: bool, rooms: bool) -> None:
         self.held = self.inputs = 0
-        self.early, self.gradients = early, False
+        self.early, self.gradients, self.rooms = early, False, rooms
         self.weights = StageVersions(1)
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
@@ -95,6 +107,7 @@ class _Walk:
             checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
             recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
             versions=self.weights.count - 1,
+            rooms=(self.weights.count - 1) * self.rooms,
             early=self.early,
         )
 
@@ -152,14 +165,14 @@ def _covering(found: Iterable[Surroundings]) -> Iterator[Surroundings]:
     """Without those that another one covers: equal but for at least as many in flight, checkpoints and versions."""
     groups: dict[Surroundings, list[Surroundings]] = {}
     for one in found:
-        groups.setdefault(one._replace(in_flight=0, checkpoints=0, versions=0), []).append(one)
+        groups.setdefault(one.alone, []).append(one)
     for group in groups.values():
-        kept: list[tuple[int, int, int]] = []
+        kept: list[tuple[int, ...]] = []
         for one in sorted(group, key=_counts, reverse=True):
             if not any(all(map(ge, other, _counts(one))) for other in kept):
                 kept.append(_counts(one))
                 yield one
 
 
-def _counts(one: Surroundings) -> tuple[int, int, int]:
-    return one.in_flight, one.checkpoints, one.versions
+def _counts(one: Surroundings) -> tuple[int, ...]:
+    return one.in_flight, one.checkpoints, one.versions, one.rooms
