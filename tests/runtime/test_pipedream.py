@@ -20,8 +20,12 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.meter.cpu import Meter
+from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
+from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.stage import StageRunner
 from pipefit.schedule import ENDLESS, distinct_steps, lower
@@ -197,6 +201,81 @@ def decisions(plan: Plan, recompute: str) -> tuple[Decision, ...]:
     )
 
 
+class Skipping(nn.Module):
+    """Convolutions with batch norm, and skips across them, that no list of layers could be written for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4 * 36, 3)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + F.relu(norm(block(x)))
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_traced_models_are_trained_alike(schedule: str) -> None:
+    """The module itself, called with old weights by name, learns the same; its last microbatches are smaller, for which
+    it is traced again.
+    """
+    task = Task(
+        Skipping,
+        batch=lambda size: (torch.randn(size, 2, 6, 6), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="skipping",
+    )
+    layers = len(profile(task, microbatch_size=2, threads=1).layers)
+    plan = plan_of(task, [1, layers - 2, 1], microbatches=3, schedule=schedule)
+    given = batches_of(task, [6, 5, 6, 5])
+    trainer = Trainer(task, plan, seed=SEED)
+    told = [trainer.step(batch) for batch in given][trainer.late :] + trainer.finish()
+    stage_of = {
+        layer.originals[name]: number
+        for number, stage in enumerate(trainer.stages)
+        for layer in stage.layers
+        for name, _ in layer.module.named_parameters()
+    }
+    torch.manual_seed(SEED)
+    module = Skipping()
+    plain = by_name(task, module, plan, given, stage_of)
+    assert told == pytest.approx(plain, rel=1e-6)
+    ours = trainer.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def by_name(
+    task: Task, module: nn.Module, plan: Plan, batches: Sequence[tuple[Any, Any]], stage_of: dict[str, int]
+) -> list[float]:
+    """Mean losses of a module that is called with the weights of some updates ago, by the stage of each parameter."""
+    alone, last = plan.training.schedule == "pipedream", len(plan.stages) - 1
+    late = {name: last - stage if alone else 1 for name, stage in stage_of.items()}
+    own, optimizer = dict(module.named_parameters()), task.optimizer(module.parameters())
+    history = [{name: p.detach().clone() for name, p in own.items()}]
+    losses = []
+    for x, y in batches:
+        parts = list(zip(x.split(2), y.split(2), strict=True))
+        total = 0.0
+        for number, (some, wanted) in enumerate(parts):
+            done = len(history) - 1
+            used = {name: history[max(0, done - late[name])][name].clone().requires_grad_() for name in own}
+            loss = task.loss(torch.func.functional_call(module, used, (some,)), wanted)
+            loss.backward(torch.full((), 1.0 if alone else len(wanted) / len(y)))
+            total += loss.item() * len(wanted) / len(y)
+            for name, p in own.items():
+                p.grad = used[name].grad if p.grad is None else p.grad + used[name].grad
+            if alone or number + 1 == len(parts):
+                optimizer.step()
+                optimizer.zero_grad()
+                history.append({name: p.detach().clone() for name, p in own.items()})
+        losses.append(total)
+    return losses
+
+
 # -------------------------------------------------------------------- bytes
 
 
@@ -256,6 +335,18 @@ def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -
             max(sample.by_category.get(Category.VERSIONS, 0) for sample in device.memory) for device in trace.devices
         ]
         assert most == [2 * weights[0], weights[1], 0], trace.source
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_stage_that_is_trained_alone_peaks_as_in_its_pipeline(schedule: str) -> None:
+    """In as many steps as differ, with neighbours that send zeros."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
+    lone = LoneStages(task, 2)
+    kernels = Kernels(torch.get_num_threads())
+    for stage, peak in enumerate(simulate(plan).peak_bytes):
+        meter = Meter(stage, kernels=kernels)
+        assert lone.train(plan, stage, device=torch.device("cpu"), meter=meter) == peak
 
 
 # -------------------------------------------------------------------- a step, its loss, and the end
@@ -389,6 +480,13 @@ def hooked() -> list[nn.Module]:
     return [layer, nn.Linear(8, 4)]
 
 
+def watched_after() -> list[nn.Module]:
+    """Something happens when the gradient of a weight has been added up."""
+    layer = nn.Linear(8, 8)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return [layer, nn.Linear(8, 4)]
+
+
 def overlapping() -> list[nn.Module]:
     """Two weights that are one memory."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -401,6 +499,7 @@ def overlapping() -> list[nn.Module]:
     [
         (lambda: [Aside(), nn.Linear(8, 4)], [1, 1], "parameter weight of layer 0 was used past the attribute that"),
         (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
+        (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
         (overlapping, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
     ],
 )
