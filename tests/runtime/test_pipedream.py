@@ -393,6 +393,26 @@ def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
         assert [*told[trainer.late :], *trainer.finish()] == pytest.approx(means(plan, plain), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "inside", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", dtype=torch.bfloat16)]
+)
+def test_what_is_in_flight_is_trained_whatever_the_caller_is_in(inside: Callable[[], Any]) -> None:
+    """Without gradients, in inference mode or under autocast, with the numbers that it would have had outside;
+    recomputed layers too.
+    """
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream", recompute="always")
+    given = batches_of(task, [6] * 3)
+    plain = replayed(task, plan, given, seed=SEED, drains=[2])
+    trainer = Trainer(task, plan, seed=SEED)
+    for batch in given:
+        trainer.step(batch)
+    with inside():
+        trainer.finish()
+    ours = trainer.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.state.items())
+
+
 def test_worker_processes_compute_the_same() -> None:
     """Three worker processes tell the same losses, all of them, and hold the same bytes as all devices in turn."""
     task = workers_task()

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.capture.caller import recording, refuse_gradients
+from pipefit.capture.caller import recording, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import pair, sample
@@ -271,7 +271,8 @@ class Trainer:
         """End what is in flight, if anything is."""
         if self._entered:
             program = lower_drain(self.plan, entered=self._entered)
-            self._run_program(program, inputs=[], targets=[])
+            with undisturbed():  # the caller may be evaluating
+                self._run_program(program, inputs=[], targets=[])
             self._entered = 0
 
     def _evaluation(self, microbatches: int) -> Program:
