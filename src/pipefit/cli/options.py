@@ -21,7 +21,7 @@ Versions = Annotated[
     Literal["weights", "everything"],
     typer.Option(help="What a version of the weights holds under pipedream and pipedream-2bw."),
 ]
-SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe or torchgpipe; or pipedream or pipedream-2bw, which never flush."
+SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two never flush."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[
