@@ -374,6 +374,19 @@ def test_a_step_returns_the_loss_of_an_earlier_batch(split: list[int], microbatc
     assert all(max(report.peak_bytes.values()) > 0 for report in reports)
 
 
+def test_ending_again_keeps_nothing_more() -> None:
+    """However often training is interrupted, runners remember the same few programs."""
+    task = TASKS["perceptrons"]()
+    trainer = Trainer(task, plan_of(task, [3, 3], microbatches=2, schedule="pipedream"))
+    known = []
+    for _ in range(3):
+        trainer.step(task.batch(4))
+        trainer.step(task.batch(4))
+        trainer.finish()
+        known.append(len(trainer.runners[0]._instructions_of))
+    assert known == [3, 3, 3]
+
+
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
     """`state_dict`, `state` and `evaluate` see a model that has learnt from all batches; losses are still told."""

@@ -166,7 +166,7 @@ class Trainer:
             refuse_gradients(both, self.task.name)
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
-            program = self._program(len(given.sizes), update)
+            program = self._program(len(given.sizes), update=update)
             if self._accumulated == 0 and not self._entered:
                 self._drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
@@ -260,19 +260,25 @@ class Trainer:
             for layer in stage.layers:
                 layer.module.zero_grad(set_to_none=True)
 
-    def _program(self, microbatches: int, update: bool) -> Program:
-        """The program for so many microbatches; each is made once."""
-        key = microbatches, update, min(self._entered, len(self.plan.stages))
+    def _program(self, microbatches: int, *, update: bool) -> Program:
+        """The program for so many microbatches, or the drain for none; each is made once, as runners keep what they
+        ran.
+        """
+        entered = min(self._entered, len(self.plan.stages))
+        key = microbatches, update, entered
         if key not in self._programs:
-            self._programs[key] = lower(self.plan, microbatches=microbatches, update=update, entered=key[2])
+            self._programs[key] = (
+                lower(self.plan, microbatches=microbatches, update=update, entered=entered)
+                if microbatches
+                else lower_drain(self.plan, entered=entered)
+            )
         return self._programs[key]
 
     def _drain(self) -> None:
         """End what is in flight, if anything is."""
         if self._entered:
-            program = lower_drain(self.plan, entered=self._entered)
             with undisturbed():  # the caller may be evaluating
-                self._run_program(program, inputs=[], targets=[])
+                self._run_program(self._program(0, update=True), inputs=[], targets=[])
             self._entered = 0
 
     def _evaluation(self, microbatches: int) -> Program:

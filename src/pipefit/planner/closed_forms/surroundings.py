@@ -65,7 +65,7 @@ def surroundings(
     else:
         steps = [whole_stage_order(schedule, stage, stages, microbatches, recompute)]
     highest: dict[Surroundings, Surroundings] = {}
-    for found in _Walk(early=schedule in ENDLESS, rooms=versions == "everything").through(steps):
+    for found in _Walk(endless=schedule in ENDLESS, rooms=versions == "everything").through(steps):
         alike = found._replace(in_flight=0)
         if alike not in highest or highest[alike].in_flight < found.in_flight:
             highest[alike] = found
@@ -75,10 +75,10 @@ def surroundings(
 class _Walk:
     """What a stage holds while it goes through its steps."""
 
-    def __init__(self, *, early: bool, rooms: bool) -> None:
+    def __init__(self, *, endless: bool, rooms: bool) -> None:
         self.held = self.inputs = 0
-        self.early, self.gradients, self.rooms = early, False, rooms
-        self.weights = StageVersions(1)
+        self.early, self.gradients, self.rooms = endless, False, rooms
+        self.weights = StageVersions(1) if endless else None
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
         """The surroundings of every compute action, and of every update while microbatches are in flight."""
@@ -98,6 +98,7 @@ class _Walk:
 
     def _around(self, action: Action, before: Action | None, following: Action | None) -> Surroundings:
         kind = action.kind
+        versions = 0 if self.weights is None else self.weights.count - 1
         return Surroundings(
             kind,
             in_flight=self.held - (kind is Kind.BACKWARD),
@@ -106,8 +107,8 @@ class _Walk:
             sending=before.kind if before is not None and not is_backward_of(action, before) else None,
             checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
             recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
-            versions=self.weights.count - 1,
-            rooms=(self.weights.count - 1) * self.rooms,
+            versions=versions,
+            rooms=versions * self.rooms,
             early=self.early,
         )
 
@@ -116,16 +117,16 @@ class _Walk:
         self.held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.BACKWARD: -1}.get(kind, 0)
         self.inputs += {Kind.FORWARD_ONLY: 1, Kind.RECOMPUTE: -1}.get(kind, 0)
         self.gradients = self.gradients or kind is Kind.BACKWARD
-        if kind in FORWARDS:
+        if self.weights is not None and kind in FORWARDS:
             self.weights.forward(action.microbatch or 0)
-        elif kind is Kind.BACKWARD:
+        elif self.weights is not None and kind is Kind.BACKWARD:
             self.weights.backward(action.microbatch or 0)
 
     def _update(self, action: Action, before: Action | None, following: Action | None) -> Iterator[Surroundings]:
+        assert self.weights is not None, "synchronous orders have no updates"
         if action.kind is Kind.STASH:
             self.weights.adopt() if action.wait else self.weights.stash()
             return
-        assert before is not None
         yield self._around(action, before, following)
         self.gradients = self.early = False
 
