@@ -20,16 +20,16 @@ from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import advice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Result:
-    """The result of one step, on its way between the workers; `work` is None where there is one process."""
+    """The result of one step, on its way between the workers; `work` is None where it has come, or there is no way."""
 
     devices: tuple[int, ...]
     told: Tensor  # the loss, and the peak of every device
     work: Any
 
-    def joined(self) -> tuple[float, dict[int, int]]:
-        """The loss and the peaks by device, when all workers have told theirs.
+    def join(self) -> None:
+        """Return when all workers have told theirs.
 
         Raises:
             PeerLost: another worker did not.
@@ -39,6 +39,15 @@ class Result:
                 self.work.wait()
             except RuntimeError as error:
                 raise _lost(error) from error
+        self.told, self.work = self.told.cpu(), None  # a GPU has then computed all before it
+
+    def joined(self) -> tuple[float, dict[int, int]]:
+        """The loss and the peaks by device, when all workers have told theirs.
+
+        Raises:
+            PeerLost: another worker did not.
+        """
+        self.join()
         loss, *peaks = self.told.tolist()
         return float(loss), {device: int(peak) for device, peak in zip(self.devices, peaks, strict=True)}
 
@@ -51,21 +60,19 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
     Raises:
         PeerLost: another worker is gone.
     """
-    ranks = plan.ranks
-    told = torch.zeros(1 + len(ranks), dtype=torch.float64)
+    ranks, exchanged = plan.ranks, distributed and len(plan.ranks) > 1
+    device = next(iter(runners[0].stages.values())).device if exchanged else torch.device("cpu")
+    told = torch.zeros(1 + len(ranks), dtype=torch.float64, device=device)
     for runner in runners:
         told[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes
         for stage in runner.stages.values():
             if stage.losses is not None:
                 losses = stage.losses[: len(weights)]
                 told[0] = losses @ torch.tensor(weights, device=losses.device)
-    work = None
-    if distributed and len(ranks) > 1:
-        told = told.to(next(iter(runners[0].stages.values())).device)
-        try:
-            work = dist.all_reduce(told, async_op=True)
-        except RuntimeError as error:
-            raise _lost(error) from error
+    try:
+        work = dist.all_reduce(told, async_op=True) if exchanged else None
+    except RuntimeError as error:
+        raise _lost(error) from error
     return Result(devices=tuple(plan.stages[stages[0]].device for stages in ranks), told=told, work=work)
 
 

@@ -170,6 +170,8 @@ class Trainer:
             if self._accumulated == 0 and not self._entered:
                 self._drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
+            if not self.late:
+                result.join()  # so that the step's time is that of all devices
             self._accumulated = 0 if update else self._accumulated + 1
             self._entered += len(given.sizes) if program.endless else 0
         seconds = self._clock() - began

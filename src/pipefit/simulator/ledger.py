@@ -19,7 +19,7 @@ from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import Program
 
-_WITH_VERSIONS = FORWARDS | {Kind.BACKWARD}  # what begins and ends the use of a version of weights
+_OF_VERSIONS = FORWARDS | {Kind.BACKWARD}  # what begins and ends the use of a version of weights
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
 
@@ -43,15 +43,15 @@ class Ledger:
             UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
-        slow = _WITH_VERSIONS if self._versions else frozenset()
+        versions = self._versions
         self.placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
             if place is not None:
                 self.placed.append(action)
             residency = flights.get((stage, microbatch))
-            usual = kind not in slow and (kind is not Kind.BACKWARD or self._is_later(action, stages[stage]))
-            if residency is not None and usual:  # its effect is remembered
+            usual = kind is not Kind.BACKWARD or self._is_later(action, stages[stage])
+            if residency is not None and usual and not (versions and kind in _OF_VERSIONS):  # its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
                     flights[stage, microbatch], effect = answer

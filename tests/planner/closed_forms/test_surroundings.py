@@ -18,6 +18,7 @@ from pipefit.profiles import Measurement
 from pipefit.schedule import ENDLESS, SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
 from pipefit.simulator import Simulation
+from pipefit.trace import Category
 
 
 def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
@@ -77,6 +78,21 @@ def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
         plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute=recompute)
     simulated = Simulation(plan).peak_bytes
     assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
+
+
+def test_a_stage_may_be_fullest_before_its_first_update() -> None:
+    """Masks that need no gradients travel both ways only while an endless pipeline fills, when there is no optimizer
+    state yet; some of it may be there from the beginning.
+    """
+    passed = (value(8), value(100, requires_grad=False))
+    chain = [layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)]
+    model = measurement(chain, layer(passed, (value(4),)))
+    plan = any_plan(Random(0), model, training("pipedream", 4), stages=4, recompute="never")
+    simulation = Simulation(plan)
+    assert predicted(plan, "never") == {s.device: simulation.peak_bytes[s.device] for s in plan.stages}
+    fullest = simulation.trace().devices[plan.stages[1].device].peak
+    assert fullest
+    assert Category.OPTIMIZER not in fullest.by_category or fullest.by_category[Category.OPTIMIZER] < 60
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
