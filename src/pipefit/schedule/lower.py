@@ -151,18 +151,23 @@ def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
     """One step of an endless schedule, after `entered` microbatches; of no microbatches, the drain."""
     check_endless(plan)
     schedule, ranks, entered = ENDLESS[plan.training.schedule], len(plan.stages), min(entered, len(plan.stages))
-    before = [list(schedule(n, ranks, entered, 0)) if entered else [] for n in range(ranks)]
-    last = [next((a for a in reversed(order) if a.kind not in UPDATES), None) for order in before]
-    shifts = [None if action is None else shifted(action, -entered) for action in last]
-    orders = [list(schedule(n, ranks, microbatches, entered)) for n in range(ranks)]
+    orders = [list(schedule(rank, ranks, microbatches, entered)) for rank in range(ranks)]
+    before = [_last_before(schedule, rank, ranks, entered) for rank in range(ranks)]
     if microbatches:
-        pairs = zip(recomputed(orders, plan), shifts, strict=True)
-        actions = [list(communicated(order, plan, before=a, endless=True)) for order, a in pairs]
+        pairs = zip(recomputed(orders, plan), before, strict=True)
+        actions = [list(communicated(order, plan, before=last, endless=True)) for order, last in pairs]
     else:
         just_in_time = replace(plan, decisions=tuple(replace(decision, ahead=0) for decision in plan.decisions))
-        pairs = zip(recomputed(orders, just_in_time), shifts, strict=True)
-        actions = [list(drained(order, plan, before=a)) for order, a in pairs]
+        pairs = zip(recomputed(orders, just_in_time), before, strict=True)
+        actions = [list(drained(order, plan, before=last)) for order, last in pairs]
     return _program(plan, microbatches, actions, (), endless=True)
+
+
+def _last_before(schedule: Endless, rank: int, ranks: int, entered: int) -> Action | None:
+    """The last forward or backward of a rank in the steps before, whose sends are not joined yet."""
+    order = schedule(rank, ranks, entered, 0) if entered else ()
+    computes = [action for action in order if action.kind not in UPDATES]
+    return shifted(computes[-1], -entered) if computes else None
 
 
 def _check_shared(plan: Plan) -> None:
