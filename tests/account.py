@@ -12,6 +12,9 @@ Who holds what:
     gradients    those of the values at the layer that is next in the backward      boundary buffers
     graph        what a layer saved, until its backward                             activations
     kept         the inputs of a forward that will run again, until it does         activations
+    newest       the weights that updates change                                    parameters
+    current      the weights that forwards use, if they are not the newest          weight versions
+    uses         older weights, until the backward of a microbatch that needs them  weight versions
     copies       of the buffers that a second forward works on, until its backward;
                  of those that feed back they are made before the first forward     activations
 
@@ -52,6 +55,9 @@ FOREVER = "forever"
 _HOLDS_ACTIVATIONS = frozenset({"graph", "kept", "copies"})
 _OF_THE_STAGE = {
     "parameters": Category.PARAMETERS,
+    "newest": Category.PARAMETERS,
+    "current": Category.VERSIONS,
+    "uses": Category.VERSIONS,
     "parameter gradients": Category.GRADIENTS,
     "optimizer": Category.OPTIMIZER,
 }
@@ -178,8 +184,9 @@ class StageAccount:
         microbatches: int,
         number: int = 0,
         program: Program | None = None,
+        everything: bool = False,
     ) -> None:
-        self.program = program
+        self.program, self.everything = program, everything
         self.device, self.start, self.stop, self.number = device, start, stop, number
         self.last = stop == len(measurement.layers)
         self.costs = dict(enumerate(measurement.costs))
@@ -197,19 +204,25 @@ class StageAccount:
 
     def _exist_before_training(self, microbatches: int) -> None:
         """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
-        device = self.device
+        device, trained = self.device, sum(s.nbytes for s in self.shared if s.gradient_bytes)
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
-            own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared)
+            changing = sum(p.nbytes for p in cost.parameters if p.trainable)
+            changing -= sum(s.nbytes for s in shared if s.gradient_bytes)
+            trained += changing
+            own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared) - changing
             held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
             device.new(own + held, self._of("parameters"))
             device.new(cost.early_state_bytes - sum(s.early_state_bytes for s in shared), self._of("optimizer"))
         for parameter in self.shared:
-            device.new(parameter.nbytes, self._of("parameters"))
+            device.new(0 if parameter.gradient_bytes else parameter.nbytes, self._of("parameters"))
             device.new(parameter.early_state_bytes, self._of("optimizer"))
         for buffer in self.buffers:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
+        self.trained = trained
+        weights = device.new(trained, self._of("newest"))
+        device.hold(self._of("current"), [weights])
 
     def act(self, action: Action) -> None:
         """What an action allocates and frees."""
@@ -223,6 +236,10 @@ class StageAccount:
         """What was sent may go, and what was moved away; what was received or moved back was there before."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
+        elif action.kind is Kind.STASH:
+            (weights,) = self.device.held_by(self._of("newest"))
+            self.device.release(self._of("current"))
+            self.device.hold(self._of("current"), [weights])
         elif action.kind is Kind.OFFLOAD:
             for storage in self._tensors(flight, action):
                 readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
@@ -241,7 +258,14 @@ class StageAccount:
                 for storage in self._tensors(flight, action):
                     storage.away = False
                 self.device.reach(0)
+            case Kind.STASH:
+                (weights,) = self.device.held_by(self._of("newest"))
+                self.device.release(self._of("newest"))
+                weights.nbytes += self._room()
+                self.device.new(self.trained, self._of("newest"))
             case Kind.STEP:
+                (weights,) = self.device.held_by(self._of("newest"))
+                assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs the weights"
                 self._step()
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
@@ -255,7 +279,11 @@ class StageAccount:
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
         }
+        if first == self.start and action.kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
+            self.device.hold(("uses", id(flight)), self.device.held_by(self._of("current")))
         run[action.kind](flight, range(first, end + (self.last and end == self.stop)))
+        if first == self.start and action.kind is Kind.BACKWARD:
+            self.device.release(("uses", id(flight)))
 
     # ---------------------------------------------------------------- data and messages
 
@@ -498,6 +526,14 @@ class StageAccount:
         self.born.clear()
         self.device.release(self._of("parameter gradients"))
 
+    def _room(self) -> int:
+        """For gradients and optimizer state, if every version but the newest has it; of a shared parameter once."""
+        if not self.everything:
+            return 0
+        of_layers = sum(self.costs[layer].gradient_bytes + self.costs[layer].state_bytes for layer in self.layers)
+        repeated = sum((len(self._users(s)) - 1) * (s.gradient_bytes + s.state_bytes) for s in self.shared)
+        return of_layers - repeated
+
     # ---------------------------------------------------------------- finding things
 
     def _of(self, kind: str) -> tuple[str, int]:
@@ -523,11 +559,12 @@ class Account:
 
     def __init__(self, plan: Plan, device: int, *, program: Program | None = None, steps: int = 2) -> None:
         program = lower(plan) if program is None else program
-        self.device = Device()
+        self.number, self.device = device, Device()
         self.stages = {
             number: StageAccount(
                 self.device, plan.measurement, stage.start, stage.stop,
                 microbatches=plan.training.microbatches, number=number, program=program,
+                everything=plan.training.versions == "everything",
             )
             for number, stage in enumerate(plan.stages)
             if program.placement[number] == (device,)

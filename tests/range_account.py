@@ -31,6 +31,8 @@ def range_account(measurement: Measurement, start: int, stop: int, *, microbatch
         "static": rest - plain["early"].after_bytes,
         "gradients": -later.after_bytes,
         "state": plain["state"].after_bytes,
+        "early": plain["early"].after_bytes,
+        "weights": plain["STASH"].after_bytes,
         "retained": arrived + plain["F"].after_bytes + plain["WAIT_SEND_F"].after_bytes,
         "inputs": arrived,
         "received": plain["receive"].after_bytes,
@@ -83,3 +85,4 @@ def _actions(
             yield "WAIT_SEND_B" + suffix, do(Kind.SEND_BACKWARD, microbatch, wait=True)
         yield "STEP" + " later" * step, do(Kind.STEP, None)
     yield "state", Moment(0, device.levels.get(Category.OPTIMIZER, 0))
+    yield "STASH", do(Kind.STASH)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipefit.actions import Action, Bundle, Kind, Subject, message_of, message_partner, parse_action
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind, Place, Share, parse_place
-from pipefit.program import Program, parse_program
+from pipefit.program import Program, joined, parse_program
 from pipefit.schedule import lower
 from pipelines import equal_profile, make_plan, offload_all
 
@@ -291,3 +291,39 @@ def test_a_body_that_leaves_something_open_is_refused(old: str, new: str, messag
     """All that is carried in is joined, all that is not carried out too, and every message has its partner."""
     with pytest.raises(UsageError, match=message):
         parse_program(BODY.replace(old, new), placement=((0,), (1,)), microbatches=1)
+
+
+FILLING = """device 0: 0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0
+device 1: 1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0
+carried in 0:
+carried in 1:
+carried out 0:
+carried out 1: 1SEND_B0"""
+DRAINING = """device 0: 0RECV_B-1 0WAIT_RECV_B-1 0B-1 0STEP-1
+device 1: 1WAIT_SEND_B-1
+carried in 0:
+carried in 1: 1SEND_B-1
+carried out 0:
+carried out 1:"""
+
+
+def test_what_fills_and_what_drains_an_endless_schedule_need_no_partner_for_what_they_carry() -> None:
+    """A send that is carried out is received later, and one that is carried in may be received here."""
+    first = parse_program(FILLING, placement=((0,), (1,)), microbatches=1)
+    last = parse_program(DRAINING, placement=((0,), (1,)), microbatches=0)
+    assert [line.strip() for line in f"{first}\n{last}".splitlines()] == f"{FILLING}\n{DRAINING}".splitlines()
+    assert [first.endless, last.endless] == [True, True]
+    ended = FILLING.removesuffix(" 1SEND_B0").replace("1SEND_B0", "1SEND_B0 1WAIT_SEND_B0") + " "
+    with pytest.raises(UsageError, match="1SEND_B0 has no partner: 0RECV_B0 is missing"):
+        parse_program(ended, placement=((0,), (1,)), microbatches=1)
+
+
+def test_parts_of_an_endless_schedule_join_to_a_program_of_their_own() -> None:
+    """Microbatches are counted through, and what one part carries out the next one joins."""
+    parts = [parse_program(text, placement=((0,), (1,)), microbatches=n) for text, n in ((FILLING, 1), (DRAINING, 0))]
+    whole = joined(parts)
+    assert [" ".join(map(str, actions)) for actions in whole.actions] == [
+        "0LOAD0 0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0WAIT_RECV_B0 0B0 0STEP0",
+        "1RECV_F0 1WAIT_RECV_F0 1LOAD0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0",
+    ]
+    assert whole.carried_out == ((), ())

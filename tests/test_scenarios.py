@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from pipefit.places import parse_place
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify
-from pipefit.schedule import lower
+from pipefit.schedule import lower, lower_drain, step_programs
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category
 from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan
@@ -129,125 +128,69 @@ def moving() -> tuple[Task, Plan]:
 # -------------------------------------------------------------------- (b) PipeDream, four stages, no flush
 
 PIPEDREAM = ((0,), (1,), (2,), (3,))
+BODY = """
+device 0: 0RECV_B-3 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B-3 0B-3 0WAIT_SEND_F0 0STASH-3 0STEP-3 0WAIT_STASH-3
+device 1: 1RECV_F0 1RECV_B-2 1WAIT_RECV_F0 1F0 1WAIT_SEND_B-3 1SEND_F0 1WAIT_RECV_B-2 1B-2 1WAIT_SEND_F0 1SEND_B-2 \
+1STASH-2 1STEP-2 1WAIT_STASH-2
+device 2: 2RECV_F0 2RECV_B-1 2WAIT_RECV_F0 2F0 2WAIT_SEND_B-2 2SEND_F0 2WAIT_RECV_B-1 2B-1 2WAIT_SEND_F0 2SEND_B-1 \
+2STASH-1 2STEP-1 2WAIT_STASH-1
+device 3: 3RECV_F0 3WAIT_RECV_F0 3LOAD0 3F0 3WAIT_SEND_B-1 3B0 3SEND_B0 3STEP0
+carried in 0:
+carried in 1: 1SEND_B-3
+carried in 2: 2SEND_B-2
+carried in 3: 3SEND_B-1
+carried out 0:
+carried out 1: 1SEND_B-2
+carried out 2: 2SEND_B-1
+carried out 3: 3SEND_B0
+"""
+DRAIN = """
+device 0: 0RECV_B-3 0WAIT_RECV_B-3 0B-3 0STEP-3 0RECV_B-2 0WAIT_RECV_B-2 0B-2 0STEP-2 0RECV_B-1 0WAIT_RECV_B-1 0B-1 \
+0STEP-1
+device 1: 1WAIT_SEND_B-3 1RECV_B-2 1WAIT_RECV_B-2 1B-2 1SEND_B-2 1WAIT_SEND_B-2 1STEP-2 1RECV_B-1 1WAIT_RECV_B-1 1B-1 \
+1SEND_B-1 1WAIT_SEND_B-1 1STEP-1
+device 2: 2WAIT_SEND_B-2 2RECV_B-1 2WAIT_RECV_B-1 2B-1 2SEND_B-1 2WAIT_SEND_B-1 2STEP-1
+device 3: 3WAIT_SEND_B-1
+carried in 0:
+carried in 1: 1SEND_B-3
+carried in 2: 2SEND_B-2
+carried in 3: 3SEND_B-1
+carried out 0:
+carried out 1:
+carried out 2:
+carried out 3:
+"""
 
 
-def minibatch(stage: int, forward: int | None, backward: int | None, *, joins_backward: bool = True) -> list[str]:
-    """What a stage does when one minibatch goes forward and another one backward: sends of the one before are joined
-    here, and the receive of the next forward is posted.
-    """
-    first, last, actions = stage == 0, stage == 3, list[str]()
-    if forward is not None:
-        actions += [] if first else [f"WAIT_RECV_F{forward}"]
-        actions += [f"LOAD{forward}"] if first or last else []
-        actions += [f"F{forward}"]
-    if backward is not None:
-        actions += [] if last else [f"RECV_B{backward}", f"WAIT_RECV_B{backward}"]
-        actions += [f"B{backward}"]
-        actions += [f"WAIT_SEND_B{backward - 1}"] if joins_backward and not first else []
-        actions += [] if first else [f"SEND_B{backward}"]
-        actions += [f"STEP{backward}"]
-    return actions
-
-
-def sending(stage: int, forward: int, *, joins: bool = True) -> list[str]:
-    """The send of a minibatch that went forward, behind the join of the one before."""
-    before = [f"WAIT_SEND_F{forward - 1}"] if joins else []
-    return [*before, f"SEND_F{forward}"] if stage < 3 else []
-
-
-def filling(stage: int) -> list[str]:
-    """The first call of four minibatches: stage s takes 4 - s of them, and makes one update."""
-    actions = ["RECV_F0"] if stage else []
-    for number in range(4 - stage):
-        actions += minibatch(stage, number, None)
-        actions += [f"RECV_F{number + 1}"] if stage else []
-        actions += sending(stage, number, joins=number > 0)
-    return actions + minibatch(stage, None, 0, joins_backward=False)
-
-
-def steady(stage: int) -> list[str]:
-    """The body: minibatch 0 enters, stage s takes the one that entered s calls before; number -3 goes backward."""
-    forward = minibatch(stage, -stage, None) + ([f"RECV_F{1 - stage}"] if stage else [])
-    return forward + sending(stage, -stage) + minibatch(stage, None, -3)
-
-
-def draining(stage: int) -> list[str]:
-    """The end: the minibatches on their way go on, and the last three go backward everywhere."""
-    actions = []
-    for number in range(3):
-        forward = number - stage
-        if forward < 0:
-            actions += minibatch(stage, forward, None)
-            actions += [f"RECV_F{forward + 1}"] if forward < -1 else []
-            actions += sending(stage, forward)
-        elif forward == 0:
-            actions += ["WAIT_SEND_F-1"]
-        actions += minibatch(stage, None, number - 3)
-    return actions + (["WAIT_SEND_B-1"] if stage else [])
-
-
-def part(of: Callable[[int], list[str]], *, microbatches: int, carried: tuple[int | None, int | None]) -> Program:
-    """A part of the schedule; the minibatch that enters next, as the one before counts it and as this part does."""
-    lines = [f"device {s}: {' '.join(f'{s}{action}' for action in of(s))}" for s in range(4)]
-    for name, entered in zip(("in", "out"), carried, strict=True):
-        lines += [f"carried {name} {s}: {outstanding(s, entered)}" for s in range(4) if entered is not None]
-    return parse_program("\n".join(lines), placement=PIPEDREAM, microbatches=microbatches)
-
-
-def outstanding(stage: int, entered: int) -> str:
-    """What a stage has started and not joined when minibatch `entered` is the next to enter."""
-    sends = [f"{stage}SEND_F{entered - 1 - stage}"] if stage < 3 else []
-    receives = [f"{stage}RECV_F{entered - stage}", f"{stage}SEND_B{entered - 4}"] if stage else []
-    return " ".join([*sends, *receives])
-
-
-PARTS = {
-    "first": part(filling, microbatches=4, carried=(None, 4)),
-    "body": part(steady, microbatches=1, carried=(0, 1)),
-    "drain": part(draining, microbatches=1, carried=(0, None)),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_every_part_of_pipedream_is_a_program(name: str) -> None:
-    """First, body and drain are valid, with what they carry in and out, and their texts come back equal."""
-    program = PARTS[name]
-    assert parse_program(str(program), placement=PIPEDREAM, microbatches=program.microbatches) == program
+def pipedream() -> Plan:
+    """Four equal layers on four devices, a step of one microbatch."""
+    return make_plan(equal_profile(4), [1] * 4, microbatches=1, schedule="pipedream")
 
 
 def test_the_parts_of_pipedream_are_as_drawn() -> None:
-    """Numbers count from the first minibatch of the call; no part waits for the pipeline to be empty."""
-    texts = {name: [" ".join(map(str, actions)) for actions in program.actions] for name, program in PARTS.items()}
-    assert texts["body"][0] == "0LOAD0 0F0 0WAIT_SEND_F-1 0SEND_F0 0RECV_B-3 0WAIT_RECV_B-3 0B-3 0STEP-3"
-    assert texts["body"][3] == ("3WAIT_RECV_F-3 3LOAD-3 3F-3 3RECV_F-2 3B-3 3WAIT_SEND_B-4 3SEND_B-3 3STEP-3")
-    assert texts["first"][2] == (
-        "2RECV_F0 2WAIT_RECV_F0 2F0 2RECV_F1 2SEND_F0 2WAIT_RECV_F1 2F1 2RECV_F2 2WAIT_SEND_F0 2SEND_F1 2RECV_B0 "
-        "2WAIT_RECV_B0 2B0 2SEND_B0 2STEP0"
-    )
-    assert texts["drain"][0] == (
-        "0WAIT_SEND_F-1 0RECV_B-3 0WAIT_RECV_B-3 0B-3 0STEP-3 0RECV_B-2 0WAIT_RECV_B-2 0B-2 0STEP-2 0RECV_B-1 "
-        "0WAIT_RECV_B-1 0B-1 0STEP-1"
-    )
+    """One microbatch enters, every stage makes an update, and nothing waits for the pipeline to be empty."""
+    plan = pipedream()
+    assert step_programs(plan)[-1] == parse_program(BODY, placement=PIPEDREAM, microbatches=1)
+    assert lower_drain(plan, entered=9) == parse_program(DRAIN, placement=PIPEDREAM, microbatches=0)
+    assert lower(plan).actions[0] == tuple(map(parse_action, ["0LOAD0", "0F0", "0SEND_F0"]))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "entered"), [("first", "body", 4), ("body", "body", 1), ("body", "drain", 1)]
-)
-def test_what_one_part_of_pipedream_leaves_the_next_one_takes(before: str, after: str, entered: int) -> None:
-    """What is carried out, with numbers that count from the next call, is what is carried in."""
-    left, taken = PARTS[before].carried_out, PARTS[after].carried_in
-    assert [{a._replace(microbatch=(a.microbatch or 0) - entered) for a in starts} for starts in left] == [
-        set(starts) for starts in taken
-    ]
+def test_a_body_of_pipedream_holds_a_version_for_every_microbatch_in_flight() -> None:
+    """A stage's fullest moment in a full pipeline: parameters of 32, optimizer state twice that, 24 activations of each
+    microbatch in flight, and 32 for each of their versions but the newest.
+    """
+    for stage, device in enumerate(simulate(pipedream()).devices):
+        full = max(device.memory, key=lambda sample: sample.total_bytes).by_category
+        others = 3 - stage
+        assert full.get(Category.VERSIONS, 0) == 32 * others
+        assert full[Category.ACTIVATIONS] == 24 * (others + 1) + 4 * (stage == 3)
+        assert (full[Category.PARAMETERS], full[Category.OPTIMIZER]) == (32, 64)
 
 
-def test_endless_schedules_are_refused_by_name() -> None:
-    """The simulator says that it cannot run a body yet; and a schedule of that name does not exist."""
-    plan = make_plan(equal_profile(4), [1] * 4, microbatches=1)
-    with pytest.raises(UsageError, match="the body of an endless schedule, which cannot be simulated yet"):
-        simulate(plan, program=PARTS["body"])
-    with pytest.raises(UsageError, match="there is no schedule 'pipedream'; choose one of"):
-        lower(make_plan(equal_profile(4), [1] * 4, schedule="pipedream"))
+def test_a_part_of_an_endless_schedule_is_not_simulated_alone() -> None:
+    """Nothing has begun what it joins; the error says what to simulate instead."""
+    with pytest.raises(UsageError, match="a part of an endless schedule, which nothing has begun: simulate its plan"):
+        simulate(pipedream(), program=step_programs(pipedream())[-1])
 
 
 # -------------------------------------------------------------------- (c) grids

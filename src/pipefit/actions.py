@@ -19,11 +19,14 @@ An action has a text form that can be parsed. The first number is the stage, the
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
-    2STEP                optimizer step; gradients are freed            2STEP3              asynchronous: after one
+    2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
+    2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a copy
+    2WAIT_STASH3         forwards use the updated copy from here on
 
 Everything that runs in the background has one mechanism: an action starts it, and the same action with WAIT joins it.
 Receives and reloads allocate memory when they start; sends and offloads free memory when they are joined. So what is
-allocated at which action depends on the program alone, and not on the speed of devices and links.
+allocated at which action depends on the program alone, and not on the speed of devices and links. A STASH allocates the
+copy; weights are freed when neither a microbatch in flight nor a forward to come needs them (`pipefit.cost.versions`).
 
 A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`. The other end of a
 message is named only where the neighbouring stage is on several devices.
@@ -60,17 +63,19 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     AGREE = "AGREE"
     STEP = "STEP"
+    STASH = "STASH"
 
 
 FORWARDS = frozenset({Kind.FORWARD, Kind.FORWARD_ONLY})
 SPLIT_BACKWARD = frozenset({Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS})
 COMPUTE = FORWARDS | SPLIT_BACKWARD | {Kind.RECOMPUTE, Kind.BACKWARD, Kind.STEP}
+UPDATES = frozenset({Kind.STASH, Kind.STEP})
 COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.GATHER_FORWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
-BACKGROUND = MESSAGES | COLLECTIVE | COPIES
+BACKGROUND = MESSAGES | COLLECTIVE | COPIES | {Kind.STASH}
 _TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the next stage
 
 

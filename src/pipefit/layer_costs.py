@@ -205,6 +205,11 @@ class LayerCost:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that an update changes."""
+        return sum(parameter.nbytes for parameter in self.parameters if parameter.trainable)
+
+    @property
     def static_bytes(self) -> int:
         """Bytes of what exists as long as the layer does: parameters, buffers and constants."""
         return self.parameter_bytes + self.buffer_bytes + self.constant_bytes

@@ -284,7 +284,7 @@ def _head(plan: Plan) -> str:
     training = plan.training
     return (
         f"{plan.profile.model}: {plan.profile.parts} in {len(plan.stages)} stages on {plan.cluster}\n"
-        f"{training.schedule}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
+        f"{training.phrases[0]}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
         f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 
@@ -367,6 +367,8 @@ def _bubble(plan: Plan) -> str:
     recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
     if stages == 1 or len(plan.ranks) < stages or recomputes:
         return ""
+    if plan.training.endless:
+        return f"; stages of equal time would not wait under {plan.training.schedule}, but for messages"
     share = (stages - 1) / (microbatches + stages - 1)
     return (
         f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "

@@ -5,13 +5,14 @@
 
 `pipefit.actions` explains the words. A program may be the body of an endless schedule, and then join actions that the
 body before it has started: these are `carried_in`. Those that it leaves to the next body to join are `carried_out`.
-Microbatches are then counted from the first one of this body, and earlier ones have negative numbers.
+Microbatches are then counted from the first one of this body, and earlier ones have negative numbers. The program that
+fills the pipeline carries nothing in, the one that drains it nothing out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipefit.actions import (
@@ -55,6 +56,11 @@ class Program:
             _check_device(device, actions, self)
         _check_messages(self)
         check_order(self.actions, self.placement, carried_in=self.carried_in)
+
+    @property
+    def endless(self) -> bool:
+        """Whether this is a part of an endless schedule: microbatches may be in flight before and after it."""
+        return bool(self.carried_in or self.carried_out)
 
     @property
     def stages(self) -> int:
@@ -177,24 +183,70 @@ def _check_split(device: int, action: Action, open_starts: set[Action]) -> None:
 def _check_messages(program: Program) -> None:
     """Check that every send has its receive.
 
-    In the body of an endless schedule, the partner may be in the body before or after: numbers are compared modulo the
-    microbatches of a body.
+    In a body that repeats, the partner may be in the body before or after: numbers are compared modulo the microbatches
+    of a body. Of other parts of an endless schedule, what is carried in or out may have its partner elsewhere.
     """
-    endless = bool(program.carried_in or program.carried_out)
+    repeats = program.endless and _repeats(program)
     placement, balance, seen = program.placement, Counter[Message](), dict[Message, Action]()
+    elsewhere = set() if repeats else _carried(program)
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.kind in MESSAGES and not action.wait:
                 message = message_of(device, action, placement)
-                if endless and action.microbatch is not None:
+                if repeats and action.microbatch is not None:
                     message = message._replace(microbatch=action.microbatch % program.microbatches)
                 balance[message] += 1 if action.kind in SENDS else -1
                 seen[message] = action
     for message, count in balance.items():
-        if count:
+        if count and message not in elsewhere:
             action = seen[message]
             partner = message_partner(action)
             if len(placement[action.stage]) > 1:
                 here = message.source if action.kind in SENDS else message.target
                 partner = partner._replace(place=Place([Share(Member.device(here), 1)]))
             raise UsageError(f"{action} has no partner: {partner} is missing")
+
+
+def _repeats(program: Program) -> bool:
+    """Whether the program can follow itself: what it carries out is what it carries in, one body later."""
+    return tuple(map(set, program.carried_in)) == tuple(
+        {shifted(start, -program.microbatches) for start in starts} for starts in program.carried_out
+    )
+
+
+def _carried(program: Program) -> set[Message]:
+    """The messages of which an end started in the program before, or is joined in the one behind."""
+    return {
+        message_of(device, action, program.placement)
+        for starts in (program.carried_in, program.carried_out)
+        for device, actions in enumerate(starts)
+        for action in actions
+        if action.kind in MESSAGES
+    }
+
+
+# -------------------------------------------------------------------- one program after the other
+
+
+def shifted(action: Action, by: int) -> Action:
+    """The action with its microbatch counted from one that comes `by` earlier."""
+    return action if action.microbatch is None else action._replace(microbatch=action.microbatch + by)
+
+
+def joined(programs: Sequence[Program]) -> Program:
+    """These parts of an endless schedule, one after the other, as one program."""
+    actions: list[list[Action]] = [[] for _ in programs[0].actions]
+    entered = 0
+    for program in programs:
+        for device, own in enumerate(program.actions):
+            actions[device] += (shifted(action, entered) for action in own)
+        entered += program.microbatches
+    left = entered - programs[-1].microbatches
+    return Program(
+        placement=programs[0].placement,
+        microbatches=entered,
+        actions=tuple(map(tuple, actions)),
+        bundles=programs[0].bundles,
+        carried_in=programs[0].carried_in,
+        carried_out=tuple(tuple(shifted(start, left) for start in starts) for starts in programs[-1].carried_out),
+    )

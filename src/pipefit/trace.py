@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-PREDICTED_STEPS = 2  # the first creates the optimizer state; the second and all later ones are alike
-
 Source = Literal["simulated", "dry run", "measured"]
 
 

@@ -8,8 +8,10 @@ from typing import Literal
 from pipefit.errors import UsageError
 from pipefit.validation import check_types
 
+ENDLESS = ("pipedream", "pipedream-2bw")  # schedules that leave microbatches in flight from step to step
 MOST_MICROBATCHES = 1 << 16  # a program lists the actions of each; with so many that takes seconds
 
+Versions = Literal["weights", "everything"]
 Precision = Literal[
     "float32", "bfloat16", "float16", "float64",
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
@@ -20,15 +22,18 @@ Precision = Literal[
 class Training:
     """One optimizer step: `batch_size` samples in `microbatches` equal parts, under `schedule`.
 
-    `schedule` names an entry of `pipefit.schedule.SCHEDULES`. `precision` is the dtype of the layers; the mixed ones
+    `schedule` names an entry of `pipefit.schedule.SCHEDULES`, or of `ENDLESS` there; under `pipedream` every microbatch
+    of a step has an update of its own. `precision` is the dtype of the layers; the mixed ones
     keep float32 parameters and compute under `torch.autocast`; the master ones have half-precision parameters and
     gradients, and an optimizer that works on float32 copies. mixed-float16 and master-float16 scale the loss.
+    `versions` says what a version of the weights holds under an endless schedule: the weights alone, or room for
+    gradients and optimizer state too, as PipeDream's own implementation took for each microbatch in flight.
     `clip_norm` is the norm to which all gradients together are clipped. What is recomputed or moved away is not part of
     a training: a planner decides it, and the plan says it (`pipefit.plans.Decision`).
 
     Raises:
-        UsageError: a number that is not positive, a batch that does not divide into its microbatches, or too many
-            microbatches.
+        UsageError: a number that is not positive, a batch that does not divide into its microbatches, too many
+            microbatches, or what needs all stages to stand still under a schedule without end.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -38,6 +43,7 @@ class Training:
     schedule: str = "1f1b"
     precision: Precision = "float32"
     clip_norm: float | None = None
+    versions: Versions = "weights"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -52,6 +58,13 @@ class Training:
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"gradients can be clipped to a positive norm, not to {self.clip_norm}")
+        if self.endless:
+            self._check_endless()
+        elif self.versions != "weights":
+            raise UsageError(
+                f"schedule {self.schedule} has no versions of weights that could hold {self.versions}: they belong to "
+                f"{' and '.join(ENDLESS)}"
+            )
         if self.microbatches > self.batch_size:
             raise UsageError(
                 f"{self.microbatches} microbatches need at least as many samples; the batch has {self.batch_size}"
@@ -62,6 +75,25 @@ class Training:
                 f"use {self.batch_size - self.batch_size % self.microbatches} samples, or "
                 f"{self.batch_size + -self.batch_size % self.microbatches}"
             )
+
+    def _check_endless(self) -> None:
+        """Check that stages have nothing to agree on before an update."""
+        why = f"schedule {self.schedule} updates every stage by itself and never waits for all of them"
+        if self.clip_norm is not None:
+            raise UsageError(
+                f"gradients cannot be clipped to a common norm, as {why}: clip in the optimizer, stage by stage, or "
+                "use schedule 1f1b"
+            )
+        if self.scales_loss:
+            raise UsageError(
+                f"precision {self.precision} scales the loss and skips an update on all stages after an overflow, but "
+                f"{why}: use {self.precision.replace('float16', 'bfloat16')}, or schedule 1f1b"
+            )
+
+    @property
+    def endless(self) -> bool:
+        """Whether steps leave microbatches in flight, so that stages are updated at different times."""
+        return self.schedule in ENDLESS
 
     @property
     def dtype(self) -> str:
@@ -87,7 +119,7 @@ class Training:
     def phrases(self) -> tuple[str, ...]:
         """The settings that a stage's memory depends on, as phrases in which two trainings can be compared."""
         return (
-            self.schedule,
+            self.schedule if self.versions == "weights" else f"{self.schedule} with versions of {self.versions}",
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {self.microbatch_size}",
             self.precision,
             "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",

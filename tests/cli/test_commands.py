@@ -24,7 +24,7 @@ from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import PLANNERS
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.schedule import SCHEDULES, lower
+from pipefit.schedule import ENDLESS, SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
@@ -82,7 +82,7 @@ def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str
     """What `--planner` and `--schedule` accept can be read in the help of `plan`."""
     assert main(["plan", "--help"]) == 0
     words = capsys.readouterr().out.replace(",", " ").replace(".", " ").split()
-    assert {*PLANNERS, *SCHEDULES} <= set(words)
+    assert {*PLANNERS, *SCHEDULES, *ENDLESS} <= set(words)
 
 
 def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

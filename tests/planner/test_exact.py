@@ -28,8 +28,9 @@ from pipefit.cluster import Cluster
 from pipefit.planner import Options, exact, exhaustive
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import Measurement
+from pipefit.schedule import ENDLESS
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
-from pipefit.simulator import simulate
+from pipefit.simulator import Simulation, simulate
 from pipefit.training import Training
 
 AMPLE = 1 << 40
@@ -76,6 +77,23 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     chain = rng.choice((plain, hostile))(rng, count, size=rng.choice((2, 4, 30)))
     found, best = both(chain, cluster, any_training(rng), stages, rng.choice(RECOMPUTE))
     assert found.stages == best.stages
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(40))
+def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
+    """Where early stages hold more versions of their weights, too: the same stages, and the peaks of the simulator."""
+    rng = Random(seed)
+    count = rng.randrange(1, 10)
+    cluster = devices(*(rng.choice((60, 100, 100)) for _ in range(rng.randrange(1, 5))))
+    stages = rng.randrange(1, min(count, len(cluster.devices)) + 1)
+    how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
+    how = replace(how, versions=rng.choice(("weights", "everything")))
+    chain = hostile(rng, count, size=rng.choice((2, 4, 30)), shared=0)
+    found, best = both(chain, cluster, how, stages, rng.choice(("never", "always")))
+    assert found.stages == best.stages
+    assert found.prediction
+    assert found.prediction.peak_bytes == Simulation(found).peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(60))

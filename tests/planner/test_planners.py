@@ -29,6 +29,8 @@ CASES = {
     "one device": (hostile(Random(4), 9), devices(AMPLE), training("1f1b", 4), None),
     "unlike devices": (hostile(Random(5), 8), devices(AMPLE, 2 * AMPLE, AMPLE), training("1f1b", 9), None),
     "all alike": (alike(11), devices(*[AMPLE] * 3), training("gpipe", 3), None),
+    "PipeDream": (hostile(Random(7), 9, shared=0), devices(*[AMPLE] * 4), training("pipedream", 3), None),
+    "two versions": (hostile(Random(8), 8, shared=0), devices(*[AMPLE] * 3), training("pipedream-2bw", 5), None),
     "devices too small": (plain(Random(6), 8), devices(1, 1, 2), training("1f1b", 2), None),
 }
 

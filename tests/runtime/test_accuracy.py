@@ -101,6 +101,16 @@ def test_a_storage_goes_with_the_last_of_its_views(split: list[int]) -> None:
     assert certify(task, plan, steps=2).peak_bytes == simulate(plan, steps=2).peak_bytes == measured
 
 
+def test_a_longer_warm_up_is_exact_too() -> None:
+    """Eager 1F1B, with more microbatches in flight than stages: allocator, dry run and simulator agree in each step."""
+    task = task_of(lambda: [Halves(), Sines(), nn.Linear(4, 4), nn.Tanh()])
+    plan = plan_of(task, [1, 2, 1], size=8, microbatches=6, schedule="eager-1f1b")
+    traces = certify(task, plan), simulate(plan)
+    for device, measured in enumerate(measured_peaks(task, plan)):
+        for trace in traces:
+            assert [trace.devices[device].step_peak_bytes(step) for step in range(2)] == measured
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
 def test_state_of_a_shared_parameter_counts_once(optimizer: type[torch.optim.Optimizer]) -> None:
     """Two layers with one weight on one device: its state exists once, whether it is made early or late."""

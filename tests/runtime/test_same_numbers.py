@@ -22,6 +22,7 @@ from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.stage import StageRunner
 from pipefit.zoo import build
 from random_cases import random_plan
+from tiny import plan_of
 
 STEPS, SEED, CPU = 3, 7, torch.device("cpu")
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -219,3 +220,10 @@ def test_worker_processes_compute_the_same() -> None:
     losses, trace = train(factory, plan, steps=STEPS, seed=SEED)
     assert losses == here
     assert trace.peak_bytes == trainer.trace.peak_bytes
+
+
+def test_a_longer_warm_up_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager 1F1B adds gradients up in the order of plain training, with more microbatches in flight."""
+    task = make("normed", dropout=0.2)
+    plan = plan_of(task, [2, 3, 3], microbatches=6, schedule="eager-1f1b")
+    assert differences(planned(task, plan, monkeypatch), plainly(task, plan, seeded)) == []

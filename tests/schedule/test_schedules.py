@@ -13,7 +13,7 @@ from pipefit.program import parse_program
 from pipefit.schedule import SCHEDULES, Compute, lower, schedule_named
 from pipefit.schedule.order import computes
 from pipefit.simulator import Simulation
-from pipelines import equal_profile, make_plan
+from pipelines import equal_profile, make_cluster, make_plan
 
 GPIPE_3_4 = """
 F0 F1 F2 F3 B0 B1 B2 B3
@@ -29,6 +29,11 @@ ONE_F_ONE_B_3_4 = """
 F0 F1 F2 B0 F3 B1 B2 B3
 F0 F1 B0 F2 B1 F3 B2 B3
 F0 B0 F1 B1 F2 B2 F3 B3
+"""
+EAGER_1F1B_3_6 = """
+F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5
+F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 """
 ONE_F_ONE_B_4_2 = """
 F0 F1 B0 B1
@@ -73,6 +78,7 @@ def one_each(schedule: str, stage: int, stages: int, microbatches: int) -> list[
         ("torchgpipe", 3, 4, TORCHGPIPE_3_4),
         ("1f1b", 3, 4, ONE_F_ONE_B_3_4),
         ("1f1b", 4, 2, ONE_F_ONE_B_4_2),
+        ("eager-1f1b", 3, 6, EAGER_1F1B_3_6),
     ],
 )
 def test_a_schedule_is_the_table_drawn_by_hand(schedule: str, stages: int, microbatches: int, drawn: str) -> None:
@@ -91,11 +97,12 @@ def test_a_schedule_of_two_stages_on_each_rank_is_the_table_drawn_by_hand(schedu
     assert "\n" + "\n".join(lines) + "\n" == drawn
 
 
-def test_1f1b_refuses_several_stages_on_a_rank() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+def test_1f1b_refuses_several_stages_on_a_rank(schedule: str) -> None:
     """Its order is for one stage on each device; the error says what to do."""
-    plan = make_plan(equal_profile(4), [1] * 4, devices=2)
+    plan = make_plan(equal_profile(4), [1] * 4, devices=2, schedule=schedule)
     with pytest.raises(
-        UsageError, match="1f1b is an order for one stage on each device, not for 2: use schedule gpipe"
+        UsageError, match=f"{schedule} is an order for one stage on each device, not for 2: use schedule gpipe"
     ):
         lower(plan)
 
@@ -145,11 +152,24 @@ def test_several_stages_on_a_rank_compute_each_microbatch_once(
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 16])
 def test_microbatches_in_flight_follow_the_closed_forms(stages: int, microbatches: int) -> None:
-    """Stage s holds M microbatches at most under GPipe, min(M, P-s) under 1F1B."""
+    """Stage s holds M microbatches at most under GPipe, min(M, P-s) under 1F1B, min(M, 2(P-s)-1) if it is eager."""
     for stage in range(stages):
         assert most_in_flight("gpipe", stage, stages, microbatches) == microbatches
         assert most_in_flight("torchgpipe", stage, stages, microbatches) == microbatches
         assert most_in_flight("1f1b", stage, stages, microbatches) == min(microbatches, stages - stage)
+        assert most_in_flight("eager-1f1b", stage, stages, microbatches) == min(microbatches, 2 * (stages - stage) - 1)
+
+
+def test_a_longer_warm_up_hides_messages() -> None:
+    """Where a message takes as long as a forward, the eager order has a shorter step."""
+    slow = make_cluster(4, latency_seconds=1.0)
+    seconds = {
+        schedule: Simulation(
+            make_plan(equal_profile(4), [1] * 4, microbatches=12, schedule=schedule, cluster=slow)
+        ).step_seconds[-1]
+        for schedule in ("1f1b", "eager-1f1b")
+    }
+    assert seconds["eager-1f1b"] < seconds["1f1b"]
 
 
 def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
@@ -162,7 +182,7 @@ def most_in_flight(schedule: str, stage: int, stages: int, microbatches: int) ->
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
     """The error lists the schedules that exist."""
-    with pytest.raises(UsageError, match="choose one of gpipe, 1f1b, torchgpipe"):
+    with pytest.raises(UsageError, match="choose one of gpipe, 1f1b, eager-1f1b, torchgpipe, pipedream, pipedream-2bw"):
         schedule_named("2f2b")
 
 

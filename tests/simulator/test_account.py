@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from account import Account, Sample, peaks
+from endless import one_program
 from made_up import (
     any_plan,
     any_round,
@@ -24,18 +25,21 @@ from made_up import (
     value,
 )
 from pipefit.actions import Action, Kind, Subject
-from pipefit.decisions import Decision, Run, What
+from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, What
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
 from pipefit.plans import Plan
-from pipefit.program import Program, parse_program
-from pipefit.schedule import lower
+from pipefit.profiles import Measurement
+from pipefit.program import Program, parse_program, shifted
+from pipefit.schedule import ENDLESS, distinct_steps, lower
 from pipefit.simulator import Simulation
 from pipefit.trace import Category, MemorySample
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 
-KEPT_BY_CATEGORY = (Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS, Category.BOUNDARY)
+KEPT_BY_CATEGORY = tuple(
+    Category(name) for name in ("gradients", "optimizer state", "activations", "weight versions", "boundary buffers")
+)
 
 
 def case(seed: int) -> Plan:
@@ -135,6 +139,63 @@ def test_a_step_leaves_what_it_found(seed: int) -> None:
         assert second == third
 
 
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(60))
+def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) -> None:
+    """In every step until they are all alike and one more, of which the account knows nothing: it reads one program."""
+    rng = Random(seed)
+    plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
+    steps = distinct_steps(plan) + 1
+    simulation, count = Simulation(plan, steps=steps), plan.training.microbatches
+    whole = one_program(plan, (count,) * steps)
+    accounts = [Account(plan, device, program=whole, steps=1) for device in range(len(plan.cluster.devices))]
+    assert simulation.peak_bytes == tuple(account.peak_bytes for account in accounts)
+    for device, account in zip(simulation.trace().devices, accounts, strict=True):
+        samples = list(in_steps(plan, account, steps))
+        assert_device_agrees(device.memory, samples)
+        last, one_more = ([s._replace(step=0) for s in samples if s.step == steps - k] for k in (2, 1))
+        assert last == one_more, "later steps differ after all"
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int) -> None:
+    """By the account: whenever it comes, after one step or many, so that a plan's peaks hold for it too."""
+    rng = Random(seed)
+    plan = endless_plan(rng, schedule, hostile(rng, small_first(seed, largest=8)))
+    count, peaks = plan.training.microbatches, Simulation(plan).peak_bytes
+    for steps in (1, rng.randrange(1, distinct_steps(plan) + 1)):
+        whole = one_program(plan, (count,) * steps, drained=True)
+        for device, most in enumerate(peaks):
+            assert Account(plan, device, program=whole, steps=1).peak_bytes <= most
+
+
+def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
+    """Any split over up to four devices; parameters that stages would share are not; all or no microbatches of a run
+    are recomputed; versions hold the weights or everything.
+    """
+    stages = rng.randrange(1, min(4, len(model.layers)) + 1)
+    how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 8))
+    how = replace(how, versions=rng.choice(("weights", "weights", "everything")))
+    plan = any_plan(rng, model, how, stages=stages, recompute=rng.choice(("never", "never", "always")))
+    if plan.summed:
+        plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute="never")
+    if not plan.decisions:
+        plan = replace(plan, decisions=tuple(replace(d, microbatches=ALL_MICROBATCHES) for d in any_runs(rng, plan)))
+    return plan
+
+
+def in_steps(plan: Plan, account: Account, steps: int) -> Iterator[Sample]:
+    """The samples of an account of several steps, counted as each step counts its actions."""
+    left, entered = iter(account.samples), 0
+    for step in range(steps):
+        for action in lower(plan, entered=entered).actions[account.number]:
+            sample = next(left)
+            assert sample.action == shifted(action, entered)
+            yield sample._replace(step=step, action=action)
+        entered += plan.training.microbatches
+
+
 # -------------------------------------------------------------------- programs
 
 
@@ -218,13 +279,17 @@ def assert_samples_agree(plan: Plan, program: Program) -> None:
     """The samples of a trace are those of the account."""
     trace = Simulation(plan, program=program, steps=2).trace()
     for number, device in enumerate(trace.devices):
-        account = Account(plan, number, program=program)
-        told = {(sample.step, sample.action, k) for k, sample in _numbered(device.memory)}
-        silent = [s for k, s in _numbered(account.samples) if (s.step, str(s.action), k) not in told]
-        assert all(s.before == s.after and s.peak_bytes == sum(s.before.values()) for s in silent)
-        known = {(s.step, str(s.action), k): s for k, s in _numbered(account.samples)}
-        for k, sample in _numbered(device.memory):
-            assert_sample_agrees(sample, known[sample.step, sample.action, k])
+        assert_device_agrees(device.memory, Account(plan, number, program=program).samples)
+
+
+def assert_device_agrees(memory: Sequence[MemorySample], samples: Sequence[Sample]) -> None:
+    """The samples of a device are those of its account."""
+    told = {(sample.step, sample.action, k) for k, sample in _numbered(memory)}
+    silent = [s for k, s in _numbered(samples) if (s.step, str(s.action), k) not in told]
+    assert all(s.before == s.after and s.peak_bytes == sum(s.before.values()) for s in silent)
+    known = {(s.step, str(s.action), k): s for k, s in _numbered(samples)}
+    for k, sample in _numbered(memory):
+        assert_sample_agrees(sample, known[sample.step, sample.action, k])
 
 
 def _numbered(samples):

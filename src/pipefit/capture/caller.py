@@ -40,6 +40,14 @@ def recording(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, autograd records and nothing is cast, whatever the caller is in: for training that began before."""
+    off = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
+    with torch.inference_mode(mode=False), off[0], off[1], torch.enable_grad():
+        yield
+
+
 def refuse_gradients(batch: tuple[Any, Any], name: str) -> None:
     """A batch whose tensors wait for a gradient cannot be trained on: none comes back through a pipeline.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipefit.cli.options import Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
-from pipefit.trace import PREDICTED_STEPS
 
 if TYPE_CHECKING:
     from pipefit.trace import Trace
@@ -19,7 +18,7 @@ def command(
     plan: PlanFile,
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
-    steps: PredictedSteps = PREDICTED_STEPS,
+    steps: PredictedSteps = None,
     target: Annotated[
         Target | None, typer.Option(help="Kind of device whose kernels run; the profile's unless given.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.options import SCHEDULE_HELP, Json, Model, Output, Precision, Recompute, Settings, Target
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def command(
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches in a step; four for each device unless given.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or torchgpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
     planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "exact",
     target: Annotated[

@@ -17,6 +17,12 @@ Recompute = Annotated[
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
 ]
 
+Versions = Annotated[
+    Literal["weights", "everything"],
+    typer.Option(help="What a version of the weights holds under pipedream and pipedream-2bw."),
+]
+SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two never flush."
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[
     Path | None,
@@ -29,5 +35,6 @@ Settings = Annotated[
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 PredictedSteps = Annotated[
-    int, typer.Option("--steps", min=1, max=1000, help="Training steps; all but the first cost the same.")
+    int | None,
+    typer.Option("--steps", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."),
 ]

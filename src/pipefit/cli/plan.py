@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipefit.cli.options import Json, Output, Recompute
+from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Recompute, Versions
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
         int | None, typer.Option("--batch-size", min=1, help="Samples in one optimizer step.")
     ] = None,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe or torchgpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     planner: Annotated[
         str,
         typer.Option(
@@ -32,6 +32,7 @@ def command(
     clip_norm: Annotated[
         float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
     ] = None,
+    versions: Versions = "weights",
     stages: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
     ] = None,
@@ -60,6 +61,7 @@ def command(
             schedule=schedule,
             recompute=recompute,
             clip_norm=clip_norm,
+            versions=versions,
             planner=planner,
             stages=stages,
         )

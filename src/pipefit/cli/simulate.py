@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pipefit.cli.options import Json, Output, PlanFile, PredictedSteps
-from pipefit.trace import PREDICTED_STEPS
 
 
-def command(
-    plan: PlanFile, steps: PredictedSteps = PREDICTED_STEPS, output: Output = None, as_json: Json = False
-) -> None:
+def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None, as_json: Json = False) -> None:
     """Simulate PLAN: predicted peaks and time.
 
-    The first step differs from the others: optimizer state is allocated in its update.
+    The first step differs from the others: optimizer state is allocated in its update. Under pipedream and
+    pipedream-2bw the pipeline fills in the first steps, and the last one is typical.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress

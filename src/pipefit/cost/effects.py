@@ -3,6 +3,7 @@
 Between actions, every byte belongs to one category:
 
     activations        storages that a forward saved and no backward has used up
+    weight versions    weights that are not the newest ones, for microbatches in flight and coming forwards
     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
     gradients          of parameters, from the first backward of a step to its STEP
     optimizer state    from the first STEP on
@@ -21,14 +22,15 @@ from typing import NamedTuple
 class Effect(NamedTuple):
     """Bytes relative to the start of an action: at its peak, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, boundary buffers, temporary, workspace.
+    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers, temporary,
+    workspace.
     `after` is the same without the last two, because none of their bytes outlive the action.
     """
 
     peak_bytes: int
     after_bytes: int
-    at_peak: tuple[int, int, int, int, int, int]
-    after: tuple[int, int, int, int]
+    at_peak: tuple[int, int, int, int, int, int, int]
+    after: tuple[int, int, int, int, int]
 
 
 def effect(
@@ -38,13 +40,14 @@ def effect(
     gradients: int = 0,
     optimizer: int = 0,
     activations: int = 0,
+    versions: int = 0,
     boundary: int = 0,
 ) -> Effect:
     """The effect of an action that changes the categories by these bytes and peaks at `peak_bytes` above its start.
 
     `workspace` bytes of the peak are the workspace of a kernel.
     """
-    after = (gradients, optimizer, activations, boundary)
+    after = (gradients, optimizer, activations, versions, boundary)
     peak_bytes = max(0, peak_bytes, sum(after))
     at_peak = [max(0, change) for change in after]
     temporary = peak_bytes - sum(at_peak)
@@ -55,6 +58,13 @@ def effect(
             at_peak[category] -= given
             temporary += given
     inside = min(workspace, temporary)
-    gradients, optimizer, activations, boundary = at_peak
-    peak = gradients, optimizer, activations, boundary, temporary - inside, inside
+    gradients, optimizer, activations, versions, boundary = at_peak
+    peak = gradients, optimizer, activations, versions, boundary, temporary - inside, inside
     return Effect(peak_bytes, sum(after), peak, after)
+
+
+def freeing_versions(before: Effect, nbytes: int) -> Effect:
+    """The effect of an action that, when it has ended, also frees `nbytes` of weight versions."""
+    gradients, optimizer, activations, versions, boundary = before.after
+    after = gradients, optimizer, activations, versions - nbytes, boundary
+    return before._replace(after_bytes=before.after_bytes - nbytes, after=after)

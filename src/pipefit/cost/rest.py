@@ -15,10 +15,13 @@ from pipefit.cost.storages import StageStorages
 
 
 class StageRest:
-    """The bytes of a stage that do not belong to a microbatch, in a step of `microbatches`."""
+    """The bytes of a stage that do not belong to a microbatch, in a step of `microbatches`.
 
-    def __init__(self, storages: StageStorages, microbatches: int) -> None:
-        self.storages, self.microbatches = storages, microbatches
+    `everything` says that a version of the weights has room for gradients and optimizer state too.
+    """
+
+    def __init__(self, storages: StageStorages, microbatches: int, *, everything: bool = False) -> None:
+        self.storages, self.microbatches, self.everything = storages, microbatches, everything
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -37,6 +40,22 @@ class StageRest:
         """Parameter gradients, from the first backward of a step to its STEP."""
         repeated = sum(again.shared.gradient_bytes for again in self.storages.repetitions)
         return sum(cost.gradient_bytes for cost in self.storages.costs) - repeated
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """All parameters that are trained, without those that no update changes."""
+        shared = sum(again.shared.nbytes for again in self.storages.repetitions if again.shared.gradient_bytes)
+        return sum(cost.trained_bytes for cost in self.storages.costs) - shared
+
+    @property
+    def room_bytes(self) -> int:
+        """What a version takes beside its weights."""
+        return self.gradient_bytes + self.state_bytes if self.everything else 0
+
+    @property
+    def version_bytes(self) -> int:
+        """What a version of the weights takes."""
+        return self.weight_bytes + self.room_bytes
 
     @cached_property
     def early_state_bytes(self) -> int:

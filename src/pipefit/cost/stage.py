@@ -9,7 +9,7 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
-from pipefit.cost.time import Seconds, layer_seconds
+from pipefit.cost.time import Seconds, copy_seconds, layer_seconds
 from pipefit.devices import DeviceKind
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
@@ -23,18 +23,27 @@ class StageCost:
     """
 
     def __init__(
-        self, measurement: Measurement, start: int, stop: int, times: Sequence[Seconds], training: Training
+        self,
+        measurement: Measurement,
+        start: int,
+        stop: int,
+        times: Sequence[Seconds],
+        kind: DeviceKind,
+        training: Training,
     ) -> None:
         self.start, self.stop = start, stop
         self._times = times
         self.storages = StageStorages(measurement, start, stop)
         self.flights = Flights(self.storages)
-        self.rest = StageRest(self.storages, training.microbatches)
+        self.rest = StageRest(self.storages, training.microbatches, everything=training.versions == "everything")
         self.layers = frozenset(range(start, stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
+        self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
+        if action.kind is Kind.STASH:
+            return self.stash_seconds
         first, end = action.layers or (self.start, self.stop)
         found = self._seconds.get((action.kind, first, end))
         if found is None:
@@ -75,7 +84,9 @@ class Costs:
         key = (start, stop, kind.key)
         found = self._stages.get(key)
         if found is None:
-            found = self._stages[key] = StageCost(self._measurement, start, stop, self._seconds(kind), self._training)
+            found = self._stages[key] = StageCost(
+                self._measurement, start, stop, self._seconds(kind), kind, self._training
+            )
         return found
 
     def _seconds(self, kind: DeviceKind) -> tuple[Seconds, ...]:

@@ -57,6 +57,11 @@ def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str) -> Seconds:
     return Seconds(*(seconds(work, kind, dtype) for work in (cost.forward, cost.backward, cost.update)))
 
 
+def copy_seconds(nbytes: int, kind: DeviceKind) -> float:
+    """Seconds of a copy of `nbytes` within a device of `kind`, which reads and writes them."""
+    return seconds(Work(flops=0, moved_bytes=2 * nbytes), kind)
+
+
 def host_update_seconds(cost: LayerCost, host: Host) -> float:
     """Seconds of a layer's update on the CPU of `host`, in one pass that takes as long as its bytes move.
 
@@ -68,6 +73,5 @@ def host_update_seconds(cost: LayerCost, host: Host) -> float:
     """
     if host.memory_bandwidth is None:
         raise UsageError("an update on a host takes as long as its memory needs: give the host a memory_bandwidth")
-    trained = sum(parameter.nbytes for parameter in cost.parameters if parameter.trainable)
-    moved = 2 * (trained + cost.state_bytes) + cost.gradient_bytes
+    moved = 2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes
     return moved / (host.memory_bandwidth * HOST_BANDWIDTH_REACHED)

@@ -6,6 +6,8 @@ and makes the plan (`planner.driver`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner.additive import additive
@@ -25,7 +27,7 @@ from pipefit.planner.uniform import uniform
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
-from pipefit.training import Training
+from pipefit.training import Training, Versions
 from pipefit.validation import whole
 
 __all__ = [
@@ -77,6 +79,7 @@ def plan(
     schedule: str = "1f1b",
     recompute: Recompute = "never",
     clip_norm: float | None = None,
+    versions: Versions = "weights",
     planner: str = "exact",
     stages: int | None = None,
     allow_infeasible: bool = False,
@@ -84,9 +87,10 @@ def plan(
     """Choose which layers go on which device, so that the model fits.
 
     Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts,
-    `schedule`, and `clip_norm`, the norm to which gradients are clipped. Without `microbatches`, microbatches have the
-    first size that was profiled. Without `batch_size` too, there are four microbatches for each device. `planner` is a
-    name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are explained in `Options`.
+    `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`, as in `Training`. Without
+    `microbatches`, microbatches have the first size that was profiled. Without `batch_size` too, there are four
+    microbatches for each device. `planner` is a name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are
+    explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -95,10 +99,14 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     if training is None:
-        training = _training(profile, cluster, batch_size, microbatches, schedule=schedule, clip_norm=clip_norm)
-    elif (batch_size, microbatches, clip_norm) != (None, None, None):
+        training = replace(
+            _training(profile, cluster, batch_size, microbatches, schedule=schedule, clip_norm=clip_norm),
+            versions=versions,
+        )
+    elif (batch_size, microbatches, clip_norm, versions) != (None, None, None, "weights"):
         raise UsageError(
-            "say how the model is trained either with training or with batch_size, microbatches and clip_norm, not both"
+            "say how the model is trained either with training or with batch_size, microbatches, clip_norm and "
+            "versions, not both"
         )
     options = Options(stages=stages, recompute=recompute, allow_infeasible=allow_infeasible)
     question = Question(profile=profile, cluster=cluster, training=training, options=options)

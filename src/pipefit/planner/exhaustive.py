@@ -16,7 +16,7 @@ from pipefit.errors import UsageError
 from pipefit.planner.driver import plan_of
 from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.uniform import equal_lengths
-from pipefit.schedule import lower
+from pipefit.schedule import distinct_steps, step_programs
 from pipefit.simulator.ledger import Ledger
 from pipefit.simulator.levels import at_rest, highest
 
@@ -84,16 +84,19 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """The peak of a stage by its position and layers, from the simulator's ledger over two steps of its program."""
+    """The peak of a stage by its position and layers, from the simulator's ledger over the steps that differ."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
     any_split = question.in_order(equal_lengths(question.blocks, question.stages))
-    program = lower(plan_of(question, any_split))  # the same for every split, as forwards of stages are one action
+    like = plan_of(question, any_split)
+    programs = step_programs(like)  # the same for every split, as forwards of stages are one action
+    steps = range(distinct_steps(like))
 
     @cache
     def peak(stage: int, start: int, stop: int) -> int:
         cost = costs.stage(*question.layers(start, stop), kind)
-        ledger, actions = Ledger(stage, {stage: cost}, program), program.actions[stage]
-        changes = [(step, *effect) for step in range(2) for effect in ledger.read(actions)]
+        ledger = Ledger(stage, {stage: cost}, programs[-1])
+        of_steps = (programs[min(step, len(programs) - 1)].actions[stage] for step in steps)
+        changes = [(step, *effect) for step, actions in enumerate(of_steps) for effect in ledger.read(actions)]
         return highest(at_rest([cost.rest], 0), changes)
 
     return peak

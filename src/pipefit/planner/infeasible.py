@@ -37,6 +37,8 @@ def _remedies(question: Question, planner: str) -> str:
     if planner != "exact" and _fullest(question) is not None:
         return "What would fit: another split; use the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
+    if question.training.schedule == "pipedream-2bw":  # a step needs a microbatch for every stage
+        most = min(most, question.training.microbatches)
     size = format_bytes(max(question.cluster.budgets))
     more, useless = "", ""
     if question.options.stages is None and most > len(question.cluster.devices):

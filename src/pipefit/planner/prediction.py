@@ -84,6 +84,8 @@ def true_peaks(profile: ModelProfile, training: Training, *, stages: int, recomp
 
     @cache
     def table(stage: int) -> Ints:
-        return stage_peak(band, surroundings(training.schedule, stage, stages, training.microbatches, recompute))
+        schedule, count = training.schedule, training.microbatches
+        met = surroundings(schedule, stage, stages, count, recompute, versions=training.versions)
+        return stage_peak(band, met)
 
     return lambda stage, start, stop: int(table(stage)[stop - start - 1, start])

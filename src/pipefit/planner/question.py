@@ -121,8 +121,9 @@ class Question:
 
     def surroundings(self, stage: int) -> tuple[Surroundings, ...]:
         """The surroundings that the compute actions of a stage at this position meet."""
+        how = self.training
         return surroundings(
-            self.training.schedule, stage, self.stages, self.training.microbatches, self.options.recompute
+            how.schedule, stage, self.stages, how.microbatches, self.options.recompute, versions=how.versions
         )
 
     @cached_property

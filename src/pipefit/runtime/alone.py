@@ -18,9 +18,9 @@ from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
+from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_model
-from pipefit.runtime.runner import run_in_turn
-from pipefit.schedule import lower
+from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 
 
@@ -58,19 +58,24 @@ class LoneStages:
             self.chain = build_chain(on_a_copy(task), microbatch_size, seed=seed)
         self.shared = self.chain.shared  # before a stage is given copies of its own
 
-    def train(self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int = 2) -> int:
+    def train(
+        self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int | None = None
+    ) -> int:
         """The peak in bytes of a stage of `plan` in so many steps on `device`; then its layers go back to the host.
+
+        Without `steps`, in as many as differ.
 
         Raises:
             OutOfMemory: the stage passed the meter's cap.
             FileError: the plan was made for another task; says what differs.
         """
         check_model(plan, self.task, self.chain)
+        programs = step_programs(plan)
         site = Site(
             task=self.task,
             chain=self.chain,
             plan=plan,
-            program=lower(plan),
+            program=programs[-1],
             shared=self.shared,
             transport=NoPeers(),
             clock=lambda: 0.0,
@@ -81,11 +86,12 @@ class LoneStages:
         try:
             with recording("profiling"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(self.seed)
-                for _ in range(steps):
+                for step in range(distinct_steps(plan) if steps is None else steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)
                     cut = cut_batch(plan, *flat)
-                    run_in_turn([runner], cut.inputs, cut.targets)
+                    program = programs[min(step, len(programs) - 1)]
+                    run_in_turn([runner], cut.inputs, cut.targets, program=program)
         finally:
             for layer in (layer for each in runner.stages.values() for layer in each.layers):
                 layer.module.to("cpu")

@@ -11,6 +11,7 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
+from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
@@ -92,6 +93,12 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     )
 
 
+def _room_bytes(plan: Plan, storages: StageStorages) -> int:
+    """What a version of a stage's weights takes beside them."""
+    training = plan.training
+    return StageRest(storages, training.microbatches, everything=training.versions == "everything").room_bytes
+
+
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
     """The runner of the device with these stages, whose layers are moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
@@ -99,17 +106,18 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
     agreement = _agreement(site, stages) if plan.training.agrees else None
     runners = {}
     for stage in stages:
-        place = plan.stages[stage]
+        place, storages = plan.stages[stage], StageStorages.of(plan, stage)
         layers = chain.layers[place.start : place.stop]
         move([layer.module for layer in layers], device)
         runners[stage] = StageRunner(
             site.task,
             layers,
-            StageStorages.of(plan, stage),
+            storages,
             loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
             shared=own[stage],
             microbatches=plan.training.microbatches,
             agreement=agreement,
+            room_bytes=_room_bytes(plan, storages) if plan.training.endless else None,
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,

@@ -26,25 +26,27 @@ from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.folding import Folding, Unfolding, shortened
+from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.runner import DeviceRunner, run_in_turn
+from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import InProcess
-from pipefit.schedule import lower
-from pipefit.trace import PREDICTED_STEPS, DeviceTrace, MemorySample, Trace
+from pipefit.schedule import distinct_steps, is_endless, step_programs
+from pipefit.trace import DeviceTrace, MemorySample, Trace
 from pipefit.validation import whole
 
 
 def certify(
-    task: Task, plan: Plan, *, steps: int = PREDICTED_STEPS, target: Target | None = None, fold: bool = True
+    task: Task, plan: Plan, *, steps: int | None = None, target: Target | None = None, fold: bool = True
 ) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
-    The first step differs from all others (optimizer state is born in it), so two steps tell everything. Times in the
-    trace are positions in the program, not seconds. Budgets are not enforced: compare `trace.peak_bytes` with the
-    cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), and of equal layers in a row,
-    four (`pipefit.runtime.repeated`), unless `fold` is False: the bytes are the same, and it takes many times longer.
+    Without `steps`, as many are run as differ (`pipefit.schedule.distinct_steps`): two, because optimizer state is born
+    in the first. Times in the trace are positions in the program, not seconds. Budgets are not enforced: compare
+    `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), and
+    of equal layers in a row, four (`pipefit.runtime.repeated`), unless `fold` is False: the bytes are the same, and it
+    takes many times longer. Under an endless schedule, where an action depends on other microbatches too, all are run.
 
     For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
     is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
@@ -52,13 +54,14 @@ def certify(
     Raises:
         FileError: the plan was made for another task; says what differs.
     """
+    steps = distinct_steps(plan) if steps is None else steps
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
-    dry = _DryRun(task, plan, lower(plan), sample(task, plan.training.microbatch_size), steps, kernels)
+    dry = _DryRun(task, plan, step_programs(plan), sample(task, plan.training.microbatch_size), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        samples = dry.folded(fake) if fold else dry.whole(fake)
+        samples = dry.folded(fake) if fold and not is_endless(plan) else dry.whole(fake)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
@@ -81,23 +84,24 @@ class _DryRun:
 
     task: Task
     plan: Plan
-    program: Program
+    programs: tuple[Program, ...]  # of the first steps; the last one repeats
     like: Sample
     steps: int
     kernels: Kernels | None
 
     def whole(self, fake: FakeTarget) -> list[list[MemorySample]]:
         """The memory samples of every device, with all layers and microbatches."""
-        everything = Shortened.none(self.plan, self.program, self._chain(fake))
-        return self._samples(fake, everything, Folding.none(self.program))[0]
+        everything = Shortened.none(self.plan, self.programs[-1], self._chain(fake))
+        return self._samples(fake, everything, Folding.none(self.programs))[0]
 
     def folded(self, fake: FakeTarget) -> list[list[MemorySample]]:
         """The same, with those layers and microbatches that stand for all."""
-        folding = Folding.of(self.program)
-        short = Shortened.of(self.task, self.plan, self.program, self._chain(fake))
+        (program,) = self.programs
+        folding = Folding.of(program)
+        short = Shortened.of(self.task, self.plan, program, self._chain(fake))
         samples, alike = self._samples(fake, short, folding)
         if not alike:  # layers that seemed to be equal: all of them are run, and not those that have been trained
-            samples, _ = self._samples(fake, Shortened.none(self.plan, self.program, self._chain(fake)), folding)
+            samples, _ = self._samples(fake, Shortened.none(self.plan, program, self._chain(fake)), folding)
         return samples
 
     def _chain(self, fake: FakeTarget) -> Chain:
@@ -116,9 +120,11 @@ class _DryRun:
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
         for step in range(self.steps):
             ran = folding.later if step else folding.first
-            run_in_turn(runners, data, wanted, program=shortened(short.program, ran))
+            program = self.programs[min(step, len(self.programs) - 1)]
+            executed = program if program.endless else short.program  # the steps of an endless schedule are whole
+            run_in_turn(runners, data, wanted, program=shortened(executed, ran))
             for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
-                actions = self.program.actions[runner.number]
+                actions = program.actions[runner.number]
                 samples[runner.number] += unfolding.step(step, actions, meter.changes())
         return samples, all(meter.alike for meter in meters)
 

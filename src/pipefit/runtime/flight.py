@@ -14,6 +14,7 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.second_forward import Buffers
+from pipefit.runtime.weights import Version
 
 
 @dataclass(slots=True)
@@ -37,15 +38,19 @@ class Piece:
 class Flight:
     """One microbatch in one stage.
 
-    `layers` are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the
-    model and after the last, and `weight` is the factor on the microbatch's loss. `values` wait for the next piece.
-    `gradients` has one gradient, or None, for each value at the boundary that the backward has reached.
+    `microbatch` is its number in its own step, and `batch_number` that step's; random draws depend on both. `layers`
+    are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the model and
+    after the last, and `weight` is the factor on the microbatch's loss. `version` are the weights that it goes through,
+    where stages are updated with microbatches in flight. `values` wait for the next piece. `gradients` has one
+    gradient, or None, for each value at the boundary that the backward has reached.
     """
 
     microbatch: int
+    batch_number: int
     layers: Sequence[ChainLayer]
     boundaries: Sequence[Sequence[Value]]
     weight: float
+    version: Version | None = None
     values: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)

@@ -42,9 +42,10 @@ class Folding:
         return Folding(frozenset(like.values()) | bearers, bearers, like)
 
     @staticmethod
-    def none(program: Program) -> Folding:
+    def none(programs: Sequence[Program]) -> Folding:
         """Every microbatch is run."""
-        everyone = frozenset(range(program.microbatches))
+        of_devices = (actions for program in programs for actions in program.actions)
+        everyone = frozenset(a.microbatch for actions in of_devices for a in actions if a.microbatch is not None)
         return Folding(everyone, everyone, {})
 
 

@@ -28,12 +28,13 @@ from pipefit.actions import Action
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.program import Program
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.processes import Surroundings, forks, start
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
-from pipefit.schedule import lower
+from pipefit.schedule import lower_drain, step_programs
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -288,22 +289,31 @@ class _Supervisor:
     # ---------------------------------------------------------------- where workers are
 
     @cached_property
-    def _actions(self) -> list[Sequence[Action]]:
-        """The actions of every worker."""
-        of_devices = lower(self.plan).actions
-        return [of_devices[self.plan.stages[stages[0]].device] for stages in self.plan.ranks]
+    def _programs(self) -> list[Program]:
+        """The programs of all steps, and what ends those in flight; the last step's stands for those that repeat it."""
+        programs = step_programs(self.plan)
+        drains = [lower_drain(self.plan, entered=self.steps * programs[0].microbatches)] if programs[0].endless else []
+        return [*programs[: self.steps], *drains]
+
+    def _actions(self, rank: int) -> Sequence[Action]:
+        """The actions of a worker in the step that it is in."""
+        step, programs = self.workers[rank].heartbeat.step, self._programs
+        drains = step == self.steps and programs[0].endless
+        last = len(programs) - 1 - programs[0].endless
+        actions = programs[-1 if drains else min(step, last)].actions
+        return actions[self.plan.stages[self.plan.ranks[rank][0]].device]
 
     def _place(self, rank: int) -> str:
         """What a worker is doing."""
-        number, actions = self.workers[rank].heartbeat.action, self._actions[rank]
-        if number == len(actions):
+        number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
+        if number >= len(actions):
             return "at the end of a step"
         return _PHASES.get(number) or f"at {actions[number]}"
 
     def _waits(self, rank: int) -> bool:
         """Whether a worker is where it waits for others, so that its silence says nothing about itself."""
-        number, actions = self.workers[rank].heartbeat.action, self._actions[rank]
-        return number == RENDEZVOUS or number == len(actions) or (number >= 0 and actions[number].wait)
+        number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
+        return number == RENDEZVOUS or number >= len(actions) or (number >= 0 and actions[number].wait)
 
     def _limit(self, rank: int) -> tuple[float, str]:
         """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""

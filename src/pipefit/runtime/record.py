@@ -33,6 +33,10 @@ class Record:
             self.events = [event for event in self.events if event.step < 2 or event.step >= kept]
             self.samples = [sample for sample in self.samples if sample.step < 2 or sample.step >= kept]
 
+    def go_on(self) -> None:
+        """What comes next belongs to the step before, until the next `next_step`: it ends what that left in flight."""
+        self.steps = max(0, self.steps - 1)
+
     def trace(self, device: int, budget_bytes: int) -> DeviceTrace:
         """The trace of this device."""
         return DeviceTrace(

@@ -2,12 +2,14 @@
 
 They differ in the tensors, which are fake or real, in the transport, and in the meter. `step` is a generator that
 yields whenever the device would have to wait for another, so that one process can run all devices in turn.
+
+A program counts microbatches from the first one of its step. What outlives a step of an endless schedule, flights and
+messages, is known here by numbers that count on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +19,14 @@ from pipefit.errors import OutOfMemory, UsageError
 from pipefit.layer_costs import Value
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.program import Program, shifted
 from pipefit.runtime.flight import Flight
 from pipefit.runtime.record import Record
 from pipefit.runtime.specializations import Specialization, boundaries
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import Transport
+from pipefit.runtime.weights import Weights
 from pipefit.trace import Category, DeviceTrace, Event, Stream
 
 Microbatch = list[Tensor]
@@ -33,6 +36,7 @@ _LEFT = {
     Kind.RECOMPUTE: Category.ACTIVATIONS,
     Kind.BACKWARD: Category.GRADIENTS,
     Kind.STEP: Category.OPTIMIZER,
+    Kind.STASH: Category.PARAMETERS,
 }
 
 
@@ -64,10 +68,11 @@ class DeviceRunner:
         self.transfers, self.meter, self.clock, self.on_action = Transfers(transport), meter, clock, on_action
         self.usual = Specialization(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
         self.record = Record()
-        self._specializations: Sequence[Specialization] = ()
+        self._before = 0  # microbatches of the steps before, under an endless schedule
+        self._specializations: dict[int, Specialization] = {}  # by microbatch
         self._flights: dict[tuple[int, int], Flight] = {}
         self._instructions_of: dict[int, tuple[Program, Instructions]] = {}  # by the program's id; it is kept alive
-        self._again: set[tuple[int, int | None]] = set()  # stages and microbatches that are recomputed
+        self._training = True
         self._weights: Sequence[float] = ()
         self._inputs: Sequence[Microbatch] = ()
         self._targets: Sequence[Microbatch] = ()
@@ -87,26 +92,34 @@ class DeviceRunner:
         program: Program | None = None,
         weights: Sequence[float] | None = None,
         specializations: Sequence[Specialization] | None = None,
+        training: bool = True,
     ) -> Iterator[None]:
         """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per microbatch.
+
+        Without microbatches it ends those in flight, as a part of the step before.
 
         Args:
             program: to execute instead of the plan's, such as one that only evaluates.
             weights: the factor of every microbatch's loss; equal unless given.
             specializations: for every microbatch, if some have other sizes than the plan's, or for evaluation.
+            training: False only evaluates.
 
         Raises:
             OutOfMemory: the device passed its cap; says at which action, and what held the bytes.
         """
-        instructions = self._instructions(self.program if program is None else program)
-        self._again = {(a.stage, a.microbatch) for a, _, _ in instructions if a.kind is Kind.RECOMPUTE}
-        self._specializations = specializations or (self.usual,) * len(inputs)
+        program = self.program if program is None else program
+        instructions, count, before = self._instructions(program), len(inputs), self._before
+        self._training = training
+        self._specializations |= enumerate(specializations or (self.usual,) * count, start=before)
         self._inputs, self._targets = inputs, targets
-        self._weights = weights or (1.0 / len(inputs),) * len(inputs)
-        for number, (action, text, stream) in enumerate(instructions):
+        self._weights = weights or (1.0 / max(count, 1),) * count
+        if not count:
+            self.record.go_on()
+        for number, (relative, text, stream) in enumerate(instructions):
             if self.on_action is not None:
                 self.on_action(number)
-            if action.wait:
+            action = shifted(relative, before) if before else relative
+            if action.wait and action.kind is not Kind.STASH:
                 while not self.transfers.ready(action):
                     yield
             self._timed(action, text, stream)
@@ -115,7 +128,11 @@ class DeviceRunner:
         self._inputs = self._targets = ()
         self.record.next_step()
         for stage in self.stages.values():
-            stage.batch_number += any(action.kind is Kind.BACKWARD for action, _, _ in instructions)
+            stage.batch_number += training and count > 0
+        if program.endless:
+            self._before += count
+            oldest = self._before - len(self.plan.stages)  # no more are ever in flight
+            self._specializations = {m: one for m, one in self._specializations.items() if m >= oldest}
 
     def _instructions(self, program: Program) -> Instructions:
         """The actions of this device in `program`, with text and stream; made once for each program."""
@@ -133,6 +150,7 @@ class DeviceRunner:
         for flight in self._flights.values():
             flight.abandon()
         self._flights.clear()
+        self._before, self._specializations = 0, {}
         self._inputs = self._targets = ()
         for stage in self.stages.values():
             stage.abandon()
@@ -173,7 +191,7 @@ class DeviceRunner:
             UsageError: the runtime cannot execute this action yet.
         """
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
-        if handler is None or action.part is not None or (action.kind is Kind.STEP and action.microbatch is not None):
+        if handler is None or action.part is not None:
             raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
         handler(self, action)
 
@@ -236,11 +254,11 @@ class DeviceRunner:
             self._tag(flight.targets, Category.ACTIVATIONS)
         if action.kind is Kind.FORWARD:
             outputs = stage.forward(flight, first, end)
-        elif (action.stage, action.microbatch) in self._again:
+        elif self._training:
             outputs = stage.checkpoint(flight, first, end)
         else:
             outputs = stage.evaluate(flight)
-            del self._flights[action.stage, flight.microbatch]
+            del self._flights[_key(action)]
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
             send = Action(Kind.SEND_FORWARD, action.stage, action.microbatch)
@@ -255,23 +273,23 @@ class DeviceRunner:
         first, end = action.layers or (stage.start, stage.stop)
         outgoing = stage.backward(flight, first, end)
         if first == stage.start:
-            del self._flights[action.stage, flight.microbatch]
+            del self._flights[_key(action)]
         if first == stage.start and action.stage > 0:
             self._tag(outgoing, Category.BOUNDARY)
             self.transfers.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
 
     def _flight(self, action: Action) -> Flight:
         """The microbatch of an action in its stage."""
-        assert action.microbatch is not None
-        key = action.stage, action.microbatch
+        stage, microbatch = key = _key(action)
         flight = self._flights.get(key)
         if flight is None:
-            specialization = self._specializations[action.microbatch]
+            specialization, number = self._specializations[microbatch], microbatch - self._before
             flight = self._flights[key] = Flight(
-                action.microbatch,
-                specialization.layers[action.stage],
+                number,
+                self.stages[stage].batch_number,
+                specialization.layers[stage],
                 specialization.boundaries,
-                self._weights[action.microbatch],
+                self._weights[number],
             )
         return flight
 
@@ -300,8 +318,33 @@ class DeviceRunner:
 
     def _update(self, action: Action) -> None:
         stage = self.stages[action.stage]
+        if action.microbatch is not None:
+            self._versions(action)
         stage.step()
         self._tag(stage.optimizer_state(), Category.OPTIMIZER)
+
+    def _stash(self, action: Action) -> None:
+        weights = self._versions(action)
+        kept = weights.stash()
+        self._tag(kept, Category.VERSIONS)
+        self._tag(weights.parameters, Category.PARAMETERS)
+
+    def _stashed(self, action: Action) -> None:
+        self._versions(action).adopt()
+
+    def _versions(self, action: Action) -> Weights:
+        """The versions of weights of an action's stage.
+
+        Raises:
+            UsageError: the plan's schedule has none.
+        """
+        weights = self.stages[action.stage].weights
+        if weights is None:
+            raise UsageError(
+                f"{action} belongs to a schedule without end, and the plan's is {self.plan.training.schedule}: lower "
+                "the plan again"
+            )
+        return weights
 
     # ---------------------------------------------------------------- meter and messages
 
@@ -328,6 +371,7 @@ _STARTS: Mapping[Kind, _Handler] = (
         Kind.REDUCE: DeviceRunner._reduce,
         Kind.AGREE: DeviceRunner._agree,
         Kind.STEP: DeviceRunner._update,
+        Kind.STASH: DeviceRunner._stash,
     }
     | dict.fromkeys(SENDS, DeviceRunner._send)
     | dict.fromkeys(RECEIVES, DeviceRunner._receive)
@@ -336,6 +380,7 @@ _JOINS: Mapping[Kind, _Handler] = (
     {
         Kind.REDUCE: DeviceRunner._reduced,
         Kind.AGREE: DeviceRunner._agreed,
+        Kind.STASH: DeviceRunner._stashed,
     }
     | dict.fromkeys(SENDS, DeviceRunner._sent)
     | dict.fromkeys(RECEIVES, DeviceRunner._received)
@@ -343,26 +388,11 @@ _JOINS: Mapping[Kind, _Handler] = (
 
 
 def _stream(action: Action) -> Stream:
-    return Stream.COMPUTE if action.kind in COMPUTE or action.kind is Kind.LOAD else Stream.COMMUNICATION
+    own = action.kind in COMPUTE or action.kind in (Kind.LOAD, Kind.STASH)
+    return Stream.COMPUTE if own else Stream.COMMUNICATION
 
 
-def run_in_turn(
-    runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **options: Any
-) -> None:
-    """One step of all devices in this process: each runs until it would wait for another.
-
-    `options` are passed on to `step`.
-    """
-    running = {runner.number: runner.step(inputs, targets, **options) for runner in runners}
-    try:
-        while running:
-            before = [len(runner.record.events) for runner in runners]
-            for number, step in list(running.items()):
-                if next(step, StopIteration) is StopIteration:
-                    del running[number]
-            moved = before != [len(runner.record.events) for runner in runners]
-            assert moved or not running, "message_order refuses programs that would hang"
-    except BaseException:
-        for runner in runners:
-            runner.abandon()
-        raise
+def _key(action: Action) -> tuple[int, int]:
+    """Stage and microbatch of an action that has both."""
+    assert action.microbatch is not None
+    return action.stage, action.microbatch

@@ -7,7 +7,7 @@ tensor as early as possible, in an order that depends on the calls alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
+from pipefit.runtime.weights import Weights
 
 
 class StageRunner:
@@ -40,6 +41,8 @@ class StageRunner:
         shared: this stage's copies of shared parameters, by their numbers in the profile.
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
+        room_bytes: what a version of the weights takes beside them; None where the stage needs no versions, because it
+            is not updated with microbatches in flight.
         seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -54,6 +57,7 @@ class StageRunner:
         shared: dict[int, nn.Parameter],
         microbatches: int,
         agreement: Agreement | None,
+        room_bytes: int | None = None,
         device: torch.device,
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
@@ -67,6 +71,7 @@ class StageRunner:
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
+        self.weights = None if room_bytes is None else Weights(layers, room_bytes=room_bytes, device=device)
         self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -88,7 +93,10 @@ class StageRunner:
         Otherwise it returns nothing, and the values wait in `flight`.
         """
         piece = flight.pieces[first] = Piece(first, end)
-        return self._leaving(flight, end, self._with_graph(flight, piece, flight.values, flight.targets))
+        self._take_weights(flight, first)
+        with self._weights_of(flight):
+            values = self._with_graph(flight, piece, flight.values, flight.targets)
+        return self._leaving(flight, end, values)
 
     def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
         """The same forward, which saves nothing; `flight` keeps what it starts from, to be recomputed from.
@@ -105,7 +113,9 @@ class StageRunner:
         versions = [value._version for value in piece.inputs]
         copies = self.storages.costs[first - self.start].mutates_inputs
         box = [value.clone() if copies else value for value in piece.inputs]
-        values = self._run_unsaved(flight, piece, box)
+        self._take_weights(flight, first)
+        with self._weights_of(flight):
+            values = self._run_unsaved(flight, piece, box)
         if versions != [value._version for value in piece.inputs]:
             names = f"{self.layers[first - self.start].name} to {self.layers[end - 1 - self.start].name}"
             raise UsageError(
@@ -126,7 +136,10 @@ class StageRunner:
                 f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
                 "to run just these forward first, and once"
             )
-        with working_copies(flight.layers[first - self.start : end - self.start], piece.copies):
+        with (
+            self._weights_of(flight),
+            working_copies(flight.layers[first - self.start : end - self.start], piece.copies),
+        ):
             self._with_graph(flight, piece, piece.inputs, piece.targets)
 
     def evaluate(self, flight: Flight) -> Values:
@@ -139,6 +152,18 @@ class StageRunner:
                 return tuple(value.contiguous() for value in values)
             self.losses[flight.microbatch].copy_(self.loss(values, take(flight.targets)))
             return ()
+
+    def _take_weights(self, flight: Flight, first: int) -> None:
+        """The version of weights that a microbatch goes through is that of its first forward in the stage."""
+        if self.weights is not None and first == self.start:
+            flight.version = self.weights.take()
+
+    def _weights_of(self, flight: Flight, *, backward: bool = False) -> AbstractContextManager[None]:
+        """Inside, the layers have the weights that the microbatch goes through."""
+        if self.weights is None or flight.version is None:
+            return nullcontext()
+        put = self.weights.going_backward if backward else self.weights.put
+        return put(flight.version, flight.layers)
 
     def _has_loss(self, end: int) -> bool:
         return self.last and end == self.stop
@@ -194,7 +219,7 @@ class StageRunner:
         return values
 
     def _seed(self, flight: Flight, number: int) -> None:
-        seed_layer(self.device, self.seed, self.batch_number, flight.microbatch, number)
+        seed_layer(self.device, self.seed, flight.batch_number, flight.microbatch, number)
 
     def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
         """Pass values on: to the next piece through the flight, or out of the stage, each contiguous."""
@@ -227,6 +252,9 @@ class StageRunner:
         pieces.clear()
         if first > self.start:
             return []
+        if self.weights is not None and flight.version is not None:
+            self.weights.give_back(flight.version)
+            flight.version = None
         gradients, flight.gradients = flight.gradients, []
         return self._to_send(gradients, flight.boundaries[self.start])
 
@@ -238,7 +266,7 @@ class StageRunner:
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        with _naming_changes(flight, piece):
+        with _naming_changes(flight, piece), self._weights_of(flight, backward=True):
             backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
@@ -265,12 +293,20 @@ class StageRunner:
     # ---------------------------------------------------------------- the step's end
 
     def step(self) -> None:
-        """One optimizer step, unless the stages agreed to skip it; the gradients are freed."""
+        """One optimizer step, unless the stages agreed to skip it; the gradients are freed.
+
+        Raises:
+            UsageError: microbatches in flight need the weights that it would change.
+        """
+        if self.weights is not None:
+            self.weights.check_update()
         skipped = self.agreement is not None and self.agreement.overflow
         if self.optimizer is not None:
             if not skipped:
                 self.optimizer.step()
             self.optimizer.zero_grad()
+        if self.weights is not None:
+            self.weights.updated()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
@@ -290,6 +326,8 @@ class StageRunner:
         """Drop the gradients after a step has failed."""
         for parameter in self.parameters:
             parameter.grad = None
+        if self.weights is not None:
+            self.weights.forget()
 
     def optimizer_state(self) -> list[Tensor]:
         """Every tensor the optimizer keeps, master weights included."""

@@ -6,6 +6,9 @@
 
 The same script runs in one process (`python train.py`: all devices in turn) and in many (`torchrun --nproc-per-node 4
 train.py`: one worker a device).
+
+Under an endless schedule a step ends with microbatches in flight, and nobody waits for them: `step` returns the loss of
+an earlier batch, and `finish` ends what is in flight.
 """
 
 from __future__ import annotations
@@ -14,22 +17,23 @@ import atexit
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.capture.caller import recording, refuse_gradients
+from pipefit.capture.caller import recording, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitWarning, UsageError, first_line
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -39,13 +43,14 @@ from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import backend_of, local_device, meter_of
+from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_model
-from pipefit.runtime.runner import run_in_turn
+from pipefit.runtime.results import Result, tell
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import InProcess, Transport, advice, connect
-from pipefit.schedule import lower, lower_evaluation
+from pipefit.runtime.transport import InProcess, Transport, connect
+from pipefit.schedule import loss_delay, lower, lower_drain, lower_evaluation, step_programs, updates_alone
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -95,15 +100,16 @@ class Trainer:
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._accumulated = 0  # batches since the last update
-        self._peaks: dict[int, int] = {}
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, int], Program] = {}
+        self._entered = 0  # microbatches since the pipeline was empty, under an endless schedule
+        self._untold: deque[_Untold] = deque()
         self._evaluations: dict[int, Program] = {}
         self._kernels = Kernels(torch.get_num_threads())
         self.distributed = _distributed(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
-        program = lower(plan)
+        program = step_programs(plan)[-1]
         transport: Transport = InProcess()
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
@@ -140,6 +146,8 @@ class Trainer:
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
 
+        Under an endless schedule it is the loss of the batch `late` calls ago, and nan in the first `late` calls.
+
         A batch may be smaller than the plan's, as the last one of an epoch often is. With `accumulate`, only the last
         of so many batches makes an update. Gradients from before the first of them are dropped, as in a loop that calls
         `zero_grad`; after a step that failed, the next batch is the first again. The step trains under
@@ -157,26 +165,41 @@ class Trainer:
             both = pair(batch, "a step takes")
             refuse_gradients(both, self.task.name)
             given = self._cut(both)
-            if self._accumulated == 0:
-                self._drop_gradients()
             update = self._accumulated + 1 == self.accumulate
-            loss = self._run(given, self._program(len(given.sizes), update), self.accumulate, training=True)
+            program = self._program(len(given.sizes), update=update)
+            if self._accumulated == 0 and not self._entered:
+                self._drop_gradients()
+            result = self._run(given, program, self.accumulate, training=True)
+            if not self.late:
+                result.join()  # so that the step's time is that of all devices
             self._accumulated = 0 if update else self._accumulated + 1
+            self._entered += len(given.sizes) if program.endless else 0
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
-        if self.callbacks:
-            report = self._report(loss, seconds, sum(given.sizes))
-            for callback in self.callbacks:
-                callback(report)
-        return loss
+        self._untold.append(self._told_later(result, seconds, sum(given.sizes)))
+        return self._tell() if len(self._untold) > self.late else float("nan")
+
+    @property
+    def late(self) -> int:
+        """By how many calls the loss that `step` returns is late; 0 but under an endless schedule."""
+        return loss_delay(self.plan)
+
+    def finish(self) -> list[float]:
+        """End what is in flight under an endless schedule; the losses of batches that `step` has not returned.
+
+        `evaluate`, `state` and `state_dict` end it too, so that all of these have to be called on every worker.
+        """
+        self._drain()
+        return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
         """The mean loss on `batch` without training: dropout is off, and batch norm uses its running statistics."""
+        self._drain()
         given = self._cut(pair(batch, "an evaluation takes"))
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(stage.evaluating())
-            return self._run(given, self._evaluation(len(given.sizes)), 1, training=False)
+            return self._run(given, self._evaluation(len(given.sizes)), 1, training=False).joined()[0]
 
     @property
     def trace(self) -> Trace:
@@ -200,6 +223,7 @@ class Trainer:
     @property
     def state(self) -> StageState:
         """All that training has changed in this process's layers, by names in the original module."""
+        self._drain()
         return StageState.of(list(self.stages))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -238,12 +262,26 @@ class Trainer:
             for layer in stage.layers:
                 layer.module.zero_grad(set_to_none=True)
 
-    def _program(self, microbatches: int, update: bool) -> Program:
-        """The program for so many microbatches; each is made once."""
-        key = microbatches, update
+    def _program(self, microbatches: int, *, update: bool) -> Program:
+        """The program for so many microbatches, or the drain for none; each is made once, as runners keep what they
+        ran.
+        """
+        entered = min(self._entered, len(self.plan.stages))
+        key = microbatches, update, entered
         if key not in self._programs:
-            self._programs[key] = lower(self.plan, microbatches=microbatches, update=update)
+            self._programs[key] = (
+                lower(self.plan, microbatches=microbatches, update=update, entered=entered)
+                if microbatches
+                else lower_drain(self.plan, entered=entered)
+            )
         return self._programs[key]
+
+    def _drain(self) -> None:
+        """End what is in flight, if anything is."""
+        if self._entered:
+            with undisturbed():  # the caller may be evaluating
+                self._run_program(self._program(0, update=True), inputs=[], targets=[])
+            self._entered = 0
 
     def _evaluation(self, microbatches: int) -> Program:
         """The program that evaluates so many microbatches; each is made once, because runners keep what they ran."""
@@ -251,65 +289,67 @@ class Trainer:
             self._evaluations[microbatches] = lower_evaluation(self.plan, microbatches=microbatches)
         return self._evaluations[microbatches]
 
-    def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> float:
-        """Run `program` on a batch that is one of `batches` in an update; its mean loss."""
+    def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
+        """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
         samples = sum(cut.sizes)
-        weights = [size / samples / batches for size in cut.sizes]
-        specializations = [self.specializations.of(size, training=training) for size in cut.sizes]
-        options: dict[str, Any] = {"program": program, "weights": weights, "specializations": specializations}
+        shares = [size / samples for size in cut.sizes]
+        alone = updates_alone(self.plan)
+        self._run_program(
+            program,
+            inputs=cut.inputs,
+            targets=cut.targets,
+            weights=[1.0 if alone else share / batches for share in shares],
+            specializations=[self.specializations.of(size, training=training) for size in cut.sizes],
+            training=training,
+        )
+        return tell(self.plan, self.runners, shares, distributed=self.distributed)
+
+    def _run_program(self, program: Program, **options: Any) -> None:
+        """Run all devices of this process."""
         with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
             try:
-                run_in_turn(self.runners, cut.inputs, cut.targets, **options)
+                run_in_turn(self.runners, program=program, **options)
             except BaseException:
-                self._accumulated = 0  # the gradients are lost
+                self._accumulated = self._entered = 0  # the gradients are lost, and what was in flight
+                self._untold.clear()
                 raise
         self._kernels.keep()
         self._kernels.tell_unknown()
-        return self._mean_loss([size / samples for size in cut.sizes])
 
-    def _mean_loss(self, weights: list[float]) -> float:
-        """The weighted mean of the microbatches' losses, which the last stage has computed; on every worker.
+    def _tell(self) -> float:
+        """The loss of the earliest batch that has not been told; callbacks learn of it too."""
+        untold = self._untold.popleft()
+        loss, peaks = untold.result.joined()
+        for callback in self.callbacks:
+            callback(replace(untold.report, loss=loss, peak_bytes=peaks))
+        return loss
 
-        All devices' peaks of the last step are exchanged in the same message.
-        """
-        ranks = self.plan.ranks
-        shared = torch.zeros(1 + len(ranks), dtype=torch.float64)
-        for runner in self.runners:
-            shared[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes
-        for stage in self.stages:
-            if stage.losses is not None:
-                losses = stage.losses[: len(weights)]
-                shared[0] = losses @ torch.tensor(weights, device=losses.device)
-        if self.distributed and len(ranks) > 1:
-            shared = shared.to(next(self.stages).device)
-            try:
-                dist.all_reduce(shared)
-            except RuntimeError as error:
-                raise PeerLost(
-                    f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}"
-                ) from error
-        loss, *peaks = shared.tolist()
-        self._peaks = {self.plan.stages[n[0]].device: int(peak) for n, peak in zip(ranks, peaks, strict=True)}
-        return float(loss)
-
-    def _report(self, loss: float, seconds: float, samples: int) -> StepReport:
-        """The report for callbacks."""
+    def _told_later(self, result: Result, seconds: float, samples: int) -> _Untold:
+        """A step whose loss is on its way, with a report for callbacks that lacks loss and peaks."""
         stage = next(self.stages)
         agreement = stage.agreement
         scale = None if agreement is None else agreement.scale
         rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
         step = len(self._step_seconds) - 1
-        return StepReport(
+        report = StepReport(
             step=step,
-            loss=loss,
+            loss=float("nan"),
             seconds=seconds,
             samples_per_second=samples / seconds,
             learning_rate=None if rate is None else float(rate),
-            peak_bytes=self._peaks,
+            peak_bytes={},
             gradient_norm=None if agreement is None else agreement.norm,
             loss_scale=None if scale is None else scale.value,
             skipped=agreement is not None and agreement.overflow,
         )
+        return _Untold(result, report)
+
+
+class _Untold(NamedTuple):
+    """A step whose loss has not been returned yet."""
+
+    result: Result
+    report: StepReport
 
 
 def _distributed(plan: Plan, timeout_seconds: float) -> bool:

@@ -57,10 +57,12 @@ class Assignment:
 
 
 class Heartbeat:
-    """A worker's sign of life, in shared memory: how many actions it has begun, and the number of the one it is at."""
+    """A worker's sign of life, in shared memory: how many actions it has begun, the number of the one it is at, and of
+    its step.
+    """
 
     def __init__(self, context: Any) -> None:
-        self._words = context.RawArray("q", [0, STARTING])
+        self._words = context.RawArray("q", [0, STARTING, 0])
 
     @property
     def beats(self) -> int:
@@ -71,6 +73,16 @@ class Heartbeat:
     def action(self) -> int:
         """The number of the action that the worker is at, or, at none, one of the negative constants of this module."""
         return int(self._words[1])
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the worker is in; behind the last one, what it left in flight is ended."""
+        return int(self._words[2])
+
+    def enter(self, step: int) -> None:
+        """The worker goes on to another step."""
+        self._words[2] = step
+        self.at(BETWEEN_STEPS)
 
     def at(self, action: int) -> None:
         """The worker begins `action`."""
@@ -132,9 +144,14 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
         heartbeat.at(RENDEZVOUS)
         rendezvous.wait("ready")
     for step in range(assignment.steps):
-        heartbeat.at(BETWEEN_STEPS)
+        heartbeat.enter(step)
         torch.manual_seed(assignment.seed + step)
         loss = trainer.step(task.batch(assignment.plan.training.batch_size))
+        if reports_losses and step >= trainer.late:
+            pipe.send(("step", step - trainer.late, loss))
+    heartbeat.enter(assignment.steps)
+    rest = trainer.finish()
+    for step, loss in enumerate(rest, start=assignment.steps - len(rest)):
         if reports_losses:
             pipe.send(("step", step, loss))
     if rendezvous is not None:

@@ -1,6 +1,35 @@
 """Schedules, which are generators of compute actions, and the lowering of a plan to its program."""
 
-from pipefit.schedule.lower import SCHEDULES, lower, lower_evaluation, schedule_named
-from pipefit.schedule.order import Compute, Schedule
+from pipefit.schedule.lower import (
+    ENDLESS,
+    SCHEDULES,
+    distinct_steps,
+    distinct_steps_of,
+    is_endless,
+    loss_delay,
+    lower,
+    lower_drain,
+    lower_evaluation,
+    schedule_named,
+    step_programs,
+    updates_alone,
+)
+from pipefit.schedule.order import Compute, Endless, Schedule
 
-__all__ = ["SCHEDULES", "Compute", "Schedule", "lower", "lower_evaluation", "schedule_named"]
+__all__ = [
+    "ENDLESS",
+    "SCHEDULES",
+    "Compute",
+    "Endless",
+    "Schedule",
+    "distinct_steps",
+    "distinct_steps_of",
+    "is_endless",
+    "loss_delay",
+    "lower",
+    "lower_drain",
+    "lower_evaluation",
+    "schedule_named",
+    "step_programs",
+    "updates_alone",
+]

@@ -14,7 +14,11 @@ arrived. Then the receive and the send are joined first.
 
 A recomputation that comes earlier than just before its backward is no c[t]: it needs no message and stands between two
 of them, before the receive of what c[t+1] needs. Were it counted, receives would start after sends that wait for them,
-and devices that hold several stages would wait for each other.
+and devices that hold several stages would wait for each other. Nor is an update, or a copy of weights for it: they
+follow c[t] and its sends.
+
+In a step of an endless schedule, c[-1] is the last compute action of the step before: its sends are joined here, and
+those of this step's last one in the next step.
 
 So a device holds, beside its microbatches in flight, at most one started receive and one outstanding send in each
 direction.
@@ -25,16 +29,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from pipefit.actions import FORWARDS, Action, Kind
+from pipefit.actions import FORWARDS, UPDATES, Action, Kind
 from pipefit.plans import Plan
 from pipefit.schedule.order import Order
 
 
-def communicated(order: Order, plan: Plan) -> Iterator[Action]:
-    """The actions of one rank: its compute actions, and the receives, loads and sends around them."""
-    early, counted = _early_and_counted(order)
+def communicated(order: Order, plan: Plan, *, before: Action | None = None, endless: bool = False) -> Iterator[Action]:
+    """The actions of one rank: its compute actions, and the receives, loads and sends around them.
+
+    Under an `endless` schedule the next step joins the last sends, and this one those of `before`, the last compute
+    action of the step before.
+    """
+    early, counted, behind = _around(order)
     yield from _receives(counted[0], plan)
-    sending: list[Action] = []
+    sending = [] if before is None else list(_sends(before, plan))
     for number, action in enumerate(counted):
         ahead = list(_receives(counted[number + 1], plan)) if number + 1 < len(counted) else []
         needed = [receive.join for receive in _receives(action, plan)]
@@ -48,20 +56,40 @@ def communicated(order: Order, plan: Plan) -> Iterator[Action]:
         yield action
         yield from () if turns_back else joins
         yield from sending
-    yield from (send.join for send in sending)
+        yield from behind[number]
+    yield from () if endless else (send.join for send in sending)
 
 
-def _early_and_counted(order: Order) -> tuple[list[list[Action]], list[Action]]:
-    """The actions c[t], and for each the recomputations before it that come earlier than just before their backward."""
+def drained(order: Order, plan: Plan, *, before: Action | None) -> Iterator[Action]:
+    """The same of the drain of an endless schedule, with every message by itself.
+
+    So a drain never holds more than the steps before it: in its place a microbatch more was in flight.
+    """
+    yield from () if before is None else (send.join for send in _sends(before, plan))
+    for action in order:
+        receives, sends = list(_receives(action, plan)), list(_sends(action, plan))
+        yield from (*receives, *(receive.join for receive in receives))
+        yield action
+        yield from (*sends, *(send.join for send in sends))
+
+
+def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[Action]]]:
+    """The actions c[t]; for each the recomputations before it that come earlier than just before their backward; and
+    for each the updates behind it.
+    """
     early: list[list[Action]] = [[]]
     counted: list[Action] = []
-    for action, behind in zip_longest(order, order[1:]):
-        if action.kind is Kind.RECOMPUTE and behind != action._replace(kind=Kind.BACKWARD):
+    behind: list[list[Action]] = []
+    for action, following in zip_longest(order, order[1:]):
+        if action.kind is Kind.RECOMPUTE and following != action._replace(kind=Kind.BACKWARD):
             early[-1].append(action)
+        elif action.kind in UPDATES:
+            behind[-1].append(action)
         else:
             counted.append(action)
             early.append([])
-    return early, counted
+            behind.append([])
+    return early, counted, behind
 
 
 def is_backward_of(action: Action, before: Action) -> bool:

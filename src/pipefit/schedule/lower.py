@@ -5,28 +5,40 @@
 The schedule gives every rank an order of forwards and backwards. The first rewriting divides them into pieces and adds
 second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last inserts copies
 of tensors to other places and back. Each is a function of the plan and of the result of the one before.
+
+A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
+which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from pipefit.actions import Action, Kind, Subject
+from pipefit.actions import UPDATES, Action, Actions, Kind, Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Program
-from pipefit.schedule.communication import communicated
+from pipefit.program import Program, shifted
+from pipefit.schedule.communication import communicated, drained
 from pipefit.schedule.copies import Bundles, bundles_of, copied
+from pipefit.schedule.endless import carried, check_endless
 from pipefit.schedule.gpipe import gpipe, torchgpipe
-from pipefit.schedule.one_f_one_b import one_f_one_b
-from pipefit.schedule.order import Compute, Order, Schedule, computes
+from pipefit.schedule.one_f_one_b import eager_1f1b, one_f_one_b
+from pipefit.schedule.order import Compute, Endless, Order, Schedule, computes
+from pipefit.schedule.pipedream import pipedream, two_buffered
 from pipefit.schedule.recomputation import recomputed
 
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b, "torchgpipe": torchgpipe}
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_1f1b,
+    "torchgpipe": torchgpipe,
+}
+ENDLESS: dict[str, Endless] = {"pipedream": pipedream, "pipedream-2bw": two_buffered}
 
 
 def schedule_named(name: str) -> Schedule:
-    """The schedule of that name.
+    """The synchronous schedule of that name.
 
     Raises:
         UsageError: there is none; says which exist.
@@ -34,22 +46,78 @@ def schedule_named(name: str) -> Schedule:
     try:
         return SCHEDULES[name]
     except KeyError:
-        raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}") from None
+        raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join((*SCHEDULES, *ENDLESS))}") from None
 
 
-def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True) -> Program:
+def is_endless(plan: Plan) -> bool:
+    """Whether the plan's schedule leaves microbatches in flight from step to step."""
+    return plan.training.endless
+
+
+def step_programs(plan: Plan) -> tuple[Program, ...]:
+    """The programs of the first steps, and as the last one that of all later steps.
+
+    Raises:
+        UsageError: as `lower`.
+    """
+    if not is_endless(plan):
+        return (lower(plan),)
+    count = plan.training.microbatches
+    return tuple(lower(plan, entered=entered) for entered in range(0, len(plan.stages) + count, count))
+
+
+def distinct_steps(plan: Plan) -> int:
+    """How many steps of training differ: all later ones do what the last of these does, with the same bytes.
+
+    Under a synchronous schedule the first step differs, in which optimizer state is created. Under an endless one the
+    pipeline fills first, and then the versions of weights grow apart.
+    """
+    return distinct_steps_of(plan.training.schedule, len(plan.stages), plan.training.microbatches)
+
+
+def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
+    """The same of any plan with this schedule and so many stages and microbatches."""
+    if schedule not in ENDLESS:
+        return 2
+    filling = 2 if schedule == "pipedream-2bw" else -(-2 * (stages - 1) // microbatches)
+    return max(filling, 1) + 1
+
+
+def loss_delay(plan: Plan) -> int:
+    """How many steps later the loss of a step is known on every stage, if none ever waits for it.
+
+    That is 0 under a synchronous schedule. Under an endless one the first stage is behind the last by one microbatch
+    less than there are stages.
+    """
+    return -(-(len(plan.stages) - 1) // plan.training.microbatches) if is_endless(plan) else 0
+
+
+def updates_alone(plan: Plan) -> bool:
+    """Whether every microbatch has an update of its own, instead of a share in its step's."""
+    return plan.training.schedule == "pipedream"
+
+
+def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True, entered: int = 0) -> Program:
     """The program of one training step of `plan`.
 
     Args:
         microbatches: of a smaller last batch; the plan's unless given.
         update: False leaves the gradients where they are, to be added to by the next batch.
+        entered: under an endless schedule, the microbatches of the steps before since the pipeline was empty.
 
     Raises:
         UsageError: a decision cannot be carried out, the schedule is not for such stages, or two stages of a device
             share a parameter.
     """
-    _check_shared(plan)
     count = plan.training.microbatches if microbatches is None else microbatches
+    if is_endless(plan):
+        if not update:
+            raise UsageError(
+                f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the gradients of "
+                "several batches; use larger batches, or schedule 1f1b"
+            )
+        return _endless(plan, count, entered)
+    _check_shared(plan)
     orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan)
     bundles = bundles_of(plan)
     ends = [list(_update(stages, plan)) if update else [] for stages in plan.ranks]
@@ -57,6 +125,15 @@ def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True) -
         [*copied(list(communicated(order, plan)), plan, bundles), *end] for order, end in zip(orders, ends, strict=True)
     ]
     return _program(plan, count, actions, bundles)
+
+
+def lower_drain(plan: Plan, *, entered: int) -> Program:
+    """The program that ends the microbatches in flight under an endless schedule, after so many have entered.
+
+    Raises:
+        UsageError: as `lower`.
+    """
+    return _endless(plan, 0, entered)
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
@@ -68,6 +145,29 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 
     orders: Sequence[Order] = computes(plan, forwards, microbatches)
     return _program(plan, microbatches, [list(communicated(order, plan)) for order in orders], ())
+
+
+def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
+    """One step of an endless schedule, after `entered` microbatches; of no microbatches, the drain."""
+    check_endless(plan)
+    schedule, ranks, entered = ENDLESS[plan.training.schedule], len(plan.stages), min(entered, len(plan.stages))
+    orders = [list(schedule(rank, ranks, microbatches, entered)) for rank in range(ranks)]
+    before = [_last_before(schedule, rank, ranks, entered) for rank in range(ranks)]
+    if microbatches:
+        pairs = zip(recomputed(orders, plan), before, strict=True)
+        actions = [list(communicated(order, plan, before=last, endless=True)) for order, last in pairs]
+    else:
+        just_in_time = replace(plan, decisions=tuple(replace(decision, ahead=0) for decision in plan.decisions))
+        pairs = zip(recomputed(orders, just_in_time), before, strict=True)
+        actions = [list(drained(order, plan, before=last)) for order, last in pairs]
+    return _program(plan, microbatches, actions, (), endless=True)
+
+
+def _last_before(schedule: Endless, rank: int, ranks: int, entered: int) -> Action | None:
+    """The last forward or backward of a rank in the steps before, whose sends are not joined yet."""
+    order = schedule(rank, ranks, entered, 0) if entered else ()
+    computes = [action for action in order if action.kind not in UPDATES]
+    return shifted(computes[-1], -entered) if computes else None
 
 
 def _check_shared(plan: Plan) -> None:
@@ -85,12 +185,22 @@ def _check_shared(plan: Plan) -> None:
                 )
 
 
-def _program(plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bundles: Bundles) -> Program:
-    """The program with every rank's actions on its device."""
+def _program(
+    plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bundles: Bundles, *, endless: bool = False
+) -> Program:
+    """The program with every rank's actions on its device; an endless one carries in and out what it leaves open."""
     devices: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
     for stages, actions in zip(plan.ranks, of_ranks, strict=True):
         devices[plan.stages[stages[0]].device] = tuple(actions)
-    return Program(placement=plan.placement, microbatches=microbatches, actions=tuple(devices), bundles=bundles)
+    left: list[Actions] = [(), ()] if not endless else [*zip(*map(carried, devices), strict=True)]
+    return Program(
+        placement=plan.placement,
+        microbatches=microbatches,
+        actions=tuple(devices),
+        bundles=bundles,
+        carried_in=left[0],
+        carried_out=left[1],
+    )
 
 
 def _update(stages: Sequence[int], plan: Plan) -> Iterator[Action]:

@@ -29,7 +29,31 @@ class Schedule(Protocol):
         """The forwards and backwards of the stages of `rank`."""
 
 
+class Endless(Protocol):
+    """A schedule without end: generates what one of `ranks` ranks computes in a step, its updates included.
+
+    `entered` are the microbatches of the steps before, as far as that matters: at most `ranks`. A step of no
+    `microbatches` drains the pipeline.
+    """
+
+    def __call__(self, rank: int, ranks: int, microbatches: int, entered: int) -> Iterator[Action]:
+        """The forwards, backwards, copies of weights and updates of the rank's stage."""
+
+
 Order = list[Action]  # the compute actions of one rank
+
+
+def check_alone(name: str, chunks: int) -> None:
+    """Check that every rank holds one stage.
+
+    Raises:
+        UsageError: one holds several, for which the schedule of this name is not defined.
+    """
+    if chunks > 1:
+        raise UsageError(
+            f"{name} is an order for one stage on each device, not for {chunks}: use schedule gpipe, or give every "
+            "stage a device of its own"
+        )
 
 
 def computes(plan: Plan, schedule: Schedule, microbatches: int) -> list[Order]:

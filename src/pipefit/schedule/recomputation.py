@@ -41,6 +41,9 @@ def _of_rank(order: Order, plan: Plan) -> Order:
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
     forward_of: dict[tuple[int, int | None], int] = {}
     for number, action in enumerate(order):
+        if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            units.append([action])
+            continue
         stage, unit = plan.stages[action.stage], list[Action]()
         pieces = pieces_of(plan, action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
@@ -48,7 +51,8 @@ def _of_rank(order: Order, plan: Plan) -> Order:
             unit += [_piece(action, stage, p, Kind.FORWARD_ONLY if p[2] else Kind.FORWARD) for p in pieces]
         for piece in reversed(pieces) if action.kind is Kind.BACKWARD else ():
             if piece[2] is not None:
-                place = max(number - piece[2].ahead, forward_of[action.stage, action.microbatch] + 1)
+                # the forward of a microbatch from an earlier step comes before everything here
+                place = max(number - piece[2].ahead, forward_of.get((action.stage, action.microbatch), -1) + 1)
                 (early[place] if place < number else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
             unit.append(_piece(action, stage, piece, Kind.BACKWARD))
         units.append(unit)

@@ -1,7 +1,8 @@
 """The memory ledger of one device: what every action of a program allocates and frees, to the byte.
 
 It applies `pipefit.cost.flight` to one action after the other. In between it keeps the residency of every microbatch,
-which layers have gradients, and which stages have optimizer state. It refuses an action that uses what does not exist.
+which layers have gradients, which stages have optimizer state, and under an endless schedule the versions of weights.
+It refuses an action that uses what does not exist.
 No clock is needed: what is allocated and freed depends on the order of the program alone. Costs: half a microsecond per
 action.
 """
@@ -10,21 +11,26 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from pipefit.actions import COLLECTIVE, COPIES, Action, Kind, Subject
-from pipefit.cost.effects import Effect
+from pipefit.actions import COLLECTIVE, COPIES, FORWARDS, Action, Kind, Subject
+from pipefit.cost.effects import Effect, effect, freeing_versions
 from pipefit.cost.residency import Residency
 from pipefit.cost.stage import StageCost
+from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import Program
+
+_OF_VERSIONS = FORWARDS | {Kind.BACKWARD}  # what begins and ends the use of a version of weights
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
 
 
 class Ledger:
-    """Follows the program of one device, step after step."""
+    """Follows the program of one device, step after step; under an endless schedule one program after the other."""
 
     def __init__(self, device: int, stages: dict[int, StageCost], program: Program) -> None:
         self._device, self._stages, self._program = device, stages, program
+        kept = stages.items() if program.endless else ()
+        self._versions = {number: StageVersions(stage.rest.version_bytes) for number, stage in kept}
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
         self._stepped: set[int] = set()  # stages with optimizer state
@@ -37,14 +43,15 @@ class Ledger:
             UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
+        versions = self._versions
         self.placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
             if place is not None:
                 self.placed.append(action)
             residency = flights.get((stage, microbatch))
-            if residency is not None and (kind is not Kind.BACKWARD or self._is_later(action, stages[stage])):
-                # the usual case: its effect is remembered
+            usual = kind is not Kind.BACKWARD or self._is_later(action, stages[stage])
+            if residency is not None and usual and not (versions and kind in _OF_VERSIONS):  # its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
                     flights[stage, microbatch], effect = answer
@@ -57,17 +64,34 @@ class Ledger:
         over = [key for key, residency in flights.items() if stages[key[0]].flights.is_over(residency)]
         for key in over:
             del flights[key]
+        if self._program.endless:
+            self._next_step()
         return effects
+
+    @property
+    def state(self) -> object:
+        """Equal after two steps of an endless schedule if what follows them is equal."""
+        versions = tuple(versions.state for versions in self._versions.values())
+        return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions
+
+    def _next_step(self) -> None:
+        """Count microbatches from the first one of the next step."""
+        count = self._program.microbatches
+        self._flights = {(stage, (m or 0) - count): residency for (stage, m), residency in self._flights.items()}
+        for versions in self._versions.values():
+            versions.shift(count)
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
         """The effect of an action on a microbatch or a stage; a collective has none."""
         if action.kind is Kind.STEP:
             return self._update(action, stage)
+        if action.kind is Kind.STASH:
+            return self._stash(action)
         if action.kind in COLLECTIVE:
             self._collect(action, stage)
             return None
-        if action.microbatch is None or not 0 <= action.microbatch < self._program.microbatches:
-            last = self._program.microbatches - 1
+        last, earlier = self._program.microbatches - 1, action.microbatch is not None and action.microbatch < 0
+        if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
             self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
         key = action.stage, action.microbatch
         residency = self._flights.get(key, stage.flights.start)
@@ -79,7 +103,26 @@ class Ledger:
             self._refuse(str(error))
         if action.kind is Kind.BACKWARD:
             self._born.update(range(*(action.layers or (stage.start, stage.stop))))
-        return effect
+        return self._with_versions(action, stage, effect) if self._versions else effect
+
+    def _with_versions(self, action: Action, stage: StageCost, found: Effect | None) -> Effect | None:
+        """The effect of an action on a microbatch, with the weights that it frees at the end of its backward."""
+        begins = action.layers is None or action.layers[0] == stage.start
+        if not begins or action.microbatch is None:
+            return found
+        if action.kind in FORWARDS:
+            self._versions[action.stage].forward(action.microbatch)
+        elif action.kind is Kind.BACKWARD and found is not None:
+            freed = self._versions[action.stage].backward(action.microbatch)
+            return freeing_versions(found, freed) if freed else found
+        return found
+
+    def _stash(self, action: Action) -> Effect | None:
+        """A copy of the weights, or forwards that begin to use it."""
+        versions = self._versions.get(action.stage)
+        if versions is None:
+            self._refuse(f"{action} keeps weights for later steps, but this program ends with its step")
+        return effect(versions=-versions.adopt() if action.wait else versions.stash())
 
     def _is_later(self, action: Action, stage: StageCost) -> bool:
         """Whether all layers of this backward have gradients already."""
@@ -104,11 +147,16 @@ class Ledger:
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
 
     def _update(self, action: Action, stage: StageCost) -> Effect:
-        if action.microbatch is not None or action.layers is not None:
+        if action.layers is not None or (action.microbatch is not None and not self._program.endless):
             self._refuse(
                 f"{action} is asynchronous or updates a part of a stage, which is not supported by the simulator yet: "
                 "write it as a stage and STEP"
             )
+        if action.stage in self._versions:
+            try:
+                self._versions[action.stage].check_update()
+            except UsageError as error:
+                self._refuse(f"{action} {error}: a STASH must come before it")
         if not self._born >= stage.layers:
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         self._born -= stage.layers

@@ -37,7 +37,7 @@ def highest(rest: Levels, changes: Iterable[Change]) -> int:
 
 def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
     """The bytes by category at the peak of every action."""
-    parameters, gradients, optimizer, activations, _, boundary, lent, *_ = rest
+    parameters, gradients, optimizer, activations, versions, boundary, lent, *_ = rest
     found = []
     for _, _, (_, _, peak, after) in changes:
         found.append(
@@ -46,15 +46,16 @@ def peaks(rest: Levels, changes: Iterable[Change]) -> list[Levels]:
                 gradients + peak[0],
                 optimizer + peak[1],
                 activations + peak[2],
-                0,
-                boundary + peak[3],
+                versions + peak[3],
+                boundary + peak[4],
                 lent,
-                peak[4],
                 peak[5],
+                peak[6],
             )
         )
         gradients += after[0]
         optimizer += after[1]
         activations += after[2]
-        boundary += after[3]
+        versions += after[3]
+        boundary += after[4]
     return found

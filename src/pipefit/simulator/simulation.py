@@ -9,30 +9,31 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipefit.actions import Action
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
-from pipefit.program import Program
-from pipefit.schedule import lower
+from pipefit.program import Program, joined
+from pipefit.schedule import distinct_steps, step_programs
 from pipefit.schedule.arenas import Arena, arenas
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
-from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, TimedProgram
-from pipefit.trace import PREDICTED_STEPS, DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, TimedActions, TimedProgram
+from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
 
-def simulate(plan: Plan, *, program: Program | None = None, steps: int = PREDICTED_STEPS) -> Trace:
-    """What devices do in the first `steps` training steps of `plan`, by `program` or the one that `lower` makes of it.
+def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = None) -> Trace:
+    """What devices do in the first `steps` training steps of `plan`, by `program` or those that `lower` makes of it.
 
-    The first step differs from all others, because the optimizer's state is created in it; the second and all later
-    steps are alike, so that two steps are enough. Times are seconds; the time of a memory sample is the start of its
-    action. Memory that a device lends to others is allocated before the first step. Warns (`PipefitWarning`) of
-    operations in the profile whose kernels could not be measured: the peaks are without what these take.
+    Without `steps`, as many are simulated as differ (`pipefit.schedule.distinct_steps`): two, because optimizer state
+    is created in the first; under an endless schedule so many that the last is one of a full pipeline. Times are
+    seconds; the time of a memory sample is the start of its action. Memory that a device lends to others is allocated
+    before the first step. Warns (`PipefitWarning`) of operations in the profile whose kernels could not be measured:
+    the peaks are without what these take.
 
     Raises:
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
@@ -53,12 +54,20 @@ class Simulation:
         plan: Plan,
         *,
         program: Program | None = None,
-        steps: int = PREDICTED_STEPS,
+        steps: int | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.plan, self.steps = plan, steps
-        self.program = lower(plan) if program is None else program
-        _check(plan, self.program, steps)
+        self.plan = plan
+        if program is not None and program.endless:
+            raise UsageError(
+                "the program is a part of an endless schedule, which nothing has begun: simulate its plan, which "
+                "begins with the programs of the first steps"
+            )
+        self._distinct = distinct_steps(plan) if program is None else 2
+        self.steps = self._distinct if steps is None else steps
+        self._programs = step_programs(plan) if program is None else (program,)  # the last one repeats
+        self.program = self._programs[-1]
+        _check(plan, self._programs[0], self.steps)
         costs, devices = costs or Costs.of(plan), plan.cluster.devices
         self._stages = [
             costs.stage(stage.start, stage.stop, devices[there[0]].kind)
@@ -69,25 +78,26 @@ class Simulation:
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
         """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
-        return tuple(end - start for start, end in pairwise((0.0, *self.clock.finished)))
+        return tuple(end - start for start, end in pairwise((0.0, *self._finished)))
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """The share of the last step in which every device computes."""
         length = self.step_seconds[-1]
-        return tuple(sum(timed.seconds) / length if length else 0.0 for timed in self._timed_program.devices)
+        busy = [sum(timed.seconds[-len(own) :]) if own else 0.0 for timed, own in self._last_of_devices()]
+        return tuple(seconds / length if length else 0.0 for seconds in busy)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes allocated on every device."""
-        return tuple(self._peak(device) for device in range(len(self.program.actions)))
+        return tuple(self._peak(device) for device in self._devices)
 
     def trace(self) -> Trace:
         """Events and memory samples of every device."""
         return Trace(
             source="simulated",
             steps=self.steps,
-            devices=tuple(self._device_trace(device) for device in range(len(self.program.actions))),
+            devices=tuple(self._device_trace(device) for device in self._devices),
             step_seconds=self.step_seconds,
             estimated=self.plan.measurement.estimated,
         )
@@ -96,7 +106,7 @@ class Simulation:
 
     @cached_property
     def effects(self) -> list[list[Effects]]:
-        """The memory effects of every device: those of the first step, and those of any later one."""
+        """The memory effects of every device: those of every step that differs, the last for any later one."""
         return [effects for effects, _ in self._readings]
 
     @cached_property
@@ -107,31 +117,71 @@ class Simulation:
     @cached_property
     def clock(self) -> Clock:
         """When every action and transfer begins and ends."""
-        return Clock(self._timed_program, self.steps)
+        return Clock(self._timed_program, 1 if self.program.endless else self.steps)
 
     @cached_property
     def _timed_program(self) -> TimedProgram:
         assert self.effects, (
             "the ledger comes first: it refuses actions to which the timed program could give no seconds"
         )
-        return TimedProgram(self.program, self.plan.cluster, self._stages, self._moved_bytes)
+        # The steps of an endless schedule overlap, so that they are one program to the clock
+        whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
+        return TimedProgram(whole, self.plan.cluster, self._stages, self._moved_bytes)
+
+    def _of_step(self, step: int) -> Program:
+        """The program of a step."""
+        return self._programs[min(step, len(self._programs) - 1)]
+
+    @property
+    def _devices(self) -> range:
+        return range(len(self.program.actions))
 
     @cached_property
     def _readings(self) -> list[tuple[list[Effects], list[Action]]]:
-        """Of every device: the effects of its first two steps, and its actions that name a place."""
-        return [self._read(device) for device in range(len(self.program.actions))]
+        """Of every device: the effects of the steps that differ, and its actions that name a place."""
+        return [self._read(device) for device in self._devices]
 
     def _read(self, device: int) -> tuple[list[Effects], list[Action]]:
         stages = {n: costs for n, costs in enumerate(self._stages) if device in self.program.placement[n]}
         ledger = Ledger(device, stages, self.program)
-        return [ledger.read(self.program.actions[device]) for _ in range(min(self.steps, 2))], ledger.placed
+        found: list[Effects] = []
+        before: object = None
+        for step in range(min(self.steps, self._distinct)):
+            before = ledger.state if self.program.endless else None
+            found.append(ledger.read(self._of_step(step).actions[device]))
+        settled = not self.program.endless or self.steps < self._distinct
+        assert settled or before == ledger.state, "the last step that differs leaves what it found"
+        return found, ledger.placed
+
+    # ---------------------------------------------------------------- steps on the clock
+
+    def _starts(self, device: int) -> list[int]:
+        """For every step, and for their end, how many actions of the device come before it."""
+        return [0, *accumulate(len(self._of_step(step).actions[device]) for step in range(self.steps))]
+
+    @cached_property
+    def _finished(self) -> list[float]:
+        """When the last device ended every step."""
+        if not self.program.endless:
+            return self.clock.finished
+        ends = [0.0] * self.steps
+        for device in self._devices:
+            after, starts = self.clock.after[device], self._starts(device)
+            for step, stop in enumerate(starts[1:]):
+                ends[step] = max(ends[step], after[stop - 1] if stop else 0.0)
+        return ends
+
+    def _last_of_devices(self) -> Iterator[tuple[TimedActions, tuple[Action, ...]]]:
+        """Of every device its timed actions, which end with those of the last step, and these."""
+        yield from zip(self._timed_program.devices, self._of_step(self.steps - 1).actions, strict=True)
 
     # ---------------------------------------------------------------- memory
 
     def _changes(self, device: int, steps: int) -> Iterator[Change]:
         """The effects of a device's first `steps` steps."""
+        last = len(self.effects[device]) - 1
         for step in range(steps):
-            for position, effect in self.effects[device][min(step, 1)]:
+            for position, effect in self.effects[device][min(step, last)]:
                 yield step, position, effect
 
     def _at_rest(self, device: int) -> Levels:
@@ -140,30 +190,31 @@ class Simulation:
         return at_rest((costs.rest for n, costs in enumerate(self._stages) if device in placement[n]), lent)
 
     def _peak(self, device: int) -> int:
-        changes = self._changes(device, min(self.steps, 2))  # the third and later ones repeat the second
+        changes = self._changes(device, min(self.steps, self._distinct))  # later ones repeat the last
         return highest(self._at_rest(device), changes)
 
-    def _rows(self, device: int, names: list[str]) -> list[Row]:
+    def _rows(self, device: int, names: list[list[str]]) -> list[Row]:
         """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
-        changes, count = list(self._changes(device, self.steps)), len(self.program.actions[device])
+        changes, starts = list(self._changes(device, self.steps)), self._starts(device)
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)
-        if not count and any(rest):  # a device that only lends memory
+        if not starts[-1] and any(rest):  # a device that only lends memory
             return [(0.0, 0, "lends", rest)]
         return [
-            (before[step * count + position], step, names[position], levels)
+            (before[starts[step] + position], step, names[step][position], levels)
             for (step, position, _), levels in zip(changes, peaks(rest, changes), strict=True)
         ]
 
     # ---------------------------------------------------------------- the trace
 
     def _device_trace(self, device: int) -> DeviceTrace:
-        names = list(map(str, self.program.actions[device]))
+        known = [list(map(str, program.actions[device])) for program in self._programs]
+        names = [known[min(step, len(known) - 1)] for step in range(self.steps)]
         return DeviceTrace(
             device=device,
             budget_bytes=self.plan.cluster.devices[device].memory_bytes,
             events=tuple(
-                Event(step=step, action=names[position], stream=stream, start_seconds=start, end_seconds=end)
+                Event(step=step, action=names[step][position], stream=stream, start_seconds=start, end_seconds=end)
                 for start, end, step, position, stream in sorted(self._busy(device))
             ),
             memory=tuple(
@@ -175,18 +226,19 @@ class Simulation:
     def _busy(self, device: int) -> Iterator[tuple[float, float, int, int, Stream]]:
         """Start, end, step, position and stream of everything on a device that takes time."""
         codes, _, transfers = self._timed_program.devices[device]
-        clock, transfers_per_step = self.clock, len(self._timed_program.parts)
-        before = [0.0, *clock.after[device]]
+        clock, transfers_per_turn = self.clock, len(self._timed_program.parts)
+        before, starts = [0.0, *clock.after[device]], self._starts(device)
         for step in range(self.steps):
-            for position, code in enumerate(codes):
+            for number in range(starts[step], starts[step + 1]):
+                turn, place = divmod(number, len(codes))  # the clock may have run the same actions several times
+                code, position = codes[place], number - starts[step]
                 if code in (NOTHING, JOIN):
                     continue
                 if code == COMPUTE:
-                    number = step * len(codes) + position
                     start, end, stream = before[number], before[number + 1], Stream.COMPUTE
                 else:
-                    number = step * transfers_per_step + transfers[position]
-                    start, end = clock.begins[number], clock.ends[number]
+                    transfer = turn * transfers_per_turn + transfers[place]
+                    start, end = clock.begins[transfer], clock.ends[transfer]
                     stream = Stream.COPY if code == COPY else Stream.COMMUNICATION
                 if end > start:
                     yield start, end, step, position, stream
@@ -221,5 +273,3 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
             raise UsageError(
                 f"stage {number} is on devices {list(there)}, which cannot be simulated yet: put it on one device"
             )
-    if program.carried_in or program.carried_out:
-        raise UsageError("the program is the body of an endless schedule, which cannot be simulated yet")

@@ -65,7 +65,9 @@ class TimedProgram:
         started: dict[tuple[object, ...], int] = {}
         for action in actions:
             kind, code, duration, transfer = action.kind, NOTHING, 0.0, -1
-            if action.wait:
+            if kind is Kind.STASH and action.wait:
+                pass
+            elif action.wait:
                 code, transfer = JOIN, started.pop(action[:-1])
             elif kind in MESSAGES or kind in COLLECTIVE:
                 code, transfer = POST, self._message(action) if kind in MESSAGES else self._collective(action)

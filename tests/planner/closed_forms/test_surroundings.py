@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
 
 from made_up import any_plan, any_training, hostile, layer, measurement, small_first, training, value
+from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.schedule import SCHEDULES
+from pipefit.schedule import ENDLESS, SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
 from pipefit.simulator import Simulation
+from pipefit.trace import Category
 
 
 def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
@@ -24,7 +27,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
     band = Ranges(plan.measurement, microbatches=how.microbatches).band(max(plan.split))
     found = {}
     for number, stage in enumerate(plan.stages):
-        met = surroundings(how.schedule, number, count, how.microbatches, recompute)
+        met = surroundings(how.schedule, number, count, how.microbatches, recompute, how.versions)
         found[stage.device] = int(stage_peak(band, met)[stage.stop - stage.start - 1, stage.start])
     return found
 
@@ -58,6 +61,47 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
         plan = any_plan(Random(stages), model, how, stages=stages, recompute=recompute)
         simulated = Simulation(plan, steps=2).peak_bytes
         assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(80))
+def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
+    """In all steps until they are alike, with updates among microbatches in flight and weights in versions."""
+    rng = Random(seed)
+    recompute: Recompute = rng.choice(("never", "always"))
+    model = hostile(rng, small_first(seed, largest=8))
+    stages = rng.randrange(1, min(4, len(model.layers)) + 1)
+    how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 9))
+    how = replace(how, versions=rng.choice(("weights", "everything")))
+    plan = any_plan(rng, model, how, stages=stages, recompute=recompute)
+    if plan.summed:
+        plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute=recompute)
+    simulated = Simulation(plan).peak_bytes
+    assert predicted(plan, recompute) == {stage.device: simulated[stage.device] for stage in plan.stages}
+
+
+def test_a_stage_may_be_fullest_before_its_first_update() -> None:
+    """Masks that need no gradients travel both ways only while an endless pipeline fills, when there is no optimizer
+    state yet; some of it may be there from the beginning.
+    """
+    passed = (value(8), value(100, requires_grad=False))
+    chain = [layer(passed, passed, parameter_bytes=8, state_bytes=60, early_state_bytes=k) for k in (0, 5, 7, 0)]
+    model = measurement(chain, layer(passed, (value(4),)))
+    plan = any_plan(Random(0), model, training("pipedream", 4), stages=4, recompute="never")
+    simulation = Simulation(plan)
+    assert predicted(plan, "never") == {s.device: simulation.peak_bytes[s.device] for s in plan.stages}
+    fullest = simulation.trace().devices[plan.stages[1].device].peak
+    assert fullest
+    assert Category.OPTIMIZER not in fullest.by_category or fullest.by_category[Category.OPTIMIZER] < 60
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_recomputation_of_all_but_one_is_refused_where_steps_overlap(schedule: str) -> None:
+    """A step has no last microbatch there; the error says what to ask for."""
+    with pytest.raises(
+        UsageError, match=r"recompute except_last leaves a microbatch of a step out, .*: recompute always"
+    ):
+        surroundings(schedule, 0, 2, 4, "except_last")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -43,6 +43,8 @@ class Band:
     kept: Ints
     checkpoint_sent: Ints
     checkpoint_peak: Ints
+    weights: Ints
+    early: Ints
     _sums: dict[Any, Ints] = field(default_factory=dict)  # partial sums that many stages share
 
     def step_peak(self) -> Ints:
@@ -53,10 +55,12 @@ class Band:
         return self._sums["step"]
 
     def around(self, surroundings: Surroundings) -> Ints:
-        """The peak of one compute action in its surroundings, without the bytes of other microbatches in flight."""
-        key = surroundings._replace(in_flight=0, checkpoints=0)
+        """The peak of one action in its surroundings, without the bytes of other microbatches and other versions."""
+        key = surroundings.alone
         if key not in self._sums:
-            total = self.static + self.state + self._own(surroundings)
+            total = self.static + self._own(surroundings)
+            if surroundings.kind is not Kind.STEP or not surroundings.early:  # the first update counts its own
+                total += self.early if surroundings.early else self.state
             if surroundings.receiving in FORWARDS:
                 total += self.received
             elif surroundings.receiving is Kind.BACKWARD:
@@ -74,6 +78,8 @@ class Band:
                 own = self.inputs + self.checkpoint_peak
             case Kind.RECOMPUTE:
                 own = self.inputs + self.forward_peak + self.buffers
+            case Kind.STEP:
+                own = self.update_first_peak if surroundings.early else self.update_peak
             case _:
                 own = self.retained + self.output_gradients
                 own += self.backward_later_peak if surroundings.gradients else self.backward_first_peak
@@ -88,7 +94,7 @@ class Band:
 
     def highest(self, met: Sequence[Surroundings]) -> Ints:
         """The highest peak of actions in these surroundings, which have the same numbers of microbatches in flight."""
-        key = frozenset(s._replace(in_flight=0, checkpoints=0) for s in met)
+        key = frozenset(s.alone for s in met)
         if key not in self._sums:
             self._sums[key] = np.maximum.reduce([self.around(part) for part in key])
         return self._sums[key]
@@ -105,14 +111,18 @@ def stage_peak(band: Band, met: Iterable[Surroundings], within: Slices = EVERYWH
     `band.valid` is false, the numbers mean nothing.
     """
     peak: Ints = band.step_peak()[within]
-    groups: dict[tuple[int, int], list[Surroundings]] = {}
-    for surroundings in met:
-        groups.setdefault((surroundings.in_flight, surroundings.checkpoints), []).append(surroundings)
-    for (in_flight, checkpoints), members in groups.items():
+    groups: dict[tuple[int, int, int, int], list[Surroundings]] = {}
+    for one in met:
+        groups.setdefault((one.in_flight, one.checkpoints, one.versions, one.rooms), []).append(one)
+    for (in_flight, checkpoints, versions, rooms), members in groups.items():
         level = band.highest(members)[within]
         if in_flight:
             level = level + in_flight * band.retained[within]
         if checkpoints:
             level = level + checkpoints * band.kept[within]
+        if versions:
+            level = level + versions * band.weights[within]
+        if rooms:
+            level = level + rooms * (band.gradients + band.state)[within]
         peak = np.maximum(peak, level)
     return peak

@@ -8,10 +8,11 @@ simulator's.
 
     static          parameters and buffers, and the losses on the last stage
     gradients       parameter gradients
-    state           optimizer state
+    state, early    optimizer state, and the part of it that exists before the first update
     retained        what a forward saves for its backward, saved inputs included
     inputs          what a forward reads: received or loaded inputs, and targets on the last stage
     kept            what a forward leaves that will run again: its inputs, and copies of buffers that feed back
+    weights         parameters that are trained, of which there may be several versions
 
 A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range.
 """
@@ -66,6 +67,7 @@ class Ranges:
         # By boundary: sums over the layers before it
         self.static = cumulated(cost.static_bytes for cost in costs)
         self.gradients = cumulated(cost.gradient_bytes for cost in costs)
+        self.weights = cumulated(cost.trained_bytes for cost in costs)
         self.state = cumulated(cost.state_bytes for cost in costs)
         self.buffers = cumulated(cost.buffer_bytes for cost in costs)
         self.fed_back = cumulated(cost.fed_back_bytes for cost in costs)
@@ -104,12 +106,10 @@ class Ranges:
         self.repeated = as_events(repeated(measurement.shared_buffers))
         self.copied_once = as_events(repeated(shared for shared in measurement.shared_buffers if shared.copied))
         # By layer: backward peaks
-        self.spans_first = span_table(
-            model, [c.spans(is_first=True, inner=n < self.layers) for n, c in enumerate(costs)]
+        first, later = (
+            [c.spans(is_first=f, inner=n < self.layers) for n, c in enumerate(costs)] for f in (True, False)
         )
-        self.spans_later = span_table(
-            model, [c.spans(is_first=False, inner=n < self.layers) for n, c in enumerate(costs)]
-        )
+        self.spans_first, self.spans_later = span_table(model, first), span_table(model, later)
         # The same where the range ends with the layer
         self.ends_first = span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
         self.ends_later = span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
@@ -211,6 +211,8 @@ class _BandMaker:
             "update_peak": self._highest(at(r.update)[:-1]),
             "buffers": self._sums(r.buffers, r.copied_once),
             "kept": inputs + fed_back,
+            "weights": ended(at(r.weights)) - self._start(r.weights),
+            "early": early,
             "checkpoint_sent": self._but_last(travelling[1:-1].copy()),
             "checkpoint_peak": self._highest(travelling[:-1] + at(r.checkpoint_peak)[:-1]) + fed_back,
         }
@@ -237,6 +239,8 @@ class _BandMaker:
             band.static[row, column] = rest.parameter_bytes + rest.loss_bytes
             band.gradients[row, column] = rest.gradient_bytes
             band.state[row, column] = rest.state_bytes
+            band.weights[row, column] = rest.weight_bytes
+            band.early[row, column] = rest.early_state_bytes
             band.update_first_peak[row, column] = rest.early_state_bytes + rest.first_update.peak_bytes
             band.backward_first_peak[row, column] = stage.backward(is_first=True).peak_bytes
             band.backward_later_peak[row, column] = stage.backward(is_first=False).peak_bytes

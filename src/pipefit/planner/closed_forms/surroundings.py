@@ -3,82 +3,177 @@
 What a device holds beside the action's own bytes depends on how many other microbatches are in flight, whether
 gradients exist, what is being sent, and which receive has started. A stage of a 1F1B schedule meets about eight
 combinations of these, even with a thousand microbatches. Planners compute the peak of each, instead of simulating the
-program: the highest of them is the same.
+program: the highest of them is the same. Under an endless schedule updates have surroundings too, and steps differ
+until the pipeline is full; a drain needs no more than the steps before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache
+from operator import ge
 from typing import NamedTuple
 
-from pipefit.actions import Action, Kind
-from pipefit.schedule import schedule_named
+from pipefit.actions import FORWARDS, UPDATES, Action, Kind
+from pipefit.cost.versions import StageVersions
+from pipefit.decisions import ALL_MICROBATCHES
+from pipefit.errors import UsageError
+from pipefit.program import shifted
+from pipefit.schedule import ENDLESS, distinct_steps_of, schedule_named
 from pipefit.schedule.communication import is_backward_of
 from pipefit.schedule.whole_stages import Recompute, recomputed_microbatches
+from pipefit.training import Versions
 
 
 class Surroundings(NamedTuple):
-    """What surrounds one compute action of a stage."""
+    """What surrounds one compute action of a stage, or one update with microbatches in flight."""
 
-    kind: Kind  # FORWARD, FORWARD_ONLY, RECOMPUTE or BACKWARD
+    kind: Kind  # FORWARD, FORWARD_ONLY, RECOMPUTE, BACKWARD or STEP
     in_flight: int  # other microbatches whose activations are held
     gradients: bool  # parameter gradients exist already
     receiving: Kind | None  # the next compute action, whose receive has started
     sending: Kind | None  # the previous compute action, whose send has not been joined
     checkpoints: int = 0  # other microbatches of which the inputs alone are held
     recomputed: bool = False  # a BACKWARD whose forward ran twice
+    versions: int = 0  # of the weights, besides the newest
+    rooms: int = 0  # for gradients and optimizer state, that versions have
+    early: bool = False  # no update has created the optimizer state yet, nor will any step begin like this again
+
+    @property
+    def alone(self) -> Surroundings:
+        """The same without other microbatches and versions."""
+        return self._replace(in_flight=0, checkpoints=0, versions=0, rooms=0)
 
 
 @cache
 def surroundings(
-    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute = "never"
+    schedule: str,
+    stage: int,
+    stages: int,
+    microbatches: int,
+    recompute: Recompute = "never",
+    versions: Versions = "weights",
 ) -> tuple[Surroundings, ...]:
-    """Those of `stage`, without any that others with more in flight make superfluous."""
-    computes = whole_stage_order(schedule, stage, stages, microbatches, recompute)
+    """Those of `stage`, without any that others with more in flight make superfluous.
+
+    Raises:
+        UsageError: no such schedule, or a setting of recomputation that it cannot have.
+    """
+    steps: Iterable[list[Action]]
+    if schedule in ENDLESS:
+        steps = _endless_orders(schedule, stage, stages, microbatches, recompute)
+    else:
+        steps = [whole_stage_order(schedule, stage, stages, microbatches, recompute)]
     highest: dict[Surroundings, Surroundings] = {}
-    held, inputs, gradients = 0, 0, False
-    for number, compute in enumerate(computes):
-        kind = compute.kind
-        before = computes[number - 1] if number else None
-        found = Surroundings(
-            kind,
-            in_flight=held - (kind is Kind.BACKWARD),
-            gradients=gradients,
-            receiving=computes[number + 1].kind if number + 1 < len(computes) else None,
-            sending=before.kind if before is not None and not is_backward_of(compute, before) else None,
-            checkpoints=inputs - (kind is Kind.RECOMPUTE),
-            recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, compute.microbatch),
-        )
+    for found in _Walk(endless=schedule in ENDLESS, rooms=versions == "everything").through(steps):
         alike = found._replace(in_flight=0)
         if alike not in highest or highest[alike].in_flight < found.in_flight:
             highest[alike] = found
-        held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.BACKWARD: -1}.get(kind, 0)
-        inputs += {Kind.FORWARD_ONLY: 1, Kind.RECOMPUTE: -1}.get(kind, 0)
-        gradients = gradients or kind is Kind.BACKWARD
     return tuple(_covering(highest.values()))
+
+
+class _Walk:
+    """What a stage holds while it goes through its steps."""
+
+    def __init__(self, *, endless: bool, rooms: bool) -> None:
+        self.held = self.inputs = 0
+        self.early, self.gradients, self.rooms = endless, False, rooms
+        self.weights = StageVersions(1) if endless else None
+
+    def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
+        """The surroundings of every compute action, and of every update while microbatches are in flight."""
+        before: Action | None = None
+        for order in steps:
+            computes = [action for action in order if action.kind not in UPDATES]
+            behind = iter([*computes[1:], None])
+            following = computes[0] if computes else None
+            for action in order:
+                if action.kind in UPDATES:
+                    yield from self._update(action, before, following)
+                    continue
+                following = next(behind)
+                yield self._around(action, before, following)
+                self._done(action)
+                before = action
+
+    def _around(self, action: Action, before: Action | None, following: Action | None) -> Surroundings:
+        kind = action.kind
+        versions = 0 if self.weights is None else self.weights.count - 1
+        return Surroundings(
+            kind,
+            in_flight=self.held - (kind is Kind.BACKWARD),
+            gradients=self.gradients,
+            receiving=None if following is None else following.kind,
+            sending=before.kind if before is not None and not is_backward_of(action, before) else None,
+            checkpoints=self.inputs - (kind is Kind.RECOMPUTE),
+            recomputed=before is not None and (before.kind, before.microbatch) == (Kind.RECOMPUTE, action.microbatch),
+            versions=versions,
+            rooms=versions * self.rooms,
+            early=self.early,
+        )
+
+    def _done(self, action: Action) -> None:
+        kind = action.kind
+        self.held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.BACKWARD: -1}.get(kind, 0)
+        self.inputs += {Kind.FORWARD_ONLY: 1, Kind.RECOMPUTE: -1}.get(kind, 0)
+        self.gradients = self.gradients or kind is Kind.BACKWARD
+        if self.weights is not None and kind in FORWARDS:
+            self.weights.forward(action.microbatch or 0)
+        elif self.weights is not None and kind is Kind.BACKWARD:
+            self.weights.backward(action.microbatch or 0)
+
+    def _update(self, action: Action, before: Action | None, following: Action | None) -> Iterator[Surroundings]:
+        assert self.weights is not None, "synchronous orders have no updates"
+        if action.kind is Kind.STASH:
+            self.weights.adopt() if action.wait else self.weights.stash()
+            return
+        yield self._around(action, before, following)
+        self.gradients = self.early = False
 
 
 def whole_stage_order(schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute) -> list[Action]:
     """The compute actions of a stage on a device of its own, recomputed as a whole or not at all."""
     again = recomputed_microbatches(recompute, schedule, microbatches) or ()
-    found: list[Action] = []
-    for compute in schedule_named(schedule)(stage, stages, 1, microbatches):
-        twice, action = compute.microbatch in again, Action(*compute)
-        if twice and compute.kind is Kind.BACKWARD:
-            found.append(action._replace(kind=Kind.RECOMPUTE))
-        found.append(action._replace(kind=Kind.FORWARD_ONLY) if twice and compute.kind is Kind.FORWARD else action)
-    return found
+    computes = (Action(*compute) for compute in schedule_named(schedule)(stage, stages, 1, microbatches))
+    return [part for action in computes for part in _twice(action, again)]
+
+
+def _endless_orders(
+    schedule: str, stage: int, stages: int, microbatches: int, recompute: Recompute
+) -> Iterator[list[Action]]:
+    """The same of every step that differs, its updates included, with microbatches counted through."""
+    if recompute not in ("never", "always"):
+        raise UsageError(
+            f"recompute {recompute} leaves a microbatch of a step out, and under schedule {schedule} steps overlap: "
+            "recompute always, or never"
+        )
+    again = ALL_MICROBATCHES if recompute == "always" else ()
+    for step in range(distinct_steps_of(schedule, stages, microbatches)):
+        entered = step * microbatches
+        order = ENDLESS[schedule](stage, stages, microbatches, min(entered, stages))
+        yield [shifted(part, entered) for action in order for part in _twice(action, again)]
+
+
+def _twice(action: Action, again: Container[int | None]) -> Iterator[Action]:
+    """The action as it is, or with a second forward where it is for a microbatch that is recomputed."""
+    twice = action.microbatch in again
+    if twice and action.kind is Kind.BACKWARD:
+        yield action._replace(kind=Kind.RECOMPUTE)
+    yield action._replace(kind=Kind.FORWARD_ONLY) if twice and action.kind is Kind.FORWARD else action
 
 
 def _covering(found: Iterable[Surroundings]) -> Iterator[Surroundings]:
-    """Without those that another one covers: equal but for at least as many in flight and as many checkpoints."""
+    """Without those that another one covers: equal but for at least as many in flight, checkpoints and versions."""
     groups: dict[Surroundings, list[Surroundings]] = {}
     for one in found:
-        groups.setdefault(one._replace(in_flight=0, checkpoints=0), []).append(one)
+        groups.setdefault(one.alone, []).append(one)
     for group in groups.values():
-        most = -1
-        for one in sorted(group, key=lambda s: (s.in_flight, s.checkpoints), reverse=True):
-            if one.checkpoints > most:
-                most = one.checkpoints
+        kept: list[tuple[int, ...]] = []
+        for one in sorted(group, key=_counts, reverse=True):
+            if not any(all(map(ge, other, _counts(one))) for other in kept):
+                kept.append(_counts(one))
                 yield one
+
+
+def _counts(one: Surroundings) -> tuple[int, ...]:
+    return one.in_flight, one.checkpoints, one.versions, one.rooms

@@ -1,0 +1,80 @@
+"""The mean loss of a step and the peaks of its devices, which all workers tell each other in one message.
+
+Under an endless schedule nobody waits for it: a worker that is ahead would have to wait until the last stage has
+computed the step's losses, and that would drain the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.errors import PeerLost, first_line
+from pipefit.plans import Plan
+from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.transport import advice
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """The result of one step, on its way between the workers; `work` is None where it has come, or there is no way."""
+
+    devices: tuple[int, ...]
+    told: Tensor  # the loss, and the peak of every device
+    work: Any
+
+    def join(self) -> None:
+        """Return when all workers have told theirs.
+
+        Raises:
+            PeerLost: another worker did not.
+        """
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise _lost(error) from error
+        self.told, self.work = self.told.cpu(), None  # a GPU has then computed all before it
+
+    def joined(self) -> tuple[float, dict[int, int]]:
+        """The loss and the peaks by device, when all workers have told theirs.
+
+        Raises:
+            PeerLost: another worker did not.
+        """
+        self.join()
+        loss, *peaks = self.told.tolist()
+        return float(loss), {device: int(peak) for device, peak in zip(self.devices, peaks, strict=True)}
+
+
+def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
+    """Tell all workers what this one's `runners` know of the step that has just ended.
+
+    The last stage has computed the losses; `weights` are those of its microbatches in the mean.
+
+    Raises:
+        PeerLost: another worker is gone.
+    """
+    ranks, exchanged = plan.ranks, distributed and len(plan.ranks) > 1
+    device = next(iter(runners[0].stages.values())).device if exchanged else torch.device("cpu")
+    told = torch.zeros(1 + len(ranks), dtype=torch.float64, device=device)
+    for runner in runners:
+        told[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes
+        for stage in runner.stages.values():
+            if stage.losses is not None:
+                losses = stage.losses[: len(weights)]
+                told[0] = losses @ torch.tensor(weights, device=losses.device)
+    try:
+        work = dist.all_reduce(told, async_op=True) if exchanged else None
+    except RuntimeError as error:
+        raise _lost(error) from error
+    return Result(devices=tuple(plan.stages[stages[0]].device for stages in ranks), told=told, work=work)
+
+
+def _lost(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}")

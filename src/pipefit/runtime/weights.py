@@ -1,0 +1,186 @@
+"""Versions of a stage's weights, for updates while microbatches are in flight (`pipefit.cost.versions` says which).
+
+The optimizer's parameters hold the newest weights and are updated in place. A microbatch never goes through them, but
+through leaves: parameters of its own version, put into the layers for its forward, its second forward and its backward.
+A copy of the weights is a new storage under the optimizer's parameters; the leaves keep the old one alive until the
+graphs that need it are gone. So autograd never meets weights that have changed behind its back, as it silently would in
+convolutions and norms if one pointed the same parameter at other data. A backward leaves its gradients on the leaves,
+and they are handed to the optimizer's parameters.
+
+Good for any layer that reads its parameters from its attributes in every forward. Costs two assignments for each
+parameter and pass, and no memory beside the versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.storages import storage_key
+from pipefit.errors import UsageError
+
+Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them.
+
+    A version that is not the newest any more may have `room` for gradients and optimizer state, which nobody uses.
+    """
+
+    leaves: list[nn.Parameter]
+    users: int = 0
+    room: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Where parameters are in layers of one specialization; the layers are kept, so that their ids stay theirs."""
+
+    layers: Sequence[ChainLayer]
+    slots: list[Slot] = field(default_factory=list)
+
+
+class Weights:
+    """The versions of the trained parameters of `layers`, and of each but the newest `room_bytes` on `device`.
+
+    Raises:
+        UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
+    """
+
+    def __init__(self, layers: Sequence[ChainLayer], *, room_bytes: int, device: torch.device) -> None:
+        self._room_bytes, self._device = room_bytes, device
+        named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
+        self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
+        self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
+        self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
+        self._check()
+        self._bound: dict[int, _Bound] = {}
+        self._newest = self._current = Version(self._leaves())
+
+    def take(self) -> Version:
+        """The version that a microbatch goes through whose forward begins."""
+        self._current.users += 1
+        return self._current
+
+    def give_back(self, version: Version) -> None:
+        """A microbatch has gone backward."""
+        version.users -= 1
+
+    def stash(self) -> list[Tensor]:
+        """Copy the newest weights, for updates of the copy; what the version holds that was the newest until now."""
+        kept: list[Tensor] = [*self._newest.leaves]
+        if self._room_bytes:
+            self._newest.room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
+            kept.append(self._newest.room)
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+        self._newest = Version(self._leaves())
+        return kept
+
+    def adopt(self) -> None:
+        """Forwards go through the newest weights from now on."""
+        self._current = self._newest
+
+    def check_update(self) -> None:
+        """Check that no microbatch in flight goes through the newest weights, which are about to change.
+
+        Raises:
+            UsageError: some do.
+        """
+        if self._newest.users:
+            raise UsageError(
+                f"{self._newest.users} microbatches in flight need the weights that an update would change: the "
+                "program has to copy them first, with a STASH"
+            )
+
+    def updated(self) -> None:
+        """The newest weights have been updated, perhaps into other memory."""
+        self._newest.leaves = self._leaves()
+
+    def forget(self) -> None:
+        """Nothing is in flight any more, because a step has failed."""
+        self._newest = self._current = Version(self._leaves())
+
+    @contextmanager
+    def put(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
+        """Inside, `layers`, in whatever specialization, have the weights of `version`."""
+        slots = self._slots(layers)
+        try:
+            for part, name, number in slots:
+                _set(part, name, version.leaves[number])
+            yield
+        finally:
+            for part, name, number in slots:
+                _set(part, name, self.parameters[number])
+
+    @contextmanager
+    def going_backward(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
+        """The same for a backward, whose gradients are added to those of the optimizer's parameters.
+
+        Raises:
+            UsageError: a layer has used an optimizer's parameter itself.
+        """
+        _hand_over(self.parameters, version.leaves)
+        with self.put(version, layers):
+            yield
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as from a list "
+                    "or another module, where it has no versions: read it from its attribute in the forward, or use "
+                    "schedule 1f1b"
+                )
+        _hand_over(version.leaves, self.parameters)
+
+    def _leaves(self) -> list[nn.Parameter]:
+        """New parameters on the data of the optimizer's, with a count of changes of their own."""
+        return [nn.Parameter(parameter.data) for parameter in self.parameters]
+
+    def _slots(self, layers: Sequence[ChainLayer]) -> list[Slot]:
+        known = self._bound.get(id(layers))
+        if known is None:
+            known = self._bound[id(layers)] = _Bound(layers)
+            parts = {id(part): part for layer in layers for part in layer.module.modules()}
+            for part in parts.values():
+                for name, parameter in part._parameters.items():
+                    if (number := self._numbers.get(id(parameter))) is not None:
+                        known.slots.append((part, name, number))
+        return known.slots
+
+    def _check(self) -> None:
+        storages: dict[int, str] = {}
+        for parameter in self.parameters:
+            name = self._names[id(parameter)]
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise UsageError(
+                    f"parameter {name} has a hook on its gradient, which the versions of its weights would pass by: "
+                    "remove it, or use schedule 1f1b"
+                )
+            other = storages.setdefault(storage_key(parameter), name)
+            if other != name:
+                raise UsageError(
+                    f"parameters {other} and {name} lie in the same memory, which versions of weights would take "
+                    "apart: give each memory of its own, or use schedule 1f1b"
+                )
+
+
+def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter into a module; modules with lists of their own, such as LSTMs, keep these up themselves."""
+    if type(part).__setattr__ is nn.Module.__setattr__:
+        part._parameters[name] = parameter
+    else:
+        setattr(part, name, parameter)
+
+
+def _hand_over(giving: Sequence[nn.Parameter], taking: Sequence[nn.Parameter]) -> None:
+    """Move gradients from one list of parameters to another."""
+    for giver, taker in zip(giving, taking, strict=True):
+        taker.grad, giver.grad = giver.grad, None

@@ -1,0 +1,121 @@
+"""Asynchronous training replayed in sequence, with every old version of the weights kept aside: the oracle of numbers.
+
+Nothing of pipefit's runtime takes part. Every minibatch goes through all stages, one after the other, each with the
+weights that it had so many updates ago, as tensors of their own; then all stages are updated. Buffers change in the
+order of the minibatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipefit.capture import Task
+from pipefit.plans import Plan
+from pipefit.runtime.draws import seed_layer
+
+CPU = torch.device("cpu")
+
+
+class Numbers(NamedTuple):
+    """The losses of all minibatches, the gradients of every update of every stage, and all parameters and buffers."""
+
+    losses: list[float]
+    gradients: list[list[list[Tensor]]]
+    state: dict[str, Tensor]
+
+
+class Stage:
+    """Layers `start` to `stop - 1`, their optimizer, and all weights that they ever had."""
+
+    def __init__(self, task: Task, chain: nn.Sequential, start: int, stop: int, late: int) -> None:
+        self.layers = {number: chain[number] for number in range(start, stop)}
+        self.late = late  # in updates
+        named = [p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad]
+        self.parameters = list({id(p): p for p in named}.values())
+        self.optimizer = task.optimizer(self.parameters) if self.parameters else None
+        self.scheduler = task.scheduler(self.optimizer) if task.scheduler and self.optimizer else None
+        self.history = [[p.detach().clone() for p in self.parameters]]
+        self.gradients: list[list[Tensor]] = []
+        self.waiting: dict[int, Tensor] = {}
+
+    def weights(self, updates: int) -> dict[int, Tensor]:
+        """The weights after so many updates, to be differentiated, by the ids of the parameters."""
+        kept = self.history[updates]
+        return {id(p): w.clone().requires_grad_() for p, w in zip(self.parameters, kept, strict=True)}
+
+    def add(self, weights: dict[int, Tensor]) -> None:
+        """Add up what a backward has left."""
+        for key, weight in weights.items():
+            if weight.grad is not None:
+                known = self.waiting.get(key)
+                self.waiting[key] = weight.grad if known is None else known + weight.grad
+
+    def update(self) -> None:
+        """The optimizer's step with all gradients since the last one."""
+        for p in self.parameters:
+            p.grad = self.waiting.get(id(p))
+        self.gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
+        self.waiting = {}
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.history.append([p.detach().clone() for p in self.parameters])
+
+
+def replayed(
+    task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], *, seed: int, drains: Sequence[int]
+) -> Numbers:
+    """Train on `batches`; behind those with a number in `drains` the pipeline is drained, and starts anew."""
+    torch.manual_seed(seed)
+    chain, alone = task.build(), plan.training.schedule == "pipedream"
+    assert isinstance(chain, nn.Sequential)
+    count = len(plan.stages)
+    stages = [Stage(task, chain, s.start, s.stop, count - 1 - n if alone else 1) for n, s in enumerate(plan.stages)]
+    losses: list[float] = []
+    begun = 0  # updates before the last drain
+    for step, batch in enumerate(batches):
+        parts = list(_parts(batch, plan.training.microbatch_size))
+        for microbatch, (x, y) in enumerate(parts):
+            done = len(stages[0].history) - 1
+            used = [stage.weights(max(begun, done - stage.late)) for stage in stages]
+            with torch.random.fork_rng(devices=[]):
+                value = _forward(stages, used, x, (seed, step, microbatch))
+                seed_layer(CPU, seed, step, microbatch, len(chain))
+                loss = task.loss(value, y)
+            share = 1.0 if alone else len(y) / sum(len(other) for _, other in parts)
+            loss.backward(torch.full((), share, dtype=loss.dtype))
+            losses.append(loss.item())
+            for stage, weights in zip(stages, used, strict=True):
+                stage.add(weights)
+                if alone or microbatch + 1 == len(parts):
+                    stage.update()
+        if step in drains:
+            begun = len(stages[0].history) - 1
+    return Numbers(losses, [stage.gradients for stage in stages], dict(chain.state_dict()))
+
+
+def _parts(batch: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Tensor]]:
+    inputs, targets = batch
+    if isinstance(inputs, Tensor):
+        yield from zip(inputs.split(size), targets.split(size), strict=True)
+    else:
+        yield from zip(zip(*(part.split(size) for part in inputs), strict=True), targets.split(size), strict=True)
+
+
+def _forward(
+    stages: Sequence[Stage], used: Sequence[dict[int, Tensor]], value: Any, draws: tuple[int, int, int]
+) -> Any:
+    """A minibatch through all layers, each with the weights of its stage and draws of its own."""
+    for stage, weights in zip(stages, used, strict=True):
+        for number, layer in stage.layers.items():
+            seed_layer(CPU, *draws, number)
+            own = {name: weights[id(p)] for name, p in layer.named_parameters() if id(p) in weights}
+            value = functional_call(layer, own, (value,))
+    return value

@@ -1,0 +1,580 @@
+"""Training that never flushes: numbers against a replay with old weights kept aside, bytes against the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isnan
+from operator import ge
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oracle import measured_peaks
+from pipefit.actions import Kind
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Run, What
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.meter.cpu import Meter
+from pipefit.meter.kernels import Kernels
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.alone import LoneStages
+from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.stage import StageRunner
+from pipefit.schedule import ENDLESS, distinct_steps, lower
+from pipefit.simulator import simulate
+from pipefit.trace import Category
+from pipefit.training import Versions
+from replay import Numbers, replayed
+from tiny import plan_of, task_of
+
+SEED = 3
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums over threads may be taken in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its parameters besides its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unflatten(1, (2, 4)))[0].flatten(1)
+
+
+def convolutions() -> Task:
+    """Convolutions, batch norm, dropout and layers that work in place."""
+    return Task(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3)),
+            *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(64, 3)),
+        ),
+        batch=lambda size: (torch.randn(size, 2, 8, 8), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="convolutions",
+    )
+
+
+def tied() -> list[nn.Module]:
+    """Two linear layers with one weight, beside others."""
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last, nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 4)]
+
+
+def perceptrons() -> list[nn.Module]:
+    """Layers with and without parameters, one of them frozen."""
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    return [nn.Linear(8, 8), nn.Tanh(), frozen, nn.LayerNorm(8), Recurrent(), nn.Linear(8, 4)]
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "convolutions": convolutions,
+    "tied": lambda: task_of(tied, optimizer=ADAMW),
+    "perceptrons": lambda: replace(task_of(perceptrons, optimizer=ADAMW), scheduler=halving),
+}
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    """A learning rate that halves with every update."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def trained(
+    task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], drains: Sequence[int], patch: pytest.MonkeyPatch
+) -> Numbers:
+    """The same training by pipefit, all devices in this process."""
+    trainer = Trainer(task, plan, seed=SEED)
+    gradients: dict[int, list[list[Tensor]]] = {stage.start: [] for stage in trainer.stages}
+    losses: dict[tuple[int, int], float] = {}
+    update, loss = StageRunner.step, StageRunner._loss
+
+    def watched(stage: StageRunner) -> None:
+        own = {id(p): p for p in stage.parameters if p.grad is not None}
+        gradients[stage.start].append([p.grad.clone() for p in own.values()])
+        update(stage)
+
+    def noted(stage: StageRunner, flight: Any, values: Any, targets: Any) -> Any:
+        found = loss(stage, flight, values, targets)
+        losses.setdefault((flight.batch_number, flight.microbatch), found[0].item())
+        return found
+
+    patch.setattr(StageRunner, "step", watched)
+    patch.setattr(StageRunner, "_loss", noted)
+    for step, batch in enumerate(batches):
+        trainer.step(batch)
+        if step in drains:
+            trainer.finish()
+    return Numbers(list(losses.values()), list(gradients.values()), trainer.state_dict())
+
+
+def batches_of(task: Task, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Batches of so many samples."""
+    found = []
+    for step, size in enumerate(sizes):
+        torch.manual_seed(100 + step)
+        found.append(task.batch(size))
+    return found
+
+
+def differences(ours: Numbers, plain: Numbers) -> list[str]:
+    """What is not equal, bit by bit."""
+    found = [] if ours.losses == plain.losses else [f"losses {ours.losses} and {plain.losses}"]
+    for stage, (one, other) in enumerate(zip(ours.gradients, plain.gradients, strict=True)):
+        if len(one) != len(other):
+            found.append(f"stage {stage}: {len(one)} updates, not {len(other)}")
+        for number, (a, b) in enumerate(zip(one, other, strict=False)):
+            if not all(map(torch.equal, a, b)) or len(a) != len(b):
+                found.append(f"stage {stage}: gradients of update {number}")
+    for name, tensor in plain.state.items():
+        if not torch.equal(ours.state[name], tensor):
+            found.append(f"{name} after all")
+    return found
+
+
+CASES = {  # name: task, split, microbatches, samples of every batch, batches behind which the pipeline is drained
+    "two stages": ("perceptrons", [3, 3], 3, [6] * 4, [3]),
+    "one at a time": ("perceptrons", [2, 2, 2], 1, [2] * 8, [7]),
+    "one stage": ("perceptrons", [6], 2, [4] * 2, [1]),
+    "smaller batches": ("perceptrons", [1, 2, 3], 4, [8, 3, 8, 6, 8], [4]),
+    "drained between": ("convolutions", [3, 2, 4], 3, [6] * 6, [0, 3, 5]),
+    "four stages": ("convolutions", [2, 3, 2, 2], 5, [10] * 3, [2]),
+    "tied in a stage": ("tied", [4, 1, 1], 3, [6] * 4, [3]),
+}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "runs"])
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_a_replay_with_old_weights(
+    name: str, schedule: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every loss, every gradient of every update, parameters and buffers, bit by bit: with dropout, batch norm, layers
+    that work in place, LSTMs, tied and frozen weights, whatever the sizes of batches and whenever it is drained.
+    """
+    which, split, microbatches, sizes, drains = CASES[name]
+    if schedule == "pipedream-2bw":
+        microbatches = max(microbatches, len(split))
+        sizes = [2 * microbatches + (size % 2) * (1 - 2) for size in sizes]
+    task = TASKS[which]()
+    plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
+    plan = replace(plan, decisions=decisions(plan, recompute))
+    if name == "four stages":
+        plan = replace(plan, training=replace(plan.training, versions="everything"))
+    given = batches_of(task, sizes)
+    ours = trained(task, plan, given, drains, monkeypatch)
+    assert differences(ours, replayed(task, plan, given, seed=SEED, drains=drains)) == []
+
+
+def decisions(plan: Plan, recompute: str) -> tuple[Decision, ...]:
+    """Nothing, all stages, or the last layers of every stage of several layers, early."""
+    if recompute == "never":
+        return ()
+    return tuple(
+        Decision(
+            stage=number,
+            subject=Run(start=stage.start if recompute == "always" else stage.stop - 1, stop=stage.stop),
+            what=What.RECOMPUTE,
+            ahead=int(recompute == "runs"),
+        )
+        for number, stage in enumerate(plan.stages)
+        if not plan.measurement.shared or recompute == "always"
+    )
+
+
+class Skipping(nn.Module):
+    """Convolutions with batch norm, and skips across them, that no list of layers could be written for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4 * 36, 3)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + F.relu(norm(block(x)))
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_traced_models_are_trained_alike(schedule: str) -> None:
+    """The module itself, called with old weights by name, learns the same; its last microbatches are smaller, for which
+    it is traced again.
+    """
+    task = Task(
+        Skipping,
+        batch=lambda size: (torch.randn(size, 2, 6, 6), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="skipping",
+    )
+    layers = len(profile(task, microbatch_size=2, threads=1).layers)
+    plan = plan_of(task, [1, layers - 2, 1], microbatches=3, schedule=schedule)
+    given = batches_of(task, [6, 5, 6, 5])
+    trainer = Trainer(task, plan, seed=SEED)
+    told = [trainer.step(batch) for batch in given][trainer.late :] + trainer.finish()
+    stage_of = {
+        layer.originals[name]: number
+        for number, stage in enumerate(trainer.stages)
+        for layer in stage.layers
+        for name, _ in layer.module.named_parameters()
+    }
+    torch.manual_seed(SEED)
+    module = Skipping()
+    plain = by_name(task, module, plan, given, stage_of)
+    assert told == pytest.approx(plain, rel=1e-6)
+    ours = trainer.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def by_name(
+    task: Task, module: nn.Module, plan: Plan, batches: Sequence[tuple[Any, Any]], stage_of: dict[str, int]
+) -> list[float]:
+    """Mean losses of a module that is called with the weights of some updates ago, by the stage of each parameter."""
+    alone, last = plan.training.schedule == "pipedream", len(plan.stages) - 1
+    late = {name: last - stage if alone else 1 for name, stage in stage_of.items()}
+    own, optimizer = dict(module.named_parameters()), task.optimizer(module.parameters())
+    history = [{name: p.detach().clone() for name, p in own.items()}]
+    losses = []
+    for x, y in batches:
+        parts = list(zip(x.split(2), y.split(2), strict=True))
+        total = 0.0
+        for number, (some, wanted) in enumerate(parts):
+            done = len(history) - 1
+            used = {name: history[max(0, done - late[name])][name].clone().requires_grad_() for name in own}
+            loss = task.loss(torch.func.functional_call(module, used, (some,)), wanted)
+            loss.backward(torch.full((), 1.0 if alone else len(wanted) / len(y)))
+            total += loss.item() * len(wanted) / len(y)
+            for name, p in own.items():
+                p.grad = used[name].grad if p.grad is None else p.grad + used[name].grad
+            if alone or number + 1 == len(parts):
+                optimizer.step()
+                optimizer.zero_grad()
+                history.append({name: p.detach().clone() for name, p in own.items()})
+        losses.append(total)
+    return losses
+
+
+# -------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        *(("one at a time", "never"), ("one stage", "never"), ("tied in a stage", "never")),
+        *(("two stages", "runs"), ("drained between", "always"), ("drained between", "never")),
+    ],
+)
+def test_peaks_of_every_step_are_the_allocators(name: str, schedule: str, recompute: str) -> None:
+    """In the first step, while the pipeline fills, while versions grow apart, and in a full pipeline: what simulation,
+    dry run and an emulated device's meter say is what the allocator gave, to the byte. Of a weight that two layers of
+    a stage share, the simulator says an upper bound, as under any schedule.
+    """
+    which, split, microbatches, _, _ = CASES[name]
+    microbatches = max(microbatches, len(split)) if schedule == "pipedream-2bw" else microbatches
+    task = TASKS[which]()
+    plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
+    plan = replace(plan, decisions=decisions(plan, recompute))
+    if name == "two stages":
+        plan = replace(plan, training=replace(plan.training, versions="everything"))
+    steps = distinct_steps(plan) + 1
+    trainer = Trainer(task, plan)
+    for step in range(steps):
+        torch.manual_seed(step)
+        trainer.step(task.batch(plan.training.batch_size))
+    traces = [simulate(plan, steps=steps), certify(task, plan, steps=steps), trainer.trace]
+    measured = measured_peaks(task, plan, steps=steps)
+    for rank, stage in enumerate(plan.stages):
+        for trace in traces:
+            told = [trace.devices[stage.device].step_peak_bytes(step) for step in range(steps)]
+            if trace.source == "simulated" and which == "tied" and rank == 0:
+                assert all(map(ge, told, measured[rank]))
+            else:
+                assert told == measured[rank], (trace.source, rank)
+
+
+@pytest.mark.parametrize(("versions", "times"), [("weights", 1), ("everything", 4)])
+def test_versions_have_a_category_of_their_own(versions: Versions, times: int) -> None:
+    """Under a meter, in a dry run and in simulation alike: what is not the newest weights is weight versions. If they
+    hold everything, that is gradients and AdamW's two moments too, and its counts of steps.
+    """
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream")
+    plan = replace(plan, training=replace(plan.training, versions=versions))
+    trainer, steps = Trainer(task, plan), distinct_steps(plan)
+    for step in range(steps):
+        torch.manual_seed(step)
+        trainer.step(task.batch(plan.training.batch_size))
+    trained = [[p for p in stage.parameters if p.requires_grad] for stage in trainer.stages]
+    counts = 4 * (times > 1)  # bytes
+    weights = [sum(times * p.nbytes + counts for p in own) for own in trained]
+    for trace in (simulate(plan), certify(task, plan), trainer.trace):
+        most = [
+            max(sample.by_category.get(Category.VERSIONS, 0) for sample in device.memory) for device in trace.devices
+        ]
+        assert most == [2 * weights[0], weights[1], 0], trace.source
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_stage_that_is_trained_alone_peaks_as_in_its_pipeline(schedule: str) -> None:
+    """In as many steps as differ, with neighbours that send zeros."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
+    lone = LoneStages(task, 2)
+    kernels = Kernels(torch.get_num_threads())
+    for stage, peak in enumerate(simulate(plan).peak_bytes):
+        meter = Meter(stage, kernels=kernels)
+        assert lone.train(plan, stage, device=torch.device("cpu"), meter=meter) == peak
+
+
+# -------------------------------------------------------------------- a step, its loss, and the end
+
+
+def means(plan: Plan, numbers: Numbers) -> list[float]:
+    """The mean loss of every step of as many microbatches as the plan has."""
+    count = plan.training.microbatches
+    return [sum(numbers.losses[k : k + count]) / count for k in range(0, len(numbers.losses), count)]
+
+
+@pytest.mark.parametrize(("split", "microbatches", "late"), [([6], 2, 0), ([3, 3], 2, 1), ([2, 2, 2], 1, 2)])
+def test_a_step_returns_the_loss_of_an_earlier_batch(split: list[int], microbatches: int, late: int) -> None:
+    """As many calls late as the first stage is behind the last, and nan before; `finish` returns the rest, once."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, split, microbatches=microbatches, schedule="pipedream")
+    given, reports = batches_of(task, [2 * microbatches] * 5), list[StepReport]()
+    trainer = Trainer(task, plan, seed=SEED, callbacks=[reports.append])
+    told = [trainer.step(batch) for batch in given]
+    assert (trainer.late, [isnan(loss) for loss in told]) == (late, [step < late for step in range(5)])
+    losses = [*told[late:], *trainer.finish()]
+    assert losses == pytest.approx(means(plan, replayed(task, plan, given, seed=SEED, drains=[4])), rel=1e-6)
+    assert [(report.step, report.loss) for report in reports] == list(enumerate(losses))
+    assert trainer.finish() == []
+    assert all(max(report.peak_bytes.values()) > 0 for report in reports)
+
+
+def test_ending_again_keeps_nothing_more() -> None:
+    """However often training is interrupted, runners remember the same few programs."""
+    task = TASKS["perceptrons"]()
+    trainer = Trainer(task, plan_of(task, [3, 3], microbatches=2, schedule="pipedream"))
+    known = []
+    for _ in range(3):
+        trainer.step(task.batch(4))
+        trainer.step(task.batch(4))
+        trainer.finish()
+        known.append(len(trainer.runners[0]._instructions_of))
+    assert known == [3, 3, 3]
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_looking_at_the_model_ends_what_is_in_flight(schedule: str) -> None:
+    """`state_dict`, `state` and `evaluate` see a model that has learnt from all batches; losses are still told."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule=schedule)
+    given = batches_of(task, [6] * 3)
+    plain = replayed(task, plan, given, seed=SEED, drains=[2])
+    looks: list[Callable[[Trainer], object]] = [Trainer.state_dict, lambda t: t.state, lambda t: t.evaluate(given[0])]
+    for look in looks:
+        trainer = Trainer(task, plan, seed=SEED)
+        told = [trainer.step(batch) for batch in given]
+        look(trainer)
+        for stage in trainer.stages:
+            for layer in stage.layers:
+                for local, tensor in layer.module.state_dict().items():
+                    assert torch.equal(tensor, plain.state[layer.originals[local]])
+        assert [*told[trainer.late :], *trainer.finish()] == pytest.approx(means(plan, plain), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "inside", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", dtype=torch.bfloat16)]
+)
+def test_what_is_in_flight_is_trained_whatever_the_caller_is_in(inside: Callable[[], Any]) -> None:
+    """Without gradients, in inference mode or under autocast, with the numbers that it would have had outside;
+    recomputed layers too.
+    """
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream", recompute="always")
+    given = batches_of(task, [6] * 3)
+    plain = replayed(task, plan, given, seed=SEED, drains=[2])
+    trainer = Trainer(task, plan, seed=SEED)
+    for batch in given:
+        trainer.step(batch)
+    with inside():
+        trainer.finish()
+    ours = trainer.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in plain.state.items())
+
+
+def test_worker_processes_compute_the_same() -> None:
+    """Three worker processes tell the same losses, all of them, and hold the same bytes as all devices in turn."""
+    task = workers_task()
+    plan = plan_of(task, [2, 2, 2], microbatches=2, schedule="pipedream")
+    trainer = Trainer(task, plan, seed=SEED)
+    here = []
+    for step in range(4):
+        torch.manual_seed(SEED + step)
+        here.append(trainer.step(task.batch(plan.training.batch_size)))
+    heard: list[tuple[int, float]] = []
+    losses, trace = train(workers_task, plan, steps=4, seed=SEED, on_step=lambda *told: heard.append(told))
+    assert losses == [*here[trainer.late :], *trainer.finish()]
+    assert heard == list(enumerate(losses))
+    assert trace.peak_bytes == trainer.trace.peak_bytes
+
+
+def workers_task() -> Task:
+    """A task that workers can build."""
+    return TASKS["perceptrons"]()
+
+
+def test_a_failed_step_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a batch that a layer refuses in the middle of the pipeline, training goes on from an empty pipeline."""
+    task = task_of(lambda: [nn.Linear(8, 8), Moody(), nn.Linear(8, 4)])
+    plan = plan_of(task, [1, 1, 1], microbatches=2, schedule="pipedream")
+    trainer = Trainer(task, plan)
+    (batch,) = batches_of(task, [4])
+    for _ in range(3):
+        trainer.step(batch)
+    monkeypatch.setattr(Moody, "willing", False)
+    with pytest.raises(RuntimeError, match="not in the mood"):
+        trainer.step(batch)
+    monkeypatch.setattr(Moody, "willing", True)
+    assert isnan(trainer.step(batch))
+    assert len(trainer.finish()) == 1
+    assert all(isinstance(p, nn.Parameter) for stage in trainer.stages for p in stage.layers[0].module.parameters())
+    assert all(runner.meter.bytes[4] == 0 for runner in trainer.runners)  # weight versions
+
+
+class Moody(nn.Module):
+    """Refuses to compute."""
+
+    willing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not Moody.willing:
+            raise RuntimeError("not in the mood")
+        return torch.tanh(x)
+
+
+def test_versions_count_against_a_device() -> None:
+    """A device that would hold the weights once runs out of memory when it has to hold them for three microbatches."""
+    task = task_of(lambda: [nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)], inputs=64)
+    plan = plan_of(task, [1, 1, 1], microbatches=2, schedule="pipedream")
+    peak = simulate(plan).peak_bytes[0]
+    assert peak > simulate(replace(plan, training=replace(plan.training, schedule="1f1b"))).peak_bytes[0]
+    tight = replace(plan, cluster=Cluster.emulated((1, peak - 1), (2, 1 << 30)))
+    trainer = Trainer(task, tight)
+    *first, last = batches_of(task, [4] * distinct_steps(plan))
+    for batch in first:
+        trainer.step(batch)
+    with pytest.raises(OutOfMemory, match=r"held by weight versions 32\.50 KiB"):
+        trainer.step(last)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+class Aside(nn.Module):
+    """Reads its weight from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.aside = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.aside[0]
+
+
+def hooked() -> list[nn.Module]:
+    """The gradient of a weight goes through a hook."""
+    layer = nn.Linear(8, 8)
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return [layer, nn.Linear(8, 4)]
+
+
+def watched_after() -> list[nn.Module]:
+    """Something happens when the gradient of a weight has been added up."""
+    layer = nn.Linear(8, 8)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    return [layer, nn.Linear(8, 4)]
+
+
+def overlapping() -> list[nn.Module]:
+    """Two weights that are one memory."""
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = nn.Parameter(first.weight.data.T)
+    return [first, last, nn.Linear(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "split", "message"),
+    [
+        (lambda: [Aside(), nn.Linear(8, 4)], [1, 1], "parameter weight of layer 0 was used past the attribute that"),
+        (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
+        (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
+        (overlapping, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
+    ],
+)
+def test_weights_that_have_no_versions_are_refused(
+    layers: Callable[[], list[nn.Module]], split: list[int], message: str
+) -> None:
+    """By name, with the schedule that can train them."""
+    task = task_of(layers)
+    plan = plan_of(task, split, schedule="pipedream")
+    with pytest.raises(UsageError, match=message):
+        Trainer(task, plan).step(task.batch(4))
+
+
+def test_a_dry_run_finds_weights_that_have_no_versions() -> None:
+    """What a forward does with its parameters is the same with fake ones."""
+    task = task_of(lambda: [Aside(), nn.Linear(8, 4)])
+    with pytest.raises(UsageError, match="was used past the attribute that holds it"):
+        certify(task, plan_of(task, [1, 1], schedule="pipedream"))
+
+
+def test_an_update_of_weights_that_are_needed_is_refused() -> None:
+    """A program without the copy stops at the update, in simulation and in training."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [3, 3], microbatches=1, schedule="pipedream")
+    trainer = Trainer(task, plan)
+    trainer.step(task.batch(2))
+    program = lower(plan, entered=1)
+    without = replace(
+        program, actions=tuple(tuple(a for a in own if a.kind is not Kind.STASH) for own in program.actions)
+    )
+    with pytest.raises(UsageError, match="1 microbatches in flight need the weights that an update would change"):
+        trainer._run_program(without, inputs=[[torch.randn(2, 8)]], targets=[[torch.randn(2, 4)]])
+
+
+def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
+    """A smaller batch with fewer microbatches than stages, and batches whose gradients would wait for each other."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream-2bw")
+    trainer = Trainer(task, plan)
+    trainer.step(task.batch(6))
+    with pytest.raises(UsageError, match="needs as many microbatches in a step as there are stages, 3, not 2"):
+        trainer.step(task.batch(4))
+    trainer.step(task.batch(5))
+    with pytest.raises(UsageError, match="cannot accumulate the gradients of several batches"):
+        Trainer(task, plan, accumulate=2).step(task.batch(6))
