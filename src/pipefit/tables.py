@@ -1,6 +1,7 @@
 """Tables as data, and as text: aligned columns for a pipe, rich ones for a terminal.
 
-A terminal gets a table that is wider than itself in parts, each with the columns that name a row. A report is a sequence of blocks, each a `Table` or a paragraph. Control characters are taken out of all of them here.
+A terminal gets a table that is wider than itself in parts, each with the columns that name a row. A report is a
+sequence of blocks, each a `Table` or a paragraph. Control characters are taken out of all of them here.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ def _with_blocks(modules: Mapping[str, nn.Module]) -> frozenset[str]:
     found = set[str]()
     for path, module in modules.items():
         if isinstance(module, _CONTAINERS) and any(True for part in module.children() for _ in part.children()):
-            while path not in found:
-                found.add(path)
-                path = path.rpartition(".")[0]
+            around = path
+            while around not in found:
+                found.add(around)
+                around = around.rpartition(".")[0]
     return frozenset(found)
