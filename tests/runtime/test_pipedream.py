@@ -27,8 +27,9 @@ from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.callbacks import StepReport
+from pipefit.runtime.endless_folding import fewer
 from pipefit.runtime.stage import StageRunner
-from pipefit.schedule import ENDLESS, distinct_steps, lower
+from pipefit.schedule import ENDLESS, distinct_steps, lower, step_programs
 from pipefit.simulator import simulate
 from pipefit.trace import Category
 from pipefit.training import Versions
@@ -578,3 +579,25 @@ def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
     trainer.step(task.batch(5))
     with pytest.raises(UsageError, match="cannot accumulate the gradients of several batches"):
         Trainer(task, plan, accumulate=2).step(task.batch(6))
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize(
+    ("split", "microbatches", "recompute"),
+    [([2, 2, 2], 9, "never"), ([3, 3], 6, "runs"), ([6], 3, "never"), ([2, 2, 2], 3, "always")],
+)
+def test_a_folded_dry_run_is_a_whole_one(schedule: str, split: list[int], microbatches: int, recompute: str) -> None:
+    """In every sample of every step: few microbatches stand for all, whatever is recomputed."""
+    task = TASKS["perceptrons"]()
+    plan = plan_of(task, split, microbatches=microbatches, schedule=schedule)
+    plan = replace(plan, decisions=decisions(plan, recompute))
+    assert certify(task, plan) == certify(task, plan, fold=False)
+
+
+def test_a_dry_run_executes_few_of_many_microbatches() -> None:
+    """A step of forty has the labels of steps of a few; the schedule's own steps are few where they are small."""
+    task = TASKS["perceptrons"]()
+    for schedule in ENDLESS:
+        plan = plan_of(task, [2, 2, 2], microbatches=40, schedule=schedule)
+        executed = fewer(plan, step_programs(plan))
+        assert sum(program.microbatches for program in executed) <= 15

@@ -25,12 +25,13 @@ from pipefit.profiles import Target
 from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
+from pipefit.runtime.endless_folding import Effects, fewer, labels
 from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs
 from pipefit.trace import DeviceTrace, MemorySample, Trace
@@ -46,7 +47,8 @@ def certify(
     in the first. Times in the trace are positions in the program, not seconds. Budgets are not enforced: compare
     `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), and
     of equal layers in a row, four (`pipefit.runtime.repeated`), unless `fold` is False: the bytes are the same, and it
-    takes many times longer. Under an endless schedule, where an action depends on other microbatches too, all are run.
+    takes many times longer. Under an endless schedule microbatches are folded (`pipefit.runtime.endless_folding`), and
+    layers are not.
 
     For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
     is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
@@ -61,7 +63,7 @@ def certify(
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     dry = _DryRun(task, plan, step_programs(plan), sample(task, plan.training.microbatch_size), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        samples = dry.folded(fake) if fold and not is_endless(plan) else dry.whole(fake)
+        samples = (dry.endless(fake) if is_endless(plan) else dry.folded(fake)) if fold else dry.whole(fake)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
@@ -94,6 +96,25 @@ class _DryRun:
         everything = Shortened.none(self.plan, self.programs[-1], self._chain(fake))
         return self._samples(fake, everything, Folding.none(self.programs))[0]
 
+    def endless(self, fake: FakeTarget) -> list[list[MemorySample]]:
+        """The same under an endless schedule, with those microbatches that stand for all."""
+        last = len(self.programs) - 1
+        wanted = [self.programs[min(step, last)] for step in range(self.steps)]
+        executed = fewer(self.plan, wanted)
+        short = Shortened.none(self.plan, executed[-1], self._chain(fake))
+        runners, meters = self._runners(fake, short)
+        effects = [Effects(meter.level) for meter in meters]
+        for program, known in zip(executed, labels(self.plan, executed), strict=True):
+            run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
+            for runner, meter, of_device in zip(runners, meters, effects, strict=True):
+                of_device.learn(known[runner.number], meter.changes())
+        samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
+        for step, (program, known) in enumerate(zip(wanted, labels(self.plan, wanted), strict=True)):
+            for runner, of_device in zip(runners, effects, strict=True):
+                device = runner.number
+                samples[device] += of_device.samples(step, program.actions[device], known[device])
+        return samples
+
     def folded(self, fake: FakeTarget) -> list[list[MemorySample]]:
         """The same, with those layers and microbatches that stand for all."""
         (program,) = self.programs
@@ -112,10 +133,7 @@ class _DryRun:
     def _samples(self, fake: FakeTarget, short: Shortened, folding: Folding) -> tuple[list[list[MemorySample]], bool]:
         """The memory samples of every device, and whether the layers that stand for others turned out alike."""
         runners, meters = self._runners(fake, short)
-        inputs, targets = self.like
-        microbatches = self.plan.training.microbatches
-        data = [[fake.fake(tensor) for tensor in short.chain.flatten(inputs)]] * microbatches
-        wanted = [[fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]] * microbatches
+        data, wanted = self._data(fake, short, self.plan.training.microbatches)
         unfoldings = [Unfolding(folding, meter.level) for meter in meters]
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
         for step in range(self.steps):
@@ -127,6 +145,13 @@ class _DryRun:
                 actions = program.actions[runner.number]
                 samples[runner.number] += unfolding.step(step, actions, meter.changes())
         return samples, all(meter.alike for meter in meters)
+
+    def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
+        """Inputs and targets of so many microbatches, without bytes."""
+        inputs, targets = self.like
+        given = [fake.fake(tensor) for tensor in short.chain.flatten(inputs)]
+        wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
+        return [given] * microbatches, [wanted] * microbatches
 
     def _runners(self, fake: FakeTarget, short: Shortened) -> tuple[list[DeviceRunner], list[RepeatedMeter]]:
         """The runner and the meter of every device."""

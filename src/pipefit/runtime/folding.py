@@ -98,9 +98,9 @@ class Unfolding:
         """
         ran = self._folding.later if number else self._folding.first
         for position, (action, change) in enumerate(zip(actions, self._changes(actions, ran, measured), strict=True)):
-            peak: Any = _plus(self._level, change.at_peak)
+            peak: Any = plus(self._level, change.at_peak)
             yield MemorySample(step=number, action=str(action), seconds=float(position), bytes=peak)
-            self._level = _plus(self._level, change.after)
+            self._level = plus(self._level, change.after)
 
     def _changes(self, actions: Sequence[Action], ran: frozenset[int], measured: Sequence[Change]) -> Iterator[Change]:
         """The change of every action: as measured, or that of an equal action, which may come later in the program."""
@@ -130,5 +130,6 @@ def _places(actions: Sequence[Action]) -> Iterator[tuple[int, int, int] | None]:
         yield *flight, number
 
 
-def _plus(one: Bytes, other: Bytes) -> Bytes:
+def plus(one: Bytes, other: Bytes) -> Bytes:
+    """The sums of two amounts, category by category."""
     return tuple(a + b for a, b in zip(one, other, strict=True))
