@@ -89,7 +89,7 @@ def conditions(
     if len(set(met)) > 1:
         raise UsageError(
             f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two numbers for "
-            "each layer cannot express: profile, plan and train under gpipe"
+            "each block cannot express: profile, plan and train under gpipe"
         )
     taken = profile.assumptions
     return Conditions(
@@ -145,14 +145,14 @@ class Runs:
         self._save()
 
     def peak(self, interval: Interval) -> int | None:
-        """The peak of a stage of these layers, in the first run that measured it."""
+        """The peak of a stage of these blocks, in the first run that measured it."""
         for stages, outcome in self.outcomes.items():
             if interval in stages and (peak := outcome.peaks[stages.index(interval)]) is not None:
                 return peak
         return None
 
     def needed(self, interval: Interval) -> int:
-        """The peak of a stage of these one or two layers.
+        """The peak of a stage of these one or two blocks.
 
         Raises:
             InfeasibleError: it was measured in no run.
@@ -163,7 +163,7 @@ class Runs:
         return peak
 
     def too_large(self, interval: Interval, hint: str = "") -> InfeasibleError:
-        """What to raise where every run with these one or two layers in a stage of their own passed a cap; `hint` says
+        """What to raise where every run with these one or two blocks in a stage of their own passed a cap; `hint` says
         what would do.
         """
         names = self.profile.block_names[slice(*interval)]
