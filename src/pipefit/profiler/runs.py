@@ -1,7 +1,7 @@
 """Training runs made to profile a model: which stages ran together and what each needed, saved after every run.
 
-A file holds runs made under the same conditions: kind of runs, model, data, optimizer, training, devices, torch and
-threads. If one of them differs, the file is refused, and the error says which.
+A file holds runs made under the same conditions: kind of runs, model, blocks, data, optimizer, training, devices, torch
+and threads. If one of them differs, the file is refused, and the error says which.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Conditions:
 
     kind: str  # incremental or trimmed
     fingerprint: Fingerprint
+    edges: tuple[int, ...]  # the first layer of every block, and the number of layers
     sizes: str  # `Measurement.sizes` of this microbatch size
     training: Training
     recompute: str
@@ -59,6 +60,8 @@ class Conditions:
         found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
         found += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
+        if not model and self.edges != other.edges:
+            model = ["other blocks of layers, as a task of another granularity has"]
         if not found and not model and self.sizes != other.sizes:
             model = ["operations of other sizes"]
         return [*found, *model]
@@ -95,6 +98,7 @@ def conditions(
     return Conditions(
         kind=kind,
         fingerprint=profile.fingerprint,
+        edges=profile.edges,
         sizes=profile.at(training.microbatch_size).sizes,
         training=training,
         recompute=recompute,
