@@ -241,10 +241,11 @@ class Plan:
 
     @property
     def stage_table(self) -> Table:
-        """A row for each stage: device, layers, parameters, and the predicted peak as a part of the device's budget."""
+        """A row for each stage: device, blocks, parameters, and the predicted peak as a part of the device's budget."""
         rows = tuple(_row(self, number, stage) for number, stage in enumerate(self.stages))
-        parts = "blocks" if self.profile.blocks else "layers"
-        return Table(("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", ""), rows)
+        return Table(
+            ("stage", "device", f"{self.profile.part}s", "count", "parameters", "peak", "of budget", "full", ""), rows
+        )
 
     def __str__(self) -> str:
         """An explanation of the plan: its stages and peaks, what limits it, how it was found, how fast it is, and where
@@ -337,8 +338,7 @@ def _planner(plan: Plan) -> Iterator[str]:
     if made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
-        what = "blocks" if plan.profile.blocks else "layers"
-        yield f"This holds for all {splits:,} splits of {parts} {what} in {len(plan.stages)} stages."
+        yield f"This holds for all {splits:,} splits of {parts} {plan.profile.part}s in {len(plan.stages)} stages."
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -169,8 +169,7 @@ class ModelProfile:
         for what, count in counts.items():
             if count != len(self.layers):
                 raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but {what} {count}")
-        measured = len(self.edges) - 1 if self.additive is None else len(self.additive.mem_isolated)
-        if measured != len(self.edges) - 1:
+        if self.additive is not None and (measured := len(self.additive.mem_isolated)) != len(self.block_names):
             raise UsageError(
                 f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
             )
@@ -182,6 +181,11 @@ class ModelProfile:
         return (0, *accumulate(sizes))
 
     @property
+    def part(self) -> str:
+        """What planners distribute, in a word: `block`, or `layer` where every layer is a block of its own."""
+        return "block" if self.blocks else "layer"
+
+    @property
     def parts(self) -> str:
         """How many parts planners distribute, in words: `14 blocks (158 layers)`, or `14 layers` without blocks."""
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
@@ -190,7 +194,7 @@ class ModelProfile:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks."""
+        """The name of every block."""
         return tuple(block.name for block in self.blocks) if self.blocks else self.layers
 
     def span(self, start: int, stop: int) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def profile_incrementally(
         UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    blocks = len(profile.edges) - 1
+    blocks = len(profile.block_names)
     planned = [intervals(edges) for edges in partitionings(blocks, len(cluster.devices))]
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)

@@ -29,7 +29,7 @@ class Placement:
     """The best places of all other blocks, for any stage. A load is the share of a device's memory that is used."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
-        self.blocks = len(profile.edges) - 1
+        self.blocks = len(profile.block_names)
         peaks = _peaks(profile, training, recompute)
         self._loads = [peaks / budget for budget in cluster.budgets]
         self._before = _before(self._loads)
@@ -68,7 +68,7 @@ class Placement:
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
     """The peak of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
-    blocks = len(profile.edges) - 1
+    blocks = len(profile.block_names)
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
     peaks = np.full((blocks + 1, blocks + 1), np.inf)
     for start, stop in combinations(range(blocks + 1), 2):

@@ -59,7 +59,7 @@ def profile_trimmed(
         UsageError: a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    blocks = len(profile.edges) - 1
+    blocks = len(profile.block_names)
     planned = trimmed(blocks, len(cluster.devices))
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
