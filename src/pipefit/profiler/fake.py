@@ -40,12 +40,7 @@ from pipefit.profiler.arriving import Layouts, dense
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.pass_meter import dtype_name
-from pipefit.profiles import (
-    Assumptions,
-    Measurement,
-    ModelProfile,
-    Target,
-)
+from pipefit.profiles import Assumptions, Measurement, ModelProfile, Target
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter
