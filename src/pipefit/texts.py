@@ -1,4 +1,4 @@
-"""Texts from outside, made safe and short to print. Names in documents and values in errors may hold anything."""
+"""Names and values as messages print them: safe and short, whatever documents and users put into them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def shortened(text: str) -> str:
 def first_to_last(names: Sequence[str]) -> str:
     """Consecutive names in short: `conv1`, or `conv1 to fc`."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def kind_of(value: object) -> str:
+    """What a value is: `None`, or `a` and the name of its class."""
+    return "None" if value is None else f"a {type(value).__name__}"
