@@ -20,6 +20,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import LayerCost
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.texts import first_to_last
 from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
@@ -201,8 +202,12 @@ class ModelProfile:
         """The names of the blocks that layers `start` to `stop - 1` are; of the layers, where these end within one."""
         edges = self.edges
         first, last = bisect_left(edges, start), bisect_left(edges, stop)
-        is_whole = edges[first] == start and edges[last] == stop
-        return self.block_names[first:last] if is_whole else self.layers[start:stop]
+        return self.block_names[first:last] if {start, stop} <= set(edges) else self.layers[start:stop]
+
+    def named(self, start: int, stop: int) -> str:
+        """Layers `start` to `stop - 1` in words: `blocks h.0 to h.3`, or `layer fc` where they are no whole blocks."""
+        names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
+        return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
     def at(self, microbatch_size: int) -> Measurement:
         """The measurement at `microbatch_size` samples.
