@@ -56,6 +56,7 @@ def measure(name: str) -> dict[str, Any]:
         found = {"capture": spent(began)}
     row = {
         "model": TITLES[name],
+        "blocks": len(chain.blocks),
         "layers": len(chain.layers),
         "parameters": sum({id(p): p.numel() for layer in chain.layers for p in layer.module.parameters()}.values()),
     }
@@ -91,7 +92,8 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(f"{row['model']}: {row['layers']} layers, {row['parameters'] / 1e9:.2f} B parameters")
+        size = f"{row['blocks']} blocks ({row['layers']} layers), {row['parameters'] / 1e9:.2f} B parameters"
+        print(f"{row['model']}: {size}")
         for step, its in row["steps"].items():
             print(f"    {step:21} {its['seconds']:6.1f} s {its['peak_bytes'] / 2**30:6.2f} GiB")
 

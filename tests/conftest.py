@@ -35,3 +35,12 @@ def what_was_made_before_stays() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Kernels run on one thread: sums do not depend on the number of cores, and neither does what kernels take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -12,25 +12,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from huggingface_models import BOTH_SIDES, SMALL, STILL, T5, TEXT, TINY, WORDS
+
 Inputs = dict[str, Any]
 
-WORDS = 64
-_SMALL: Inputs = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
-_TEXT: Inputs = {**_SMALL, "vocab_size": WORDS, "max_position_embeddings": 32}
+_SMALL: Inputs = {**SMALL, "num_hidden_layers": 2}
+_TEXT: Inputs = {**_SMALL, **TEXT}
 _TOKENS: Inputs = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA: Inputs = {**_TEXT, **_TOKENS, "num_key_value_heads": 1}
-_STILL: Inputs = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_BOTH_SIDES: Inputs = {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "d_model": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "vocab_size": WORDS,
-    "dropout": 0.0,
-}
+_BOTH_SIDES: Inputs = {**BOTH_SIDES, "dropout": 0.0}
 _SPEECH: Inputs = {
     **_SMALL,
     "vocab_size": 32,
@@ -49,18 +39,7 @@ _SPEECH: Inputs = {
     "classifier_proj_size": 16,
 }
 _NEITHER: Inputs = {"layerdrop": 0.0, "apply_spec_augment": False}
-_GPT2: Inputs = {
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 2,
-    "vocab_size": WORDS,
-    "n_positions": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+_GPT2: Inputs = {**TINY["gpt2"], "n_layer": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Pretrained(NamedTuple):
@@ -145,23 +124,9 @@ _WIDE: Inputs = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS,
 PRETRAINED: dict[str, Pretrained] = {
     "gpt2": Pretrained("GPT2LMHeadModel", _GPT2, language),
     "gpt2-padded": Pretrained("GPT2LMHeadModel", _GPT2, padded),
-    "bert": Pretrained("BertForMaskedLM", {**_TEXT, **_STILL}, padded),
-    "bert-classes": Pretrained("BertForSequenceClassification", {**_TEXT, **_STILL}, classes),
-    "t5": Pretrained(
-        "T5ForConditionalGeneration",
-        {
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "d_model": 32,
-            "d_kv": 16,
-            "d_ff": 64,
-            "num_heads": 2,
-            "vocab_size": WORDS,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-        translation,
-    ),
+    "bert": Pretrained("BertForMaskedLM", {**_TEXT, **STILL}, padded),
+    "bert-classes": Pretrained("BertForSequenceClassification", {**_TEXT, **STILL}, classes),
+    "t5": Pretrained("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}, translation),
     "llama": Pretrained("LlamaForCausalLM", _LLAMA, padded),
     "mistral": Pretrained("MistralForCausalLM", {**_LLAMA, "sliding_window": 4}, language),
     "mixtral": Pretrained(
@@ -191,7 +156,7 @@ PRETRAINED: dict[str, Pretrained] = {
     ),
     "deberta": Pretrained(
         "DebertaV2ForMaskedLM",
-        {**_TEXT, **_STILL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+        {**_TEXT, **STILL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
         padded,
     ),
     "vit": Pretrained("ViTForImageClassification", {**_SMALL, "image_size": 32, "patch_size": 8}, images),

@@ -77,7 +77,7 @@ def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
 def test_a_baseline_is_proven_only_for_what_it_minimises() -> None:
     """Its sentence names its own measure, and claims nothing of memory."""
     text = str(made(planner="uniform"))
-    assert "It minimises only the layers of the longest stage: 8 is the lowest possible." in text
+    assert "It minimises only the blocks of the longest stage: 8 is the lowest possible." in text
     assert "splits of" not in text
 
 

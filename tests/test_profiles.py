@@ -10,6 +10,7 @@ import pytest
 from made_up import layer, measurement, value
 from pipefit.errors import UsageError
 from pipefit.layer_costs import GradientOrigin, Origin, Span
+from pipefit.profiles import Block
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.work import Alike, Work
 from pipelines import equal_profile
@@ -88,3 +89,14 @@ def test_impossible_work_and_users_of_a_parameter_are_refused() -> None:
             Work(flops=0, moved_bytes=0, operations=(Alike(number, flops, 0),))
     with pytest.raises(UsageError, match=r"'w' needs two or more layers in rising order, not \[2, 0\]"):
         replace(SHARED, users=(2, 0))
+
+
+def test_a_range_of_layers_is_named_by_its_blocks() -> None:
+    """Where it holds whole ones; by its layers where it begins or ends within a block, or each layer is a block."""
+    plain = equal_profile(4)
+    blocks = tuple(Block(name=name, layers=layers) for name, layers in (("one", 2), ("two", 1), ("three", 1)))
+    profile, names = replace(plain, blocks=blocks), plain.layers
+    assert profile.named(0, 2) == "block one"
+    assert profile.named(0, 4) == "blocks one to three"
+    assert profile.named(1, 3) == f"layers {names[1]} to {names[2]}"
+    assert plain.named(2, 3) == f"layer {names[2]}"

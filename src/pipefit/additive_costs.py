@@ -1,11 +1,11 @@
-"""Peaks as sums of two numbers for each layer, measured by training runs: mCAP's predictor. (mCAP, listing 1.1.)
+"""Peaks as sums of two numbers for each block, measured by training runs: mCAP's predictor. (mCAP, listing 1.1.)
 
-    peak of layers i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
+    peak of blocks i to j - 1  =  mem_isolated[i] + mem_added[i + 1] + ... + mem_added[j - 1]
 
-Such a prediction ignores a stage's place in the schedule. So it suits GPipe, where all stages hold the same number of
-microbatches. It is best under recomputation, where a peak is that of the largest layer plus all parameters. A number
-may be negative, because a layer may lower the peak of those before it. `pipefit.profiler` measures the numbers; the
-planners `additive`, `mcap_bf` and `mcap_bo` use them.
+mCAP calls a layer what is a block here. Such a prediction ignores a stage's place in the schedule. So it suits GPipe,
+where all stages hold the same number of microbatches. It is best under recomputation, where a peak is that of the
+largest block plus all parameters. A number may be negative, because a block may lower the peak of those before it.
+`pipefit.profiler` measures the numbers; the planners `additive`, `mcap_bf` and `mcap_bo` use them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pipefit.training import Training
 
 @dataclass(frozen=True, kw_only=True)
 class AdditiveCosts:
-    """Two numbers of bytes for every layer: its peak alone on a device, and what it adds to the layers before it.
+    """Two numbers of bytes for every block: its peak alone on a device, and what it adds to the blocks before it.
 
     They are valid only for the `training` and the `recompute` setting under which they were measured.
 
     Raises:
-        UsageError: the two do not have the same number of layers, or none.
+        UsageError: the two do not have the same number of blocks, or none.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -38,7 +38,7 @@ class AdditiveCosts:
     def __post_init__(self) -> None:
         if len(self.mem_isolated) != len(self.mem_added) or not self.mem_isolated:
             raise UsageError(
-                "additive costs are two numbers for every layer, not "
+                "additive costs are two numbers for every block, not "
                 f"{len(self.mem_isolated)} alone and {len(self.mem_added)} added"
             )
 
@@ -54,13 +54,13 @@ class AdditiveCosts:
         return (0, *accumulate(self.mem_added))
 
     def peak(self, start: int, stop: int) -> int:
-        """The estimated peak of layers `start` to `stop - 1` on one device, in bytes.
+        """The estimated peak of blocks `start` to `stop - 1` on one device, in bytes.
 
         Raises:
-            UsageError: no such layers.
+            UsageError: no such blocks.
         """
         if not 0 <= start < stop <= len(self.mem_isolated):
-            raise UsageError(f"layers {start} to {stop - 1} are no stage of {len(self.mem_isolated)} layers")
+            raise UsageError(f"blocks {start} to {stop - 1} are no stage of {len(self.mem_isolated)} blocks")
         return self.mem_isolated[start] + self._sums[stop] - self._sums[start + 1]
 
     def __call__(self, stage: int, start: int, stop: int) -> int:

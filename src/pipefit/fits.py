@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal
 
 from pipefit.plans import Plan
+from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 Sense = Literal["largest", "smallest"]
@@ -65,23 +66,18 @@ class Attempt:
         return self.plan.stages[self.stage].device
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        """The blocks of the stage that limits."""
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks of the stage that limits; of its layers, where it ends within a block."""
         stage = self.plan.stages[self.stage]
         return self.plan.profile.span(stage.start, stage.stop)
-
-    @property
-    def span(self) -> str:
-        """The same in words: `conv1` or `conv1 to fc`."""
-        first, last = self.layers[0], self.layers[-1]
-        return first if len(self.layers) == 1 else f"{first} to {last}"
 
     @property
     def miss(self) -> str:
         """Which device an attempt overfills, with what, and by how much."""
         return (
-            f"device {self.device} needs {format_bytes(self.need_bytes)} for stage {self.stage} ({self.span}), "
-            f"{format_bytes(self.over_bytes)} over its {format_bytes(self.budget_bytes)}"
+            f"device {self.device} needs {format_bytes(self.need_bytes)} for stage {self.stage} "
+            f"({first_to_last(self.blocks)}), {format_bytes(self.over_bytes)} over its "
+            f"{format_bytes(self.budget_bytes)}"
         )
 
     @property
@@ -106,7 +102,7 @@ class Attempt:
             "peak_bytes": list(self.peak_bytes),
             "device": self.device,
             "stage": self.stage,
-            "layers": list(self.layers),
+            "blocks": list(self.blocks),
             "budget_bytes": self.budget_bytes,
             "over_bytes": self.over_bytes,
         }

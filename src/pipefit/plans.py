@@ -339,8 +339,7 @@ def _planner(plan: Plan) -> Iterator[str]:
     if made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
-        what = "blocks" if plan.profile.blocks else "layers"
-        yield f"This holds for all {splits:,} splits of {parts} {what} in {len(plan.stages)} stages."
+        yield f"This holds for all {splits:,} splits of {parts} {plan.profile.part}s in {len(plan.stages)} stages."
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -20,6 +20,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import LayerCost
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.texts import first_to_last
 from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
@@ -169,8 +170,7 @@ class ModelProfile:
         for what, count in counts.items():
             if count != len(self.layers):
                 raise UsageError(f"the profile of {self.model!r} names {len(self.layers)} layers, but {what} {count}")
-        measured = len(self.edges) - 1 if self.additive is None else len(self.additive.mem_isolated)
-        if measured != len(self.edges) - 1:
+        if self.additive is not None and (measured := len(self.additive.mem_isolated)) != len(self.block_names):
             raise UsageError(
                 f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
             )
@@ -182,6 +182,11 @@ class ModelProfile:
         return (0, *accumulate(sizes))
 
     @property
+    def part(self) -> str:
+        """What planners distribute, in a word: `block`, or `layer` where every layer is a block of its own."""
+        return "block" if self.blocks else "layer"
+
+    @property
     def parts(self) -> str:
         """How many parts planners distribute, in words: `14 blocks (158 layers)`, or `14 layers` without blocks."""
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
@@ -190,15 +195,19 @@ class ModelProfile:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks."""
+        """The name of every block."""
         return tuple(block.name for block in self.blocks) if self.blocks else self.layers
 
     def span(self, start: int, stop: int) -> tuple[str, ...]:
         """The names of the blocks that layers `start` to `stop - 1` are; of the layers, where these end within one."""
         edges = self.edges
         first, last = bisect_left(edges, start), bisect_left(edges, stop)
-        is_whole = edges[first] == start and edges[last] == stop
-        return self.block_names[first:last] if is_whole else self.layers[start:stop]
+        return self.block_names[first:last] if {start, stop} <= set(edges) else self.layers[start:stop]
+
+    def named(self, start: int, stop: int) -> str:
+        """Layers `start` to `stop - 1` in words: `blocks h.0 to h.3`, or `layer fc` where they are no whole blocks."""
+        names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
+        return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
     def at(self, microbatch_size: int) -> Measurement:
         """The measurement at `microbatch_size` samples.

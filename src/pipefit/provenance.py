@@ -20,16 +20,16 @@ class Objective(StrEnum):
     PEAK_SHARE = "peak of the fullest device, as a part of its budget"
     ESTIMATED_PEAK = "estimated peak of the fullest device, in bytes"
     PARAMETERS = "parameter bytes of the heaviest stage"
-    LAYERS = "layers of the longest stage"
+    BLOCKS = "blocks of the longest stage"
     SECONDS = "seconds of the slowest stage, for one microbatch"
 
     @property
-    def unit(self) -> Literal["bytes", "share", "layers", "seconds"]:
+    def unit(self) -> Literal["bytes", "share", "blocks", "seconds"]:
         """The unit of the value."""
         if self is Objective.PEAK_SHARE:
             return "share"
-        if self is Objective.LAYERS:
-            return "layers"
+        if self is Objective.BLOCKS:
+            return "blocks"
         return "seconds" if self is Objective.SECONDS else "bytes"
 
 
@@ -92,7 +92,7 @@ class Provenance:
                 return format_bytes(round(self.value))
             case "seconds":
                 return format_seconds(self.value)
-            case "layers":
+            case "blocks":
                 return f"{self.value:g}"
 
 

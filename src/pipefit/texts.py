@@ -1,6 +1,8 @@
-"""Texts from outside, made safe and short to print. Names in documents and values in errors may hold anything."""
+"""Names and values as messages print them: safe and short, whatever documents and users put into them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _LONGEST = 60  # characters of a refused value that a message repeats
 
@@ -14,3 +16,13 @@ def shortened(text: str) -> str:
     """`text`, printable, and cut to the length that a message repeats."""
     text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """Consecutive names in short: `conv1`, or `conv1 to fc`."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def kind_of(value: object) -> str:
+    """What a value is: `None`, or `a` and the name of its class."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -31,13 +31,8 @@ NAMES = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.galler
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Sums do not depend on the number of cores
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batches(inputs: Any, *, count: int = STEPS) -> list[Inputs]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +30,8 @@ from pipefit.zoo.huggingface import hf
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Sums do not depend on the number of cores
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def numbers(task: Task, broken: Callable[[Chain], Chain] = lambda chain: chain, size: int = 2) -> Numbers:

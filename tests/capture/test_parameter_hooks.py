@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,13 +20,8 @@ from tiny import alone, batch_of, plan_of
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels take what they were measured with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Kernels take what they were measured with
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Blocks(nn.Module):

@@ -5,7 +5,6 @@ and need the memory that was predicted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,13 +30,8 @@ of_every_model = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Sums do not depend on the number of cores
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def differences(ours: Step, plain: Step, tolerance: dict[str, float]) -> list[str]:

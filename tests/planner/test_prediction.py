@@ -64,12 +64,12 @@ def test_the_additive_peak_is_the_first_alone_and_the_rest_added() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(2, 2), (3, 1), (-1, 2), (0, 5)])
 def test_what_is_no_stage_has_no_peak(start: int, stop: int) -> None:
     """Empty, turned round, or outside the model."""
-    with pytest.raises(UsageError, match="no stage of 4 layers"):
+    with pytest.raises(UsageError, match="no stage of 4 blocks"):
         AdditiveCosts(mem_isolated=(1,) * 4, mem_added=(1,) * 4, training=GPIPE).peak(start, stop)
 
 
 def test_additive_costs_are_complete() -> None:
-    """Two numbers for every layer, and at least one layer."""
+    """Two numbers for every block, and at least one block."""
     with pytest.raises(UsageError, match="not 2 alone and 1 added"):
         AdditiveCosts(mem_isolated=(1, 2), mem_added=(1,), training=GPIPE)
     with pytest.raises(UsageError, match="not 0 alone"):
@@ -77,7 +77,7 @@ def test_additive_costs_are_complete() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_every_device_holds_a_layer(count: int) -> None:
-    """No device at all, or more devices than layers, is refused."""
-    with pytest.raises(UsageError, match=f"3 layers cannot be split over {count} devices"):
+def test_every_device_holds_a_block(count: int) -> None:
+    """No device at all, or more devices than blocks, is refused."""
+    with pytest.raises(UsageError, match=f"3 blocks cannot be split over {count} devices"):
         best_split(AdditiveCosts(mem_isolated=(1,) * 3, mem_added=(1,) * 3, training=GPIPE), 3, count)

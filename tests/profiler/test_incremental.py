@@ -23,6 +23,7 @@ from pipefit.profiler import profile
 from pipefit.profiler.incremental import plan_of as plan_made
 from pipefit.profiler.incremental import profile_incrementally, train
 from pipefit.profiler.partitionings import intervals
+from pipefit.profiles import Block
 from pipefit.runtime import certify
 from pipefit.simulator import Simulation
 from pipefit.training import Training
@@ -118,6 +119,17 @@ def test_runs_of_something_else_are_refused(tmp_path: Path) -> None:
         store.write_text(text)
         with pytest.raises(FileError, match="no record of profiling runs"):
             MadeUp().profile(store)
+
+
+def test_runs_of_other_blocks_are_refused(tmp_path: Path) -> None:
+    """Runs name their stages by numbers of blocks, which mean others where the same layers are in other blocks."""
+    made, coarse = MadeUp(), tuple(Block(name=f"block{number}", layers=2) for number in range(6))
+    made.profile(tmp_path / "runs.json")
+    again = replace(profile_of(alike(12)), blocks=coarse)
+    with pytest.raises(FileError, match=r"runs made for other blocks of layers, as .* granularity .*: name another"):
+        profile_incrementally(
+            TASK, again, Cluster.emulated((4, made.memory_bytes)), GPIPE, store=tmp_path / "runs.json", run=made
+        )
 
 
 OTHER_TASKS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -22,13 +22,8 @@ WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels take what they were measured with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Kernels take what they were measured with
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layers() -> nn.Sequential:

@@ -79,7 +79,7 @@ def alive(number: str) -> bool:
         return False
 
 
-FAILED_FIRST = "worker 1 (device 1, layers 2 to 2)"
+FAILED_FIRST = "worker 1 (device 1, layer 2)"
 ACCIDENTS = [
     ("killed", f"{FAILED_FIRST} failed at 1F0: killed by signal 9"),
     ("exits", f"{FAILED_FIRST} failed at 1F0: its process exited with code 3"),

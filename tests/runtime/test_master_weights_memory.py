@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,13 +34,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 STEPS, WIDTH = 2, 24
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels' temporary memory depends on the threads; profiles assume one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Kernels' temporary memory depends on the threads; profiles assume one
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Scale(nn.Module):

@@ -26,13 +26,8 @@ from tiny import SGD
 STEPS = 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels' temporary memory depends on the threads; profiles assume one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Kernels' temporary memory depends on the threads; profiles assume one
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Own(nn.Module):

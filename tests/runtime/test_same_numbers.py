@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -42,13 +42,8 @@ class Numbers(NamedTuple):
     state: dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums over threads may be taken in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Sums over threads may be taken in another order
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normed() -> Task:

@@ -26,13 +26,8 @@ from pipefit.training import Training
 MICROBATCH = 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """The same reduction order everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# The same reduction order everywhere
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network() -> nn.Sequential:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipefit.capture.storages import storage_key
+
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)  # arguments 3 and 4: statistics
+
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The values `node` writes into; for batch norm in training its running statistics."""
+    """The values `node` writes into; for batch and instance norm in training their running statistics."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-        return [item for item in node.args[3:5] if isinstance(item, fx.Node)]
-    if node.target is torch.ops.aten.instance_norm.default and node.args[5]:
+    if node.target in _NORMS and node.args[5]:  # in training
         return [item for item in node.args[3:5] if isinstance(item, fx.Node)]
     arguments = zip(node.target._schema.arguments, node.args, strict=False)
     named = ((a, node.kwargs[a.name]) for a in node.target._schema.arguments if a.name in node.kwargs)
@@ -65,7 +67,7 @@ def _sources(node: fx.Node) -> Iterable[fx.Node]:
 
 def _storages(item: Any) -> list[int]:
     if isinstance(item, Tensor):
-        return [item.untyped_storage()._cdata]
+        return [storage_key(item)]
     if isinstance(item, tuple | list):
         return [storage for part in item for storage in _storages(part)]
     return []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.capture.flat import Role
+from pipefit.capture.flat import Role, plain
 
 
 class Binding:
@@ -34,7 +34,7 @@ class Binding:
 
     def names(self, layer: str, needed: Sequence[Role]) -> dict[str, str]:
         """Local names for what a layer needs."""
-        prefix = f"{layer.partition('@')[0]}."
+        prefix = f"{plain(layer)}."
         found: dict[str, str] = {}
         for role in needed:
             if role.name not in self.tensors:

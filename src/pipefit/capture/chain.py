@@ -19,6 +19,7 @@ from pipefit.capture.structure import Tree, Values
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Packing
 from pipefit.profiles import Block, Measurement
+from pipefit.texts import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +118,13 @@ class Chain:
         with autocasting(self.autocast, values), standing_in(values):
             result = values[0] if self.criterion is None else self.criterion(self.rebuild(values), wanted)
         if not isinstance(result, Tensor) or result.numel() != 1:
-            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)
+            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind_of(result)
             raise UsageError(f"the loss must be a scalar tensor, not {what}: return the mean over the samples")
         if not result.is_floating_point():
             raise UsageError(
                 f"the loss must be of floating-point numbers, not {result.dtype}: a gradient is taken of it"
             )
         return result if result.ndim == 0 else result.reshape(())
-
-
-def _kind(value: object) -> str:
-    """The class of a value; None as it is."""
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def autocasting(dtype: torch.dtype | None, values: Values) -> AbstractContextManager[object]:

@@ -112,6 +112,14 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Ru
         raise UsageError(
             f"{chain.name} fails as a chain, and as a module it does not ({in_one_line(error)}): {REMEDY}"
         ) from error
+    parameters, buffers = _by_names_of(module, chain, own)
+    return Run(losses, _gradients(parameters.items(), module), buffers)
+
+
+def _by_names_of(
+    module: nn.Module, chain: Chain, own: Sequence[nn.Module]
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers of `own`, copies of the layers, by the names that the originals have in the module."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -121,7 +129,7 @@ def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Ru
         for local, tensor in layer.module.named_buffers(remove_duplicate=False):
             if id(tensor) in names:  # else a constant of the trace
                 buffers[names[id(tensor)]] = made.get_buffer(local)
-    return Run(losses, _gradients(parameters.items(), module), buffers)
+    return parameters, buffers
 
 
 def _losses(forward: Callable[[Any, Any], Tensor], batches: Sequence[Sample]) -> Iterator[Tensor]:

@@ -18,10 +18,9 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import fx, nn
 
-from pipefit.capture.flat import nbytes, plain, role, stack
+from pipefit.capture.flat import nbytes, operator_name, plain, role, stack
 from pipefit.capture.flow import Flow, sums
 from pipefit.capture.task import Granularity
 from pipefit.capture.units import Units
@@ -115,13 +114,7 @@ def _of_the_root(flow: Flow, nodes: Sequence[fx.Node]) -> str:
     largest = max((parameter for node in own for parameter in _parameters(flow, node)), key=nbytes, default=None)
     if largest is not None and (meaning := role(largest)):
         return meaning.name
-    return _operation(next((node for node in own if flow.computes(node)), own[0]))
-
-
-def _operation(node: fx.Node) -> str:
-    """The name of an operator, without its overload."""
-    target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
+    return operator_name(next((node for node in own if flow.computes(node)), own[0]))
 
 
 def _free(flow: Flow, block_cuts: Sequence[int]) -> list[bool]:
@@ -144,11 +137,10 @@ class _Runs:
 
     def __init__(self, flow: Flow, units: Units) -> None:
         self.flow, self.units, self.deeper = flow, units.of_all, units.deeper
-        self.undivided: list[
-            tuple[int, str]
-        ] = []  # the first operations of units that no cut parts from the one before
-        met: set[fx.Node] = set()
+        # The first operations of units that no cut parts from the unit before, each with the reason
+        self.undivided: list[tuple[int, str]] = []
         self.weights: list[int] = []  # parameter bytes first needed by each operation
+        met: set[fx.Node] = set()
         for node in self.flow.order:
             fresh = _parameters(self.flow, node) - met
             met |= fresh

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from pipefit.capture.records import opened
 from pipefit.capture.refusals import Refusal
 from pipefit.errors import UsageError
+from pipefit.texts import kind_of
 
 _PLAIN = (Tensor, int, float, str, type(None))
 
@@ -28,7 +29,7 @@ def the_loss(outputs: Any, name: str) -> Tensor:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
-    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else _kind(outputs)
+    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(outputs)
     raise UsageError(
         f"{name} has no loss of its own: its module returned {what}, no scalar and nothing with a scalar 'loss': "
         "give the labels among the inputs, or Task(..., loss=...), which is called with what the module returns"
@@ -53,11 +54,6 @@ def everything(outputs: Any, name: str) -> Any:
             )
     if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
         raise UsageError(
-            f"{name} returns no tensor but {_kind(outputs)}: there is nothing to take a loss of; return one"
+            f"{name} returns no tensor but {kind_of(outputs)}: there is nothing to take a loss of; return one"
         )
     return tree
-
-
-def _kind(value: object) -> str:
-    """The class of a value; None as it is."""
-    return "None" if value is None else f"a {type(value).__name__}"

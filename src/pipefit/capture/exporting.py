@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.changed_attributes import ChangedAttributes
 from pipefit.capture.copying import copied
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
@@ -33,7 +34,7 @@ from pipefit.capture.pretrained import configure
 from pipefit.capture.random_state import put_back
 from pipefit.capture.records import closed
 from pipefit.capture.refusals import Refusal, refuse_export
-from pipefit.capture.refused_calls import Memory, RefusingStrangers, refuse_hooks, refusing
+from pipefit.capture.refused_calls import RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError
 
@@ -53,14 +54,14 @@ def export(
     """
     with _disable_current_modes(), torch.enable_grad(), put_back(), _autocasting(autocast):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        copied = _fake_copy(module, mode)
-        configure(copied, own_loss=own_loss)
+        own = _fake_copy(module, mode)
+        configure(own, own_loss=own_loss)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _fake(tensor, mode), arguments(inputs))
-        _check_arguments(copied, name, args, kwargs)
-        refuse_foreign_draws(copied)
-        _update_replaced_buffers(copied)
-        memory = Memory(copied)
-        _close_and_end(copied, the_loss if own_loss else everything, name)
+        _check_arguments(own, name, args, kwargs)
+        refuse_foreign_draws(own)
+        _update_replaced_buffers(own)
+        changes = ChangedAttributes(own)
+        _close_and_end(own, the_loss if own_loss else everything, name)
         try:
             refuse_hooks(module)
             with (
@@ -68,15 +69,15 @@ def export(
                 eager_masks(kwargs),
                 refusing(traced=True),
                 _unchecked(),
-                RefusingStrangers(copied),
+                RefusingStrangers(own),
                 kept_whole() as calls,
             ):
-                program = torch.export.export(copied, args, kwargs, strict=False)
-                memory.refuse(lambda: copied(*args, **kwargs))
+                program = torch.export.export(own, args, kwargs, strict=False)
+                changes.refuse(lambda: own(*args, **kwargs))
         except PipefitError:
             raise
         except Exception as error:  # noqa: BLE001 -- whatever the user's forward raised
-            refuse_export(error, name, copied, own_loss=own_loss)
+            refuse_export(error, name, own, own_loss=own_loss)
     call_them(program, calls)
     return program
 

@@ -95,6 +95,12 @@ def draws(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def operator_name(node: fx.Node) -> str:
+    """The name of the operation's operator, such as `add`, without its overload; of a function, the node's own."""
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
+
+
 def sweep(graph: fx.Graph) -> None:
     """Remove what neither the output nor a mutated buffer depends on; all that is drawn stays drawn."""
     live: set[fx.Node] = set()
@@ -191,18 +197,10 @@ class _Inliner:
             return self._copy(args[4], args[5:], self._autocast(around, args[:4]))
         if node.target is torch.ops.aten.detach_.default and args[0].target is torch.ops.aten.clone.default:
             return args[0]  # what `torch.tensor(...)` in a forward leaves behind
-        if any(map(_by_value, pytree.tree_leaves(node.meta.get("val")))):
-            refuse_shape(self.name, node)
-        if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
-            refuse_operation(self.name, node)
+        _refuse(self.name, node)
         target = (
             node.target if node.target is not torch.ops.aten.lift_fresh_copy.default else torch.ops.aten.clone.default
         )
-        made = pytree.tree_leaves(node.meta.get("val"))
-        if any(map(_transformed, made)):
-            refuse_transform(self.name, node)
-        if any(isinstance(item, Tensor) and item.layout is not torch.strided for item in made):
-            refuse_sparse(self.name, node)
         copied = self.graph.create_node("call_function", target, args, kwargs)
         copied.meta = {
             "stack": tuple(dict.fromkeys(_calls(node.meta.get("nn_module_stack") or {}))),
@@ -239,6 +237,23 @@ def _calls(modules: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
 def plain(call: str) -> str:
     """The path of the module that was called."""
     return call.partition("@")[0]
+
+
+def _refuse(name: str, node: fx.Node) -> None:
+    """Check that the operation `node` of model `name` can be part of a layer.
+
+    Raises:
+        UsageError: it cannot: of unknown or sparse results, under a transform, or into Python.
+    """
+    made = pytree.tree_leaves(node.meta.get("val"))
+    if any(map(_by_value, made)):
+        refuse_shape(name, node)
+    if node.target in _SCALARS or isinstance(node.target, torch._ops.HigherOrderOperator):
+        refuse_operation(name, node)
+    if any(map(_transformed, made)):
+        refuse_transform(name, node)
+    if any(isinstance(item, Tensor) and item.layout is not torch.strided for item in made):
+        refuse_sparse(name, node)
 
 
 def _transformed(item: Any) -> bool:

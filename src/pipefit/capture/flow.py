@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pipefit.capture.aliases import groups, mutated_arguments
-from pipefit.capture.flat import nbytes, role, value
+from pipefit.capture.flat import draws, nbytes, role, value
 from pipefit.capture.refusals import line_of, refuse_value
 
 
@@ -209,7 +209,7 @@ def _kind(node: fx.Node) -> str | None:
 def _repeatable(node: fx.Node) -> bool:
     """Whether the operation gives the same result each time: it draws no random numbers, as custom functions may."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags
+        return not draws(node)
     return node.target is operator.getitem
 
 

@@ -168,9 +168,9 @@ def _difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: flo
 
 def same(plain: Tensor, ours: Tensor) -> bool:
     """Whether two tensors are equal; NaN is equal to NaN."""
-    if torch.equal(plain, ours) or not plain.is_floating_point():
-        return torch.equal(plain, ours)
-    return torch.allclose(plain, ours, rtol=0.0, atol=0.0, equal_nan=True)
+    if torch.equal(plain, ours):
+        return True
+    return plain.is_floating_point() and torch.allclose(plain, ours, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:

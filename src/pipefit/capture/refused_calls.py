@@ -1,8 +1,7 @@
 """What a forward may not call, refused while it is called: with the module and the line.
 
 Checkpoints and compiled code inside a layer would hold other memory than the profile says. A traced model, besides,
-would lose what works by something other than operations: hooks on tensors, inference mode, gradients of its own. And it
-would repeat for ever what Python said while it was traced: a count in an attribute.
+would lose what works by something other than operations: hooks on tensors, inference mode, gradients of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ _STRANGER = (
     "would never train that"
 )
 _REGISTER = "register it, or freeze it (requires_grad_(False))"
-_NUMBERS = (bool, int, float, str)
-Settings = dict[str, bool | int | float | str]
 _TORCH, _LAYERS = str(Path(torch.__file__).parent), str(Path(nn.__file__).parent)
 
 
@@ -96,54 +93,6 @@ class RefusingStrangers(TorchFunctionMode):
             if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in self._own:
                 raise Refusal(_STRANGER, _REGISTER)
         return func(*args, **(kwargs or {}))
-
-
-class Memory:
-    """What forwards of `module` leave in Python: other numbers and texts in attributes.
-
-    A trace repeats the first call for ever.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._before: Settings = {}
-        self._changes: dict[str, tuple[object, object]] = {}  # what the last forward has changed, from what to what
-        module.register_forward_pre_hook(lambda *_: self._begin(module))
-        module.register_forward_hook(lambda *_: self._end(module))
-
-    def refuse(self, again: Callable[[], object]) -> None:
-        """Check that a trace has not lost what it left; `again` calls the module.
-
-        Raises:
-            Refusal: an attribute changes in every call. One that a forward sets to the same in each call does not.
-        """
-        if self._changes:
-            again()  # the first call once more, because a trace puts attributes back
-            again()
-        for name, (was, now) in self._changes.items():
-            raise Refusal(
-                f"its forward changes the attribute {name!r} in every call (the second from {was!r} to {now!r}), and a "
-                "trace would repeat the first",
-                f"keep it in a buffer and compute with that as a tensor, or {REMEDY}",
-            )
-
-    def _begin(self, module: nn.Module) -> None:
-        self._before = _settings(module)
-
-    def _end(self, module: nn.Module) -> None:
-        now, before = _settings(module), self._before
-        both = {name: (was, now[name]) for name, was in before.items() if name in now}
-        self._changes = {name: (was, new) for name, (was, new) in both.items() if was is not new and was != new}
-
-
-def _settings(module: nn.Module) -> Settings:
-    """The numbers and texts among the attributes of a module and its parts, and of their classes."""
-    found: Settings = {}
-    for path, part in module.named_modules():
-        classes = [each for each in type(part).__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
-        for owner in (*reversed(classes), part):
-            numbers = {name: value for name, value in vars(owner).items() if isinstance(value, _NUMBERS)}
-            found.update({f"{path}.{name}".removeprefix("."): value for name, value in numbers.items()})
-    return found
 
 
 def _replacements(*, traced: bool) -> Iterator[tuple[Any, str, Any]]:

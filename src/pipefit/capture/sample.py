@@ -12,6 +12,7 @@ from pipefit.capture.caller import refuse_gradients
 from pipefit.capture.records import opened
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.texts import kind_of
 
 Sample = tuple[Any, Any]
 
@@ -99,4 +100,4 @@ def pair(batch: Any, who: str) -> Sample:
 def _describe(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{len(batch)} of them"
-    return "None" if batch is None else f"a {type(batch).__name__}"
+    return kind_of(batch)

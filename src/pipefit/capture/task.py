@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipefit.capture.refused_modules import LAZY_REMEDY
 from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.texts import kind_of
 from pipefit.training import Precision
 
 _CALLABLE = {
@@ -64,13 +65,12 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("module", "batch", "optimizer"):
             if not callable(getattr(self, name)):
-                raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {_a(getattr(self, name))}")
+                raise UsageError(f"{name} of a Task must be {_CALLABLE[name]}, not {kind_of(getattr(self, name))}")
         if self.loss is not None and not callable(self.loss):
             raise UsageError(
                 f"loss of a Task must be a function of (outputs, targets), or None where the module computes it, not "
-                f"{_a(self.loss)}"
+                f"{kind_of(self.loss)}"
             )
-
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise UsageError(
                 "loss of a Task has parameters, which no stage would train: make it a part of the module, which then "
@@ -101,7 +101,9 @@ class Task:
             )
             raise UsageError(f"the function that builds {self.name} fails ({in_one_line(error)}): {remedy}") from error
         if not isinstance(made, nn.Module):
-            raise UsageError(f"the function that builds {self.name} returned {_a(made)}: it must return an nn.Module")
+            raise UsageError(
+                f"the function that builds {self.name} returned {kind_of(made)}: it must return an nn.Module"
+            )
         return made
 
     def cast(self, tensor: Tensor) -> Tensor:
@@ -128,8 +130,3 @@ class Task:
             return None
         found: torch.dtype = getattr(torch, self.precision.removeprefix("mixed-"))
         return found
-
-
-def _a(value: object) -> str:
-    """What a value is, for people."""
-    return "None" if value is None else f"a {type(value).__name__}"

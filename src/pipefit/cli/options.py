@@ -28,7 +28,9 @@ Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="Save the result; the file appears when all is done."),
 ]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, or package.module:factory that returns a Task.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:NAME, or package.module:factory that returns a Task.")
+]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
 ]

@@ -35,7 +35,7 @@ def command(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
     runs: Annotated[
         Runs | None,
-        typer.Option(help="Also train for real, for the additive planner: the whole model, or a few layers at a time."),
+        typer.Option(help="Also train for real, for the additive planner: the whole model, or a few blocks at a time."),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="The devices of the runs.")
@@ -63,7 +63,7 @@ def command(
     """Profile MODEL: what every layer costs.
 
     Bytes, FLOPs and the tensors saved for backward, in seconds and without a GPU. With --runs also what training steps
-    on the devices of --cluster needed, layer by layer: for the training that you will plan, and for no other.
+    on the devices of --cluster needed, block by block: for the training that you will plan, and for no other.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, deliver
@@ -124,11 +124,12 @@ def _with_runs(
             training,
             recompute=recompute,
             store=store,
-            progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_layers, stages))),
+            progress=lambda done, planned, stages: report(done, planned, " | ".join(map(_blocks, stages))),
         )
     return replace(found, additive=costs)
 
 
-def _layers(stage: tuple[int, int]) -> str:
+def _blocks(stage: tuple[int, int]) -> str:
+    """The numbers of a stage's blocks, such as `3-5`."""
     start, stop = stage
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"

@@ -16,7 +16,7 @@ def command(
 ) -> None:
     """Show any document readably.
 
-    The layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
+    The blocks and layers of a profile, a plan's reasons, a trace's peaks, a program's text, a cluster's links.
     """
     from pipefit.cli.output import deliver
     from pipefit.files import load, load_cluster, preset_names

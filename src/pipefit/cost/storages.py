@@ -14,20 +14,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from pipefit.actions import Subject
 from pipefit.errors import UsageError
-from pipefit.layer_costs import (
-    GradientOrigin,
-    LayerCost,
-    Origin,
-    Value,
-)
+from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.sharing import SharedBuffer, SharedParameter, SharedTensor
+
+Shared = TypeVar("Shared", bound=SharedTensor)
 
 
 class LayerStorages(NamedTuple):
@@ -50,21 +46,12 @@ class GradientValue(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Repetition:
-    """A parameter that two layers of a stage share: the positions of one user and of the next."""
+class Repetition(Generic[Shared]):
+    """A tensor that two layers of a stage share: the positions of one user and of the next."""
 
     user: int
     later: int
-    shared: SharedParameter
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatedBuffer:
-    """A buffer that two layers of a stage share: the positions of one user and of the next."""
-
-    user: int
-    later: int
-    shared: SharedBuffer
+    shared: Shared
 
 
 class StageStorages:
@@ -297,26 +284,20 @@ class StageStorages:
     # ---------------------------------------------------------------- shared parameters and buffers
 
     @cached_property
-    def repetitions(self) -> tuple[Repetition, ...]:
+    def repetitions(self) -> tuple[Repetition[SharedParameter], ...]:
         """Parameters that several layers of the stage share: one entry for every two consecutive users."""
-        return tuple(
-            Repetition(user, later, shared)
-            for shared in self.measurement.shared
-            for user, later in self._consecutive(shared.users)
-        )
+        return tuple(self._repeated(self.measurement.shared))
 
     @cached_property
-    def repeated_buffers(self) -> tuple[RepeatedBuffer, ...]:
+    def repeated_buffers(self) -> tuple[Repetition[SharedBuffer], ...]:
         """The same of buffers, and of tensors that are plain attributes."""
-        return tuple(
-            RepeatedBuffer(user, later, shared)
-            for shared in self.measurement.shared_buffers
-            for user, later in self._consecutive(shared.users)
-        )
+        return tuple(self._repeated(self.measurement.shared_buffers))
 
-    def _consecutive(self, users: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The positions of every two consecutive users in the stage."""
-        return pairwise(user - self.start for user in users if self.start <= user < self.stop)
+    def _repeated(self, tensors: Iterable[Shared]) -> Iterator[Repetition[Shared]]:
+        for shared in tensors:
+            for user, later in shared.pairs:
+                if self.start <= user and later < self.stop:
+                    yield Repetition(user - self.start, later - self.start, shared)
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:

@@ -116,7 +116,7 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             "are used: name a cluster of equal devices"
         )
     costs = demand.profile(task)
-    most = len(costs.edges) - 1
+    most = len(costs.block_names)
     numbers = range(values.start, min(values.stop, most + 1), values.step)
     if not numbers:
         raise UsageError(

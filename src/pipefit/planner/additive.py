@@ -1,10 +1,10 @@
-"""The additive planner, mCAP's: the best split by the two numbers that training runs measured for every layer.
+"""The additive planner, mCAP's: the best split by the two numbers that training runs measured for every block.
 
 It needs a profile with such runs (`pipefit profile --runs incremental` or `trimmed`), made with the settings of the
 training that is planned. Dynamic programming finds the split that mCAP-BF finds by trying each (`mcap_bf`): the highest
 peak is as low as possible, then the second highest, and so on. These peaks are estimates that ignore a stage's place in
 the schedule; the finished plan shows the true ones. Stage s is on device s, and all devices count as alike. A few
-hundredths of a second for 42 layers. (mCAP, listing 1.1 and section 3.4.)
+hundredths of a second for 42 blocks. (mCAP, listing 1.1 and section 3.4.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The bayesian planner: Bayesian optimisation of the peak, with the settings of mCAP-BO. A baseline.
 
-One dimension per device, the number of layers on it; scikit-optimize with 75 evaluations, the acquisition function
+One dimension per device, the number of blocks on it; scikit-optimize with 75 evaluations, the acquisition function
 `gp_hedge`, its optimiser `sampling`, xi = kappa = 1000, and a Gaussian process with its Matérn kernel (smoothness 5/2).
-The optimiser does not know that the lengths must add up to the number of layers. So its proposals are scaled, with at
-least one layer on each device; this is our reading, as the paper does not say. Stage s is on device s. It takes ten to
+The optimiser does not know that the lengths must add up to the number of blocks. So its proposals are scaled, with at
+least one block on each device; this is our reading, as the paper does not say. Stage s is on device s. It takes ten to
 twenty seconds on a few devices and up to a minute on 64, and many times that where other work keeps the cores busy,
 because its threads wait for each other (OMP_NUM_THREADS=1 helps). On many devices it stays far from the optimum, where
 `exact` finds a lower peak in milliseconds. Needs `pipefit[bayes]`. (mCAP, section 3.4.)
@@ -63,17 +63,17 @@ def minimiser() -> Minimise:
 
 
 def search(
-    value_of: Callable[[Edges], float], layers: int, stages: int, minimise: Minimise, *, seed: int = SEED
+    value_of: Callable[[Edges], float], blocks: int, stages: int, minimise: Minimise, *, seed: int = SEED
 ) -> dict[Edges, float]:
     """The splits that are evaluated, by their edges, each with its value."""
     values: dict[Edges, float] = {}
 
     def value(proposed: Sequence[int]) -> float:
-        edges = scaled(proposed, layers)
+        edges = scaled(proposed, blocks)
         values[edges] = value_of(edges)
         return values[edges]
 
-    most = layers - stages + 1
+    most = blocks - stages + 1
     if stages == 1 or most == 1:  # there is only one split
         value([1] * stages)
         return values
@@ -92,10 +92,10 @@ def search(
     return values
 
 
-def scaled(proposed: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Edges of stages with lengths in proportion to `proposed`: at least one layer each, `layers` in all."""
+def scaled(proposed: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """Edges of stages with lengths in proportion to `proposed`: at least one block each, `blocks` in all."""
     count, sums = len(proposed), accumulate(map(int, proposed))
-    more = sum(map(int, proposed)) - count  # layers than one for each stage
+    more = sum(map(int, proposed)) - count  # blocks than one for each stage
     if more == 0:
-        return (0, *(number * layers // count for number in range(1, count + 1)))
-    return (0, *(number + (layers - count) * (total - number) // more for number, total in enumerate(sums, 1)))
+        return (0, *(number * blocks // count for number in range(1, count + 1)))
+    return (0, *(number + (blocks - count) * (total - number) // more for number, total in enumerate(sums, 1)))

@@ -1,10 +1,10 @@
 """The bisection planner: guesses a peak, fills the stages greedily up to it, and halves the interval of guesses.
 
-Then the stage with the highest peak is fixed, and the same is done with the layers before it and those after it, and so
-on. Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand layers take less
-than a second. It finds the lowest peak if the peak of a stage never falls when it takes one more layer, and every layer
+Then the stage with the highest peak is fixed, and the same is done with the blocks before it and those after it, and so
+on. Stage s is on device s. A guess costs one look at a column of peaks for each stage, so a thousand blocks take less
+than a second. It finds the lowest peak if the peak of a stage never falls when it takes one more block, and every block
 fits wherever greedy filling puts it. Neither always holds: a cut may fall on a smaller tensor, and under 1F1B a large
-layer may fit only on a late stage. There, `exact` finds a lower peak. (CAPSlog, PDP 2024.)
+block may fit only on a late stage. There, `exact` finds a lower peak. (CAPSlog, PDP 2024.)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Filling:
         return tuple(edges)
 
     def _lowest(self, part: _Part) -> _Part:
-        """The same layers on the same stages with the lowest peak that filling finds."""
+        """The same blocks on the same stages with the lowest peak that filling finds."""
         low, high = 0.0, max(self._costs(part))
         while high - low > self.finest:
             middle = (low + high) / 2
@@ -91,7 +91,7 @@ class _Filling:
         return part
 
     def _filled(self, part: _Part, level: float) -> _Part | None:
-        """Stages filled to the level from the first on, at least a layer each; None where layers are left over."""
+        """Stages filled to the level from the first on, at least a block each; None where blocks are left over."""
         end, stages = part.edges[-1], len(part.edges) - 1
         edges = [part.edges[0]]
         for number in range(stages):
@@ -106,7 +106,7 @@ class _Filling:
         return _Part(part.first, tuple(edges))
 
     def _column(self, stage: int, start: int) -> Floats:
-        """Costs of stage number `stage` from layer `start` on, with one layer, two layers and so on."""
+        """Costs of stage number `stage` from block `start` on, with one block, two blocks and so on."""
         if (stage, start) not in self.columns:
             rows = min(self.width, self.question.blocks - start)
             window = (slice(0, rows), slice(start, start + 1))

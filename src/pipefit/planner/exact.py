@@ -2,7 +2,7 @@
 
 The highest peak of all devices is as low as possible; among splits with that highest peak the second highest is, and so
 on. The cost of a stage is its peak at its place in the schedule, the same to the byte as the simulator's, so that the
-plan needs no correction afterwards. 30 layers on 4 devices take a few milliseconds, 1,000 on 64 less than a second. It
+plan needs no correction afterwards. 30 blocks on 4 devices take a few milliseconds, 1,000 on 64 less than a second. It
 does not consider time: where balanced memory means unbalanced work, the step is slow. The search is
 `planner.minmax_search`. (It takes the place of mCAP's search, section 3.4.)
 """

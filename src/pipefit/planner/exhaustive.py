@@ -1,6 +1,6 @@
-"""The exhaustive planner: tries every split of L layers over P stages, and every order of different devices.
+"""The exhaustive planner: tries every split of L blocks over P stages, and every order of different devices.
 
-It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 layers on 4 devices, hopelessly many for 100 on 16. There, use
+It finds the optimum in C(L-1, P-1) splits: 3,654 for 30 blocks on 4 devices, hopelessly many for 100 on 16. There, use
 `exact`. Tests compare the two, which share no code but the question. (mCAP, section 3.4.)
 """
 
@@ -32,7 +32,7 @@ def exhaustive(question: Question) -> Found:
     count = _count(question)
     if count > LIMIT:
         raise UsageError(
-            f"{question.blocks} layers on {question.stages} stages split in {count:,} ways, more than the {LIMIT:,} "
+            f"{question.profile.parts} on {question.stages} stages split in {count:,} ways, more than the {LIMIT:,} "
             "that the exhaustive planner tries: use the exact planner, which finds the same plan"
         )
     value, split = _best(question)
@@ -84,7 +84,7 @@ def _best(question: Question) -> tuple[float, Split]:
 
 
 def _peaks(question: Question) -> Callable[[int, int, int], int]:
-    """The peak of a stage by its position and layers, from the simulator's ledger over the steps that differ."""
+    """The peak of a stage by its position and its blocks, from the simulator's ledger over the steps that differ."""
     costs, kind = Costs(question.measurement, question.training), question.cluster.devices[0].kind
     any_split = question.in_order(equal_lengths(question.blocks, question.stages))
     like = plan_of(question, any_split)

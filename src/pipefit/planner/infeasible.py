@@ -12,6 +12,7 @@ from math import ceil
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import fits, stage_peaks
 from pipefit.planner.question import Question, Split
+from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 _MORE_DEVICES = 8  # times as many devices are tried at most
@@ -23,12 +24,12 @@ def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, pla
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
-    layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     budget = budgets[device]
     none_fits = "" if planner != "exact" else "; no other split fits either"
     return (
-        f"device {device} needs {format_bytes(need)} for stage {stage} ({layers}), {format_bytes(need - budget)} over "
-        f"its {format_bytes(budget)} ({ceil(100 * need / budget)} % full){none_fits}. {_remedies(question, planner)}"
+        f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
+        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full)"
+        f"{none_fits}. {_remedies(question, planner)}"
     )
 
 

@@ -1,9 +1,9 @@
-"""mCAP's brute force: tries every split, with peaks estimated from the two numbers that runs measured for each layer.
+"""mCAP's brute force: tries every split, with peaks estimated from the two numbers that runs measured for each block.
 
 Splits are compared by their highest peak, then by their second highest, and so on. Between splits that are equal in
-all, the stages are compared from the last to the first: the one with the smaller first layer wins. The `additive`
+all, the stages are compared from the last to the first: the one with the smaller first block wins. The `additive`
 planner finds the same split by dynamic programming; this one exists to reproduce the paper's comparisons.
-C(L-1, P-1) predictions: a tenth of a second for 42 layers on 4 devices. (mCAP, section 3.4.)
+C(L-1, P-1) predictions: a tenth of a second for 42 blocks on 4 devices. (mCAP, section 3.4.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def mcap_bf(question: Question) -> Found:
     Raises:
         UsageError: more than `LIMIT` splits, or no training runs were made under this training.
     """
-    costs, layers, stages = measured_costs(question), question.blocks, question.stages
-    count = comb(layers - 1, stages - 1)
+    costs, blocks, stages = measured_costs(question), question.blocks, question.stages
+    count = comb(blocks - 1, stages - 1)
     if count > LIMIT:
         raise UsageError(
-            f"{layers} layers on {stages} stages split in {count:,} ways, more than the {LIMIT:,} that mcap_bf tries: "
-            "use the additive planner, which finds the same split"
+            f"{question.profile.parts} on {stages} stages split in {count:,} ways, more than the {LIMIT:,} that "
+            "mcap_bf tries: use the additive planner, which finds the same split"
         )
-    splits = ((0, *cuts, layers) for cuts in combinations(range(1, layers), stages - 1))
+    splits = ((0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1))
     peaks, _, edges = min(
         (sorted((costs.peak(*stage) for stage in pairwise(edges)), reverse=True), edges[::-1], edges)
         for edges in splits

@@ -1,6 +1,6 @@
 """mCAP's Bayesian optimisation of estimated peaks, with the settings of the paper. A baseline.
 
-It is the search of `bayesian`, but over the peaks that mCAP estimates from two numbers for each layer; the paper
+It is the search of `bayesian`, but over the peaks that mCAP estimates from two numbers for each block; the paper
 compares it with its brute force (`mcap_bf`). The `additive` planner finds the best split by the same estimates, proven,
 in a fraction of a second; this one takes ten to twenty seconds and needs `pipefit[bayes]`. (mCAP, section 3.4.)
 """
@@ -27,7 +27,7 @@ def mcap_bo(question: Question) -> Found:
     return Found(question.in_order(edges), Objective.ESTIMATED_PEAK, value, len(values), proven=False)
 
 
-def estimates(costs: AdditiveCosts, layers: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
+def estimates(costs: AdditiveCosts, blocks: int, stages: int, *, seed: int = SEED) -> dict[Edges, float]:
     """The splits that the optimisation evaluates, by their edges, each with its highest estimated peak.
 
     Raises:
@@ -37,4 +37,4 @@ def estimates(costs: AdditiveCosts, layers: int, stages: int, *, seed: int = SEE
     def value(edges: Edges) -> float:
         return max(costs.peak(*stage) for stage in pairwise(edges))
 
-    return search(value, layers, stages, minimiser(), seed=seed)
+    return search(value, blocks, stages, minimiser(), seed=seed)

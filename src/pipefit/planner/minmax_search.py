@@ -4,20 +4,20 @@ The list has the cost of every stage, highest first. So the highest cost is as l
 highest cost, the second highest is as low as possible; and so on. A stage's cost is its peak, in bytes or as a share of
 its device's budget.
 
-A stage's cost depends on its layers, its position and its device, but not on the other stages. If one placement of the
-first layers has a lower list than another, it still has after both get the same further stage, because adding one cost
+A stage's cost depends on its blocks, its position and its device, but not on the other stages. If one placement of the
+first blocks has a lower list than another, it still has after both get the same further stage, because adding one cost
 to two lists does not change which is lower. So dynamic programming is exact, with the states
 
-    (number of devices of each class that are used, number of layers that are placed)
+    (number of devices of each class that are used, number of blocks that are placed)
 
-A peak may fall when a layer is added, because the cut then falls on a smaller tensor. So every width within the bounds
+A peak may fall when a block is added, because the cut then falls on a smaller tensor. So every width within the bounds
 of `planner.windows` is tried. There are two passes:
 
     1. from the last stage to the first: the lowest possible highest cost (the level), as one number for each state
     2. from the first stage to the last: whole lists of costs, but only for states that can stay within the level
 
 Between splits with equal lists, the stages are compared from the last to the first: the one with the smaller first
-layer wins, then the one with the earlier class of device.
+block wins, then the one with the earlier class of device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Nodes(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """Candidate stages as parallel arrays: source node, first layer, class of device, target node and cost."""
+    """Candidate stages as parallel arrays: source node, first block, class of device, target node and cost."""
 
     source: Indices
     start: Indices
@@ -114,7 +114,7 @@ class _Search:
     # ---------------------------------------------------------------- costs
 
     def _costs(self, stage: int) -> Floats:
-        """Peaks of every range in the stage's window: row r is the ranges of `narrowest + r` layers."""
+        """Peaks of every range in the stage's window: row r is the ranges of `narrowest + r` blocks."""
         first, last, narrowest, widest = self.windows[stage]
         window = (slice(narrowest - 1, widest), slice(first, last + 1))
         peaks = stage_peak(self.band, self.question.surroundings(stage), window)
@@ -135,7 +135,7 @@ class _Search:
     # ---------------------------------------------------------------- pass 1: the level
 
     def _rest(self) -> dict[Used, Floats]:
-        """For the devices used and the first layer not placed: the lowest possible level of the stages to come."""
+        """For the devices used and the first block not placed: the lowest possible level of the stages to come."""
         empty = np.full(self.blocks + self.band.valid.shape[0] + 2, np.inf)
         rest = {used: empty.copy() for used in self._places(self.stages)}
         for level in rest.values():
@@ -198,7 +198,7 @@ class _Search:
 
 
 def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
-    """First layer and class of device of the stages that lead to a final node, from the last stage to the first."""
+    """First block and class of device of the stages that lead to a final node, from the last stage to the first."""
     path = []
     for chosen in reversed(trail):
         path.append((int(chosen.start[node]), int(chosen.kind[node])))
@@ -207,7 +207,7 @@ def _path(trail: list[_Candidates], node: int) -> tuple[tuple[int, int], ...]:
 
 
 def _following(level: Floats, window: Window) -> Floats:
-    """The element of `level` for the layer after every range of the window."""
+    """The element of `level` for the block after every range of the window."""
     first, last, narrowest, widest = window
     return sliding_window_view(level[first + narrowest : last + widest + 1], last - first + 1)
 

@@ -1,12 +1,12 @@
 """The best split by any predictor of stage peaks: the exact one, mCAP's additive one, or one that you write.
 
-    best_split(AdditiveCosts(mem_isolated=..., mem_added=...), layers, devices)
-    best_split(true_peaks(profile, training, stages=devices), layers, devices)
+    best_split(AdditiveCosts(mem_isolated=..., mem_added=...), blocks, devices)
+    best_split(true_peaks(profile, training, stages=devices), blocks, devices)
 
 The highest peak is as low as possible; among splits with that highest peak the second highest is, and so on. This is
-the rule of mCAP-BF, which tries every split. Dynamic programming over (stages, layers placed) finds the same split:
+the rule of mCAP-BF, which tries every split. Dynamic programming over (stages, blocks placed) finds the same split:
 adding the same peak to two lists of peaks, highest first, does not change which list is lower. It takes O(P L^2)
-predictions for L layers on P devices: a few hundredths of a second for 42 layers on 8. All devices count as alike.
+predictions for L blocks on P devices: a few hundredths of a second for 42 blocks on 8. All devices count as alike.
 (mCAP, section 3.4.)
 """
 
@@ -26,7 +26,7 @@ from pipefit.training import Training
 
 
 class _Partial(NamedTuple):
-    """A split of the first layers: its peaks, negated and rising, and its first layers, from the last stage on."""
+    """A split of the first blocks: its peaks, negated and rising, and its first blocks, from the last stage on."""
 
     peaks: tuple[int, ...]
     starts: tuple[int, ...]
@@ -36,30 +36,30 @@ class Predictor(Protocol):
     """Says how many bytes a stage will need."""
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
-        """Peak bytes of layers `start` to `stop - 1` as stage number `stage`."""
+        """Peak bytes of blocks `start` to `stop - 1` as stage number `stage`."""
 
 
-def best_split(predictor: Predictor, layers: int, devices: int) -> tuple[int, ...]:
-    """Edges 0 = e0 < e1 < ... = `layers`; stage s holds layers e_s to e_(s+1) - 1.
+def best_split(predictor: Predictor, blocks: int, devices: int) -> tuple[int, ...]:
+    """Edges 0 = e0 < e1 < ... = `blocks`; stage s holds blocks e_s to e_(s+1) - 1.
 
     Between splits with equal peaks, the stages are compared from the last to the first: the one with the smaller first
-    layer wins.
+    block wins.
 
     Raises:
-        UsageError: no device, or fewer layers than devices.
+        UsageError: no device, or fewer blocks than devices.
     """
-    if not 1 <= devices <= layers:
-        raise UsageError(f"{layers} layers cannot be split over {devices} devices: each holds at least one")
+    if not 1 <= devices <= blocks:
+        raise UsageError(f"{blocks} blocks cannot be split over {devices} devices: each holds at least one")
     partials: dict[int, _Partial] = {0: _Partial((), ())}
     for stage in range(devices):
-        last = layers - (devices - 1 - stage)
-        stops = range(stage + 1, last + 1) if stage < devices - 1 else (layers,)
+        last = blocks - (devices - 1 - stage)
+        stops = range(stage + 1, last + 1) if stage < devices - 1 else (blocks,)
         partials = {stop: _lowest(predictor, stage, stop, partials) for stop in stops}
-    return (*reversed(partials[layers].starts), layers)
+    return (*reversed(partials[blocks].starts), blocks)
 
 
 def _lowest(predictor: Predictor, stage: int, stop: int, partials: dict[int, _Partial]) -> _Partial:
-    """The best split of the layers before `stop` into stages up to number `stage`."""
+    """The best split of the blocks before `stop` into stages up to number `stage`."""
     found = (
         _extended(partial, predictor(stage, start, stop), start) for start, partial in partials.items() if start < stop
     )

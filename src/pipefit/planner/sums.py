@@ -31,14 +31,14 @@ def lightest_parts(weights: Sequence[int], parts: int) -> tuple[int, tuple[int, 
 
 def _filled(sums: Sequence[int], parts: int, most: int) -> tuple[int, ...] | None:
     """Edges of parts of at most `most` each, the first ones as long as possible; None where there are none."""
-    layers = len(sums) - 1
+    count = len(sums) - 1
     edges = [0]
     for later in reversed(range(parts)):
-        stop = min(bisect_right(sums, sums[edges[-1]] + most) - 1, layers - later)
+        stop = min(bisect_right(sums, sums[edges[-1]] + most) - 1, count - later)
         if stop <= edges[-1]:
             return None
         edges.append(stop)
-    return tuple(edges) if edges[-1] == layers else None
+    return tuple(edges) if edges[-1] == count else None
 
 
 def _heaviest(sums: Sequence[int], edges: Sequence[int]) -> int:

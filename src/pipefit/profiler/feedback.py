@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.constants import named_constants
+from pipefit.capture.storages import storage_key
 from pipefit.fake.by_value import reads_a_number
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.plain import Plain, changed_name, plain_attributes
@@ -80,11 +81,6 @@ def _unrepeatable(changed: Sequence[str], *, draws: bool) -> str:
     return "draws from a generator of its own" if draws else ""
 
 
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 class _Seen(NamedTuple):
     """A tensor as it is before a forward."""
 
@@ -96,11 +92,12 @@ class _Seen(NamedTuple):
     @staticmethod
     def now(name: str, tensor: Tensor) -> _Seen:
         """What the tensor is now."""
-        return _Seen(name, tensor, _storage(tensor), tensor._version)
+        return _Seen(name, tensor, storage_key(tensor), tensor._version)
 
     def is_changed(self, written: Set[int]) -> bool:
         """Whether it is another since, given the storages that were written to."""
-        return self.storage in written or (self.storage, self.version) != (_storage(self.tensor), self.tensor._version)
+        now = storage_key(self.tensor), self.tensor._version
+        return self.storage in written or now != (self.storage, self.version)
 
 
 def _put_back(module: nn.Module, buffers: Iterable[_Seen]) -> None:
@@ -125,7 +122,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """The storages of the buffers."""
-        return self._known.get(_storage(tensor), frozenset())
+        return self._known.get(storage_key(tensor), frozenset())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +138,7 @@ class _Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = frozenset[int]().union(*map(self.of, _tensors(read)))
         out = func(*args, **(kwargs or {}))
         written = _tensors([given.get(name) for name in changed])
-        self.written |= set(map(_storage, written))
+        self.written |= set(map(storage_key, written))
         for tensor in (*_tensors(out), *written):
             storage = tensor.untyped_storage()
             self._met.append(storage)

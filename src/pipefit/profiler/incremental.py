@@ -1,10 +1,10 @@
-"""The incremental profiler: bytes of every layer alone and added to others, from training runs of the whole model.
+"""The incremental profiler: bytes of every block alone and added to others, from training runs of the whole model.
 
-It trains a few steps under every partitioning of `profiler.partitionings`, and reads every device's peak. A layer's
-`mem_added` is the peak of a stage with it as the last layer, minus the peak without it. If a device passes its cap, the
-stages that the run was to measure are run again, with the other layers placed so that no device is fuller than
-necessary (`profiler.placement`); if that does not fit either, with fewer layers before the one in question. Results are
-saved after every run, so that after an interruption the same call continues. It takes L - G + 1 runs for L layers on
+It trains a few steps under every partitioning of `profiler.partitionings`, and reads every device's peak. A block's
+`mem_added` is the peak of a stage with it as the last block, minus the peak without it. If a device passes its cap, the
+stages that the run was to measure are run again, with the other blocks placed so that no device is fuller than
+necessary (`profiler.placement`); if that does not fit either, with fewer blocks before the one in question. Results are
+saved after every run, so that after an interruption the same call continues. It takes L - G + 1 runs for L blocks on
 G >= 4 devices with L >= 2 G, if all fit. The numbers do not depend on a stage's place in the schedule, so only GPipe is
 accepted, or a single microbatch. (mCAP, section 3.2.)
 """
@@ -46,7 +46,7 @@ def profile_incrementally(
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
-    """Bytes of every layer alone and added, from runs of the whole model on the devices of `cluster`.
+    """Bytes of every block alone and added, from runs of the whole model on the devices of `cluster`.
 
     Args:
         profile: of `task`, by any profiler; the trainer takes shapes from it.
@@ -56,20 +56,20 @@ def profile_incrementally(
         run: trains under a plan and returns the stages' peaks; by default two steps in this process.
 
     Raises:
-        InfeasibleError: a layer does not fit alone, or not together with the one before it.
+        InfeasibleError: a block does not fit alone, or not together with the one before it.
         UsageError: fewer than three devices, or a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    layers = len(profile.edges) - 1
-    planned = [intervals(edges) for edges in partitionings(layers, len(cluster.devices))]
+    blocks = len(profile.block_names)
+    planned = [intervals(edges) for edges in partitionings(blocks, len(cluster.devices))]
     runs = Runs(store, "incremental", profile, cluster, training, recompute, progress)
     runs.expected = len(runs.outcomes.keys() | planned)
     measure = run or (lambda plan: train(task, plan))
-    layer_bytes = _LayerBytes(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
+    block_bytes = _BlockBytes(runs, lambda stages: measure(plan_of(profile, cluster, training, stages, recompute)))
     for stages in planned:
-        layer_bytes.attempt(stages)
-    isolated = tuple(map(layer_bytes.alone, range(layers)))
-    added = (isolated[0], *map(layer_bytes.added, range(1, layers)))
+        block_bytes.attempt(stages)
+    isolated = tuple(map(block_bytes.alone, range(blocks)))
+    added = (isolated[0], *map(block_bytes.added, range(1, blocks)))
     return AdditiveCosts(mem_isolated=isolated, mem_added=added, training=training, recompute=recompute)
 
 
@@ -100,15 +100,15 @@ def plan_of(
     return Plan(profile=profile, cluster=cluster, training=training, stages=stages, decisions=decisions)
 
 
-class _LayerBytes:
-    """Single layers' bytes, derived from the runs; makes further runs if planned ones did not fit."""
+class _BlockBytes:
+    """Single blocks' bytes, derived from the runs; makes further runs if planned ones did not fit."""
 
     def __init__(self, runs: Runs, run: Callable[[Stages], tuple[int, ...]]) -> None:
         self.runs, self.run = runs, run
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the other layers go; computed when a planned run has not fitted."""
+        """Where the other blocks go; computed when a planned run has not fitted."""
         return Placement(self.runs.profile, self.runs.cluster, self.runs.training, self.runs.recompute)
 
     def attempt(self, stages: Stages) -> None:
@@ -121,52 +121,52 @@ class _LayerBytes:
         except OutOfMemory as error:
             return Outcome(peaks=(None,) * len(stages), failure=str(error))
 
-    def alone(self, layer: int) -> int:
-        """Peak of a layer alone on a device.
+    def alone(self, block: int) -> int:
+        """Peak of a block alone on a device.
 
         Raises:
             InfeasibleError: every run with it alone passed a cap.
         """
-        peak = self._measured((layer, layer + 1))
+        peak = self._measured((block, block + 1))
         if peak is None:
-            raise self._too_large((layer, layer + 1))
+            raise self._too_large((block, block + 1))
         return peak
 
-    def added(self, layer: int) -> int:
-        """What a layer adds to the layers before it: to the most of them that were run both with it and without it.
+    def added(self, block: int) -> int:
+        """What a block adds to the blocks before it: to the most of them that were run both with it and without it.
 
         Raises:
-            InfeasibleError: every run with it and the layer before it on a device passed a cap.
+            InfeasibleError: every run with it and the block before it on a device passed a cap.
         """
-        for first in range(layer):
-            without, together = self.runs.peak((first, layer)), self.runs.peak((first, layer + 1))
+        for first in range(block):
+            without, together = self.runs.peak((first, block)), self.runs.peak((first, block + 1))
             if without is not None and together is not None:
                 return together - without
-        for first in self._firsts(layer):
-            together = self._measured((first, layer + 1))
-            without = None if together is None else self._measured((first, layer))
+        for first in self._firsts(block):
+            together = self._measured((first, block + 1))
+            without = None if together is None else self._measured((first, block))
             if together is not None and without is not None:
                 return together - without
-        raise self._too_large((layer - 1, layer + 1))
+        raise self._too_large((block - 1, block + 1))
 
-    def _firsts(self, layer: int) -> Iterator[int]:
-        """First layers of stages to try that end with this layer.
+    def _firsts(self, block: int) -> Iterator[int]:
+        """First blocks of stages to try that end with this block.
 
         First the longest stage that fits by the profile, then shorter ones; at last the one with the lowest load, and
-        the one that holds a single layer before this one.
+        the one that holds a single block before this one.
         """
         loads = [
-            max(self.placement.load(first, layer + 1), self.placement.load(first, layer)) for first in range(layer)
+            max(self.placement.load(first, block + 1), self.placement.load(first, block)) for first in range(block)
         ]
         fitting = [first for first, load in enumerate(loads) if load <= 1]
         while fitting:
             yield fitting[0]
             fitting = fitting[(len(fitting) + 1) // 2 :]
         yield loads.index(min(loads))
-        yield layer - 1
+        yield block - 1
 
     def _measured(self, interval: Interval) -> int | None:
-        """The peak of these layers as a stage, from a run of their own if there is none yet; None if it did not fit."""
+        """The peak of these blocks as a stage, from a run of their own if there is none yet; None if it did not fit."""
         if self.runs.peak(interval) is None:
             self.attempt(intervals(self.placement.edges(*interval)))
         return self.runs.peak(interval)

@@ -19,15 +19,7 @@ from pipefit.capture.held import held_storages
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.stand_ins import STRANGER
 from pipefit.capture.structure import Values
-from pipefit.layer_costs import (
-    GradientOrigin,
-    LayerCost,
-    Origin,
-    Parameter,
-    SavedTensor,
-    Span,
-    Value,
-)
+from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
@@ -36,7 +28,7 @@ from pipefit.profiler.feedback import feedback
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 from pipefit.profiler.plain import changed_name, plain_attributes
-from pipefit.profiler.saved import Held, LayerStorages, lasting_tensors, saved_tensors, savers
+from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
 from pipefit.trace import Category
@@ -120,21 +112,17 @@ class LayerMeter:
 
     def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
         """The cost of the layer with these parameter groups, and tensors like those that it returned."""
-        attributes, layouts = plain_attributes(self.owner), _layouts(self.module)
+        attributes, shapes = plain_attributes(self.owner), _buffer_shapes(self.module)
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
             checkpoint, mutates = self._checkpoint()
             first, later = self._microbatch(None), self._microbatch(None)
-            for parameter in self.shared:  # one that this layer leaves unused has its gradient from another one
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            gradient_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
+            gradient_bytes = self._gradient_bytes()
             updates = self._update(optimizer, groups)
             self._drop_gradients()
         self.layouts = later.layouts
-        _check_layouts(layouts, _layouts(self.module))
+        _check_buffer_shapes(shapes, _buffer_shapes(self.module))
         second = feedback(self._forward, self.module, self.owner, attributes)
         self.changed_buffers = second.changed
         held = held_storages(self.module).values()
@@ -182,6 +170,14 @@ class LayerMeter:
         self.layouts = later.layouts
         return first.spans, later.spans, later.gradients
 
+    def _gradient_bytes(self) -> int:
+        """Bytes of the parameters' gradients that exist when a step is made."""
+        for parameter in self.shared:  # one that this layer leaves unused has its gradient from another one
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return sum(gradient.untyped_storage().nbytes() for gradient in gradients)
+
     def _drop_gradients(self) -> None:
         """Another layer that shares a parameter with this one is measured from the start."""
         for parameter in self.module.parameters():
@@ -199,17 +195,17 @@ class LayerMeter:
 
     def _kept_by_forward(self) -> _Kept:
         """Run a forward, and see what exists after it."""
-        packed: list[ReferenceType[Held]] = []
+        packed: list[ReferenceType[Packed]] = []
 
-        def pack(tensor: Tensor) -> Held:
-            held = Held(tensor)
-            packed.append(ref(held))
-            return held
+        def pack(tensor: Tensor) -> Packed:
+            one = Packed(tensor)
+            packed.append(ref(one))
+            return one
 
         before = self.meter.total
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         graph = GraphEnds()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
             values = self._enter(graph, list(inputs))
             values = self.call(values)
         self._refuse_strangers(values)
@@ -343,13 +339,13 @@ def _value(tensor: Tensor) -> Value:
     )
 
 
-def _layouts(module: nn.Module) -> dict[str, object]:
+def _buffer_shapes(module: nn.Module) -> dict[str, object]:
     """Shape and dtype of every buffer, None where there is none yet."""
     buffers = ((f"{path}.{name}", b) for path, part in module.named_modules() for name, b in part._buffers.items())
     return {name.removeprefix("."): None if b is None else (b.shape, b.dtype) for name, b in buffers}
 
 
-def _check_layouts(before: dict[str, object], after: dict[str, object]) -> None:
+def _check_buffer_shapes(before: dict[str, object], after: dict[str, object]) -> None:
     """Check that buffers are as large as they were before the first forward.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Where the other layers go in a run that measures one stage, so that no device is fuller than necessary.
+"""Where the other blocks go in a run that measures one stage, so that no device is fuller than necessary.
 
-The incremental profiler runs whole models to measure one stage; `Placement` divides the layers before and after that
+The incremental profiler runs whole models to measure one stage; `Placement` divides the blocks before and after that
 stage among the other devices. It uses the profile's peaks, under a schedule in which a stage's place makes no
 difference; stage s is on device s. So if the profile is exact, a run passes a cap only where every run with that stage
-would. Dynamic programming over (devices, layers) takes milliseconds for 100 layers on 8 devices, and 8 L^2 bytes.
+would. Dynamic programming over (devices, blocks) takes milliseconds for 100 blocks on 8 devices, and 8 L^2 bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Indices = NDArray[np.intp]
 
 
 class Placement:
-    """The best places of all other layers, for any stage. A load is the share of a device's memory that is used."""
+    """The best places of all other blocks, for any stage. A load is the share of a device's memory that is used."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, training: Training, recompute: Recompute) -> None:
-        self.layers = len(profile.edges) - 1
+        self.blocks = len(profile.block_names)
         peaks = _peaks(profile, training, recompute)
         self._loads = [peaks / budget for budget in cluster.budgets]
         self._before = _before(self._loads)
         self._behind = _behind(self._loads)
 
     def load(self, start: int, stop: int) -> float:
-        """The lowest possible load of the fullest device, with layers `start` to `stop - 1` as one stage.
+        """The lowest possible load of the fullest device, with blocks `start` to `stop - 1` as one stage.
 
         Above 1 there is no such run that fits.
         """
@@ -51,7 +51,7 @@ class Placement:
             before.append(end)
         behind, first = [stop], stop
         for number in range(device + 1, len(self._loads)):
-            if first == self.layers:
+            if first == self.blocks:
                 break
             first = int(self._behind[number][1][first])
             behind.append(first)
@@ -67,17 +67,17 @@ class Placement:
 
 
 def _peaks(profile: ModelProfile, training: Training, recompute: Recompute) -> Floats:
-    """The peak of layers `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
-    layers = len(profile.edges) - 1
+    """The peak of blocks `start` to `stop - 1` as a stage, at [start, stop]; infinite where there is no such stage."""
+    blocks = len(profile.block_names)
     predicted = true_peaks(profile, training, stages=1, recompute=recompute)
-    peaks = np.full((layers + 1, layers + 1), np.inf)
-    for start, stop in combinations(range(layers + 1), 2):
+    peaks = np.full((blocks + 1, blocks + 1), np.inf)
+    for start, stop in combinations(range(blocks + 1), 2):
         peaks[start, stop] = predicted(0, start, stop)
     return peaks
 
 
 def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For the first n devices and the first l layers: the lowest load, and where the last of these stages starts.
+    """For the first n devices and the first l blocks: the lowest load, and where the last of these stages starts.
 
     None of these devices may be empty.
     """
@@ -91,7 +91,7 @@ def _before(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
 
 
 def _behind(loads: Sequence[Floats]) -> list[tuple[Floats, Indices]]:
-    """For devices n and later and layers l and later: the lowest load, and where the first of these stages stops."""
+    """For devices n and later and blocks l and later: the lowest load, and where the first of these stages stops."""
     nothing = np.full(len(loads[0]), np.inf)
     nothing[-1] = 0
     found = [(nothing, np.zeros(len(nothing), np.intp))]

@@ -1,7 +1,7 @@
 """Training runs made to profile a model: which stages ran together and what each needed, saved after every run.
 
-A file holds runs made under the same conditions: kind of runs, model, data, optimizer, training, devices, torch and
-threads. If one of them differs, the file is refused, and the error says which.
+A file holds runs made under the same conditions: kind of runs, model, blocks, data, optimizer, training, devices, torch
+and threads. If one of them differs, the file is refused, and the error says which.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Conditions:
 
     kind: str  # incremental or trimmed
     fingerprint: Fingerprint
+    edges: tuple[int, ...]  # the first layer of every block, and the number of layers
     sizes: str  # `Measurement.sizes` of this microbatch size
     training: Training
     recompute: str
@@ -59,6 +60,8 @@ class Conditions:
         found = [f"{one}, not {two}" for one, two in zip(self._phrases, other._phrases, strict=True) if one != two]
         found += self.training.differences(other.training)
         model = differences(self.fingerprint, other.fingerprint, names)
+        if not model and self.edges != other.edges:
+            model = ["other blocks of layers, as a task of another granularity has"]
         if not found and not model and self.sizes != other.sizes:
             model = ["operations of other sizes"]
         return [*found, *model]
@@ -89,12 +92,13 @@ def conditions(
     if len(set(met)) > 1:
         raise UsageError(
             f"under {training.schedule} a stage's memory depends on its place in the pipeline, which two numbers for "
-            "each layer cannot express: profile, plan and train under gpipe"
+            "each block cannot express: profile, plan and train under gpipe"
         )
     taken = profile.assumptions
     return Conditions(
         kind=kind,
         fingerprint=profile.fingerprint,
+        edges=profile.edges,
         sizes=profile.at(training.microbatch_size).sizes,
         training=training,
         recompute=recompute,
@@ -145,14 +149,14 @@ class Runs:
         self._save()
 
     def peak(self, interval: Interval) -> int | None:
-        """The peak of a stage of these layers, in the first run that measured it."""
+        """The peak of a stage of these blocks, in the first run that measured it."""
         for stages, outcome in self.outcomes.items():
             if interval in stages and (peak := outcome.peaks[stages.index(interval)]) is not None:
                 return peak
         return None
 
     def needed(self, interval: Interval) -> int:
-        """The peak of a stage of these one or two layers.
+        """The peak of a stage of these one or two blocks.
 
         Raises:
             InfeasibleError: it was measured in no run.
@@ -163,7 +167,7 @@ class Runs:
         return peak
 
     def too_large(self, interval: Interval, hint: str = "") -> InfeasibleError:
-        """What to raise where every run with these one or two layers in a stage of their own passed a cap; `hint` says
+        """What to raise where every run with these one or two blocks in a stage of their own passed a cap; `hint` says
         what would do.
         """
         names = self.profile.block_names[slice(*interval)]

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipefit.capture.storages import storage_key
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter, dtype_name
 
 
-class Held:
+class Packed:
     """A saved tensor as a node of the graph holds it: it ends with the node, if the forward drops the node's result.
 
     The tensor is detached, because a node that saves its own output would otherwise keep itself alive.
@@ -33,12 +34,12 @@ class LayerStorages:
 
     def __init__(self, meter: PassMeter, statics: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self._meter, self.own = meter, list[int]()
-        self._origins = {t.untyped_storage()._cdata: Origin(kind="parameter") for t in statics}
-        self._origins |= {t.untyped_storage()._cdata: Origin(kind="input", index=k) for k, t in enumerate(inputs)}
+        self._origins = {storage_key(t): Origin(kind="parameter") for t in statics}
+        self._origins |= {storage_key(t): Origin(kind="input", index=k) for k, t in enumerate(inputs)}
 
     def origin(self, tensor: Tensor) -> Origin:
         """Whose storage a tensor has. One that a loss holds, as weights of classes, is nobody's, like a parameter."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key not in self._origins:
             known = self._meter.counts(tensor)
             nbytes = tensor.untyped_storage().nbytes()
@@ -52,7 +53,7 @@ class LayerStorages:
 
 
 def saved_tensors(
-    packed: Sequence[Held | None], operations: dict[object, list[str]], storages: LayerStorages
+    packed: Sequence[Packed | None], operations: dict[object, list[str]], storages: LayerStorages
 ) -> list[SavedTensor]:
     """The tensors that autograd still keeps, in the order in which they were saved; None stands for one it dropped."""
     kept = [(index, held.tensor) for index, held in enumerate(packed) if held is not None]
@@ -108,4 +109,4 @@ def savers(values: Sequence[Tensor]) -> dict[object, list[str]]:
 
 def _identity(tensor: Tensor) -> object:
     """Equal for tensors with the same storage, offset, shape and strides."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

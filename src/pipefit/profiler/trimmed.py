@@ -1,9 +1,9 @@
-"""The trimmed profiler: bytes of every layer alone and added to the one before it, without running the whole model.
+"""The trimmed profiler: bytes of every block alone and added to the one before it, without running the whole model.
 
-A run puts one layer, or two consecutive ones, on each device and leaves out the rest of the model: each device trains
+A run puts one block, or two consecutive ones, on each device and leaves out the rest of the model: each device trains
 its stage alone, with zeros of the true shapes in place of what its neighbours would send. It takes about 2 L / G runs
-for L layers on G devices, instead of L - G + 1, each of a small part of the model; one device is enough. A layer's
-`mem_added` is its peak together with the layer before, minus the peak of that layer alone. Results are saved after
+for L blocks on G devices, instead of L - G + 1, each of a small part of the model; one device is enough. A block's
+`mem_added` is its peak together with the block before, minus the peak of that block alone. Results are saved after
 every run, as by the incremental profiler. (CAPSlog, PDP 2024.)
 """
 
@@ -45,7 +45,7 @@ def profile_trimmed(
     progress: RunProgress | None = None,
     run: Run | None = None,
 ) -> AdditiveCosts:
-    """Bytes of every layer alone and added, from runs of one or two layers a device.
+    """Bytes of every block alone and added, from runs of one or two blocks a device.
 
     Args:
         profile: of `task`, by any profiler; the shapes at the cuts come from it.
@@ -55,20 +55,20 @@ def profile_trimmed(
         run: trains a plan's stage of this number alone and returns its peak; by default two steps in this process.
 
     Raises:
-        InfeasibleError: a layer does not fit alone, or not together with the one before it.
+        InfeasibleError: a block does not fit alone, or not together with the one before it.
         UsageError: a schedule under which a stage's memory depends on its place.
         FileError: the store holds other runs, or cannot be read or written.
     """
-    layers = len(profile.edges) - 1
-    planned = trimmed(layers, len(cluster.devices))
+    blocks = len(profile.block_names)
+    planned = trimmed(blocks, len(cluster.devices))
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
     cut = partial(_cut, profile, cluster, training, recompute)
     train = run or partial(_train, LoneStages(task, training.microbatch_size))
     for stages in planned:
         runs.attempt(stages, partial(_outcome, cut, train, stages))
-    isolated = tuple(runs.needed((layer, layer + 1)) for layer in range(layers))
-    added = (runs.needed((layer - 1, layer + 1)) - isolated[layer - 1] for layer in range(1, layers))
+    isolated = tuple(runs.needed((block, block + 1)) for block in range(blocks))
+    added = (runs.needed((block - 1, block + 1)) - isolated[block - 1] for block in range(1, blocks))
     return AdditiveCosts(mem_isolated=isolated, mem_added=(isolated[0], *added), training=training, recompute=recompute)
 
 
@@ -93,9 +93,9 @@ def _cut(
     number: int,
     interval: Interval,
 ) -> tuple[Plan, int]:
-    """A plan with the stage of these layers on device `number`, and the stage's number.
+    """A plan with the stage of these blocks on device `number`, and the stage's number.
 
-    The layers before and after it are stages on two further devices, which no run uses.
+    The blocks before and after it are stages on two further devices, which no run uses.
     """
     start, stop = (profile.edges[block] for block in interval)
     layers, here = len(profile.layers), len(cluster.devices)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
 from pipefit.tables import Block, Table
+from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 
@@ -54,8 +55,8 @@ def _tried(fit: Fit) -> Table:
 def _limits(fit: Fit) -> Iterator[str]:
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (
-        f"Device {best.device} limits: stage {best.stage} ({best.span}) needs {format_bytes(best.need_bytes)}, "
-        f"which leaves it {format_bytes(-best.over_bytes)} free."
+        f"Device {best.device} limits: stage {best.stage} ({first_to_last(best.blocks)}) needs "
+        f"{format_bytes(best.need_bytes)}, which leaves it {format_bytes(-best.over_bytes)} free."
     )
     if fit.beyond is not None:
         yield f"{fit.named(fit.beyond.value)} does not fit: {fit.beyond.miss}."

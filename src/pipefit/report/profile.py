@@ -1,4 +1,4 @@
-"""A profile as text: what every layer costs, and what its forward keeps for its backward."""
+"""A profile as text: what every block and layer costs, and what forwards keep for their backwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _additive(profile: ModelProfile, costs: AdditiveCosts) -> Table:
     named = enumerate(zip(profile.block_names, costs.mem_isolated, costs.mem_added, strict=True))
     rows = [(str(number), name, format_bytes(isolated), _signed(added)) for number, (name, isolated, added) in named]
     return Table(
-        ("block" if profile.blocks else "layer", "name", "alone", "added"),
+        (profile.part, "name", "alone", "added"),
         tuple(rows),
         title=f"peaks of training runs: {', '.join(costs.training.phrases)}, recompute {costs.recompute}",
     )
@@ -86,8 +86,7 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
         rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
     rows.append(_layer_row("", "(loss)", measurement.loss))
     size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
-    what = "block" if profile.blocks else "layer"
-    return Table((what, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}; each {what}")
+    return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}; each {profile.part}")
 
 
 def _layers(profile: ModelProfile, measurement: Measurement) -> Table:

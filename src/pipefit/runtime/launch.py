@@ -282,9 +282,9 @@ class _Supervisor:
         return failure
 
     def _name(self, rank: int) -> str:
-        names, stages = self.plan.profile.layers, [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
-        layers = ", ".join(f"{names[stage.start]} to {names[stage.stop - 1]}" for stage in stages)
-        return f"worker {rank} (device {stages[0].device}, layers {layers})"
+        stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
+        held = ", ".join(self.plan.profile.named(stage.start, stage.stop) for stage in stages)
+        return f"worker {rank} (device {stages[0].device}, {held})"
 
     # ---------------------------------------------------------------- where workers are
 

@@ -3,7 +3,7 @@
 Layers of equal settings do the same to memory, one after the other, as long as their neighbours are equal too. So the
 first and the last of the row are kept, whose neighbours are others, and two between them, which have to agree
 (`pipefit.runtime.repeated_meter`). The plan, its program and the chain are shortened to these layers, and the stages
-know nothing of it. What is repeated may be several layers together, such as the halves of a block.
+know nothing of it. What is repeated may be up to 40 layers together, such as those of a block.
 
 A repeat lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook or a
 setting that cannot be compared makes a layer equal to no other. Finding repeats takes milliseconds for 400 layers.

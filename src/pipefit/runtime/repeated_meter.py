@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pipefit.capture.constants import constants
+from pipefit.capture.storages import storage_key
 from pipefit.meter.cpu import SCALAR_BYTES, Meter, Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.runtime.folding import Bytes, Change
@@ -140,7 +141,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         return out
 
     def _track(self, tensor: Tensor) -> Tracked:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key not in self._live:
             self._maker[key] = self._at_work
         return super()._track(tensor)
@@ -201,7 +202,7 @@ def _take(copy: Copy, tensors: Sequence[Any], owners: dict[int, Copy | None]) ->
 def _storages(item: Any) -> set[int]:
     """The storages of all tensors in the arguments of an operation, lists and dictionaries of them."""
     if isinstance(item, Tensor):
-        return {item.untyped_storage()._cdata}
+        return {storage_key(item)}
     if isinstance(item, dict):
         return _storages(list(item.values()))
     return set().union(*map(_storages, item)) if isinstance(item, (tuple, list)) else set()

@@ -353,11 +353,8 @@ class DeviceRunner:
             self.meter.tag(tensors, category)
 
     def _where(self) -> str:
-        names = self.plan.profile.layers
-        return "; ".join(
-            f"stage {number}, layers {names[stage.start]} to {names[stage.stop - 1]}"
-            for number, stage in self.stages.items()
-        )
+        named = self.plan.profile.named
+        return "; ".join(f"stage {number}, {named(stage.start, stage.stop)}" for number, stage in self.stages.items())
 
 
 _Handler = Callable[[DeviceRunner, Action], None]

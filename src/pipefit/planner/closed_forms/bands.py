@@ -1,6 +1,6 @@
-"""A band: the bytes of all ranges of layers up to some width, as arrays; and the peaks of stages that hold them.
+"""A band: the bytes of all ranges of blocks up to some width, as arrays; and the peaks of stages that hold them.
 
-Row w, column c is the range of w + 1 layers that starts at layer `first + c`. `closed_forms.ranges` makes bands and
+Row w, column c is the range of w + 1 blocks that starts at block `first + c`. `closed_forms.ranges` makes bands and
 says what the arrays hold.
 """
 
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Bytes of ranges of layers i to j - 1, i from `first` on, j up to i + width; arrays of shape (width, starts)."""
+    """Bytes of ranges of blocks i to j - 1, i from `first` on, j up to i + width; arrays of shape (width, starts)."""
 
     first: int
     valid: NDArray[np.bool_]  # the range ends within the model

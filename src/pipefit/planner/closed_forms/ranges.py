@@ -20,7 +20,6 @@ A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -226,7 +225,7 @@ class _BandMaker:
         starts, stops = self.starts, self.stops
         repeats = np.zeros(band.valid.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
-            for user, later in pairwise(shared.users):
+            for user, later in shared.pairs:
                 repeats |= (starts <= user) & (stops > later)
         ends = stops + (stops == self.ranges.layers)  # the loss counts as a last layer
         for layer in self.ranges.lasting:

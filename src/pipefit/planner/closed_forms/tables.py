@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -26,7 +25,7 @@ def saved(storages: Sequence[Lifetime]) -> Events:
 
 def repeated(shared: Iterable[SharedBuffer]) -> Iterator[tuple[int, int, int]]:
     """Two consecutive users of a buffer: ranges that hold both count it once more than it exists."""
-    return ((later + 1, user, one.nbytes) for one in shared for user, later in pairwise(one.users))
+    return ((later + 1, user, one.nbytes) for one in shared for user, later in one.pairs)
 
 
 def gone(storages: Sequence[Lifetime]) -> Events:

@@ -1,0 +1,246 @@
+"""A survey of a model's layers: each kind of layer is measured once, however often the model repeats it.
+
+Layers are met in order, each on fake tensors like those that the one before returned. Then gradients are followed from
+the loss back to the first layer: where one does not lie dense in memory, the layer's backward is measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
+from pipefit.capture.constants import unchanged_constants
+from pipefit.capture.foreign_draws import torch_draws_alone
+from pipefit.capture.held import SharedStorage, shared_storages
+from pipefit.capture.refusals import Refusal
+from pipefit.capture.refused_calls import refusing
+from pipefit.capture.refused_runs import why
+from pipefit.capture.shared import Shared
+from pipefit.capture.structure import Values
+from pipefit.capture.task import Task
+from pipefit.errors import PipefitError, UsageError
+from pipefit.fake.by_value import Reading, reading
+from pipefit.fake.fingerprint import options
+from pipefit.layer_costs import LayerCost, Packing
+from pipefit.meter.kernels import Kernels
+from pipefit.profiler.arriving import Layouts, dense
+from pipefit.profiler.cost_key import cost_key
+from pipefit.profiler.layer import LayerMeter, state_bytes
+from pipefit.profiler.pass_meter import dtype_name
+from pipefit.runtime.master_weights import make_optimizer
+from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.sharing import SharedBuffer, SharedParameter
+
+_ASSUMED = (
+    ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
+    "that fails then, or make it torch._assert_async(condition)"
+)
+
+
+class Survey:
+    """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order."""
+
+    def __init__(self, task: Task, kernels: Kernels | None, shared: Sequence[Shared]) -> None:
+        self.task, self.optimizer, self.kernels = task, partial(make_optimizer, task), kernels
+        self.kinds: list[LayerCost] = []
+        self.layers: list[int] = []
+        self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
+        self._meters: list[tuple[LayerMeter, Layouts, Layouts]] = []  # by kind, with layouts that arrive and are left
+        self._again: dict[tuple[int, Layouts, bool], tuple[int, Layouts]] = {}
+        self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
+        self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
+
+    def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
+        """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
+        given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
+        shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
+        key = cost_key(layer.module), layer.packing, given, self._options(layer), shared
+        if key not in self._known:
+            self._known[key] = self._measure(layer, values)
+        kind, outputs, packing = self._known[key]
+        self.layers.append(kind)
+        return outputs, packing
+
+    def _measure(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[int, Sequence[Tensor], Packing]:
+        """Measure a new kind: its number, what it returns, and in which packing."""
+        packing: Packing = "bare"
+
+        def call(values: Values) -> Values:
+            nonlocal packing
+            outputs = layer.outputs(values)
+            packing = packing_of(outputs)
+            return as_values(outputs, layer.name)
+
+        shared = [p for p in layer.module.parameters() if id(p) in self._shared]
+        meter = LayerMeter(call, layer.module, values, self.kernels, shared)
+        with _named(f"layer {layer.name} ({type(layer.module).__name__})", values), unchanged_constants(layer.module):
+            cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
+        self._meters.append((meter, dense(outputs), meter.layouts))
+        self.kinds.append(replace(cost, packing=layer.packing))
+        self._changed.append(meter.changed_buffers)
+        return len(self.kinds) - 1, outputs, packing
+
+    def backward(self, arriving: Layouts) -> None:
+        """Measure again, from the last layer to the first, the backwards of layers to which the next one hands on
+        gradients that are not dense. `arriving` are those that the loss hands on.
+        """
+        for number in reversed(range(len(self.layers))):
+            kind = self.layers[number]
+            _, usual, left = self._meters[kind]
+            if arriving == usual:
+                arriving = left
+                continue
+            key = kind, arriving, self._passes_on(number + 1)
+            if key not in self._again:
+                self._again[key] = self._measure_again(*key)
+            self.layers[number], arriving = self._again[key]
+        self._forget_unused()
+
+    def _passes_on(self, number: int) -> bool:
+        """Whether layer `number` hands on a gradient as it arrives, which is dense where a stage ends behind it."""
+        if number == len(self.layers):
+            return False
+        return any(origin.kind == "output" for origin in self.kinds[self.layers[number]].input_gradients)
+
+    def _forget_unused(self) -> None:
+        """Leave out the kinds that no layer is of any more."""
+        used = sorted(set(self.layers))
+        self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
+        self.layers = [used.index(kind) for kind in self.layers]
+
+    def _measure_again(self, kind: int, arriving: Layouts, either: bool) -> tuple[int, Layouts]:
+        """A kind with its backward measured from gradients as they arrive: its number, and how those it leaves lie.
+
+        A stage that ends with such a layer receives dense ones. They may be dense inside a stage too, if `either`: then
+        the higher peak of both counts.
+        """
+        meter, usual, _ = self._meters[kind]
+        first, later, gradients = meter.measure_again(arriving)
+        cost = self.kinds[kind]
+        self.kinds.append(
+            replace(
+                cost,
+                inner_first=(*cost.backward_first, *first) if either else first,
+                inner_later=(*cost.backward_later, *later) if either else later,
+                input_gradients=gradients.origins,
+                gradient_storages=gradients.storages,
+            )
+        )
+        self._changed.append(self._changed[kind])
+        self._meters.append((meter, usual, meter.layouts))
+        return len(self.kinds) - 1, meter.layouts
+
+    def _options(self, layer: ChainLayer) -> object:
+        """The options of a layer's parameter groups, and which of its parameters each is for."""
+        numbers = {id(parameter): number for number, parameter in enumerate(layer.module.parameters())}
+        groups = [group for groups in parameter_groups([layer], self.task.groups) for group in groups]
+        members = [tuple(numbers[id(parameter)] for parameter in group["params"]) for group in groups]
+        given = [options({name: value for name, value in group.items() if name != "params"}) for group in groups]
+        return tuple(zip(members, given, strict=True))
+
+    def shared(self, chain: Chain) -> tuple[SharedParameter, ...]:
+        """The parameters that several layers use."""
+        return tuple(self._shared_parameter(chain, shared) for shared in chain.shared)
+
+    def _shared_parameter(self, chain: Chain, shared: Shared) -> SharedParameter:
+        parameter, (layer, name) = shared.parameter, shared.places[0]
+        nbytes, trainable = parameter.untyped_storage().nbytes(), parameter.requires_grad
+        state, early = 0, 0
+        if trainable:
+            original = chain.layers[layer].originals.get(name, name)
+            wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
+            state, early = state_bytes(parameter, wanted, self.optimizer, self.kernels)
+        return SharedParameter(
+            name=f"{chain.layers[layer].name}.{name}",
+            users=shared.users,
+            nbytes=nbytes,
+            gradient_bytes=nbytes if trainable else 0,
+            state_bytes=state,
+            early_state_bytes=early,
+        )
+
+    def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
+        """The buffers, and tensors that are plain attributes, that several layers hold.
+
+        Raises:
+            UsageError: a forward changes one of them.
+        """
+        found = shared_storages([layer.module for layer in chain.layers])
+        for shared in found:
+            for user in shared.users:
+                buffers = dict(chain.layers[user].module.named_buffers(remove_duplicate=False))
+                if shared.is_among(buffers[name] for name in self._changed[self.layers[user]]):
+                    _refuse_changes(chain, shared, user)
+        return tuple(
+            SharedBuffer(
+                name=_name(chain, shared), users=shared.users, nbytes=shared.held.nbytes, copied=shared.held.is_buffer
+            )
+            for shared in found
+        )
+
+    def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
+        """The cost of the loss on the last layer's outputs, and how the gradients lie that it hands on."""
+        count = len(values)
+
+        def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (chain.loss(inputs[:count], inputs[count:]),)
+
+        meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
+        with _named(f"the loss of {self.task.name}", [*values, *targets]):
+            cost, (found,) = meter.measure(self.optimizer)
+        if not found.requires_grad and _is_trained(chain):
+            raise UsageError(
+                f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
+                "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
+            )
+        return replace(cost, packing=chain.packing), meter.layouts[:count]
+
+
+def _name(chain: Chain, shared: SharedStorage) -> str:
+    return f"{chain.layers[shared.users[0]].name}.{shared.held.name}"
+
+
+def _refuse_changes(chain: Chain, shared: SharedStorage, user: int) -> NoReturn:
+    """A copy of the buffer on another device would miss what this layer does to it, and see other microbatches first.
+
+    Raises:
+        UsageError: always.
+    """
+    layers = ", ".join(chain.layers[number].name for number in shared.users)
+    raise UsageError(
+        f"layers {layers} share buffer {_name(chain, shared)!r}, and the forward of layer {chain.layers[user].name} "
+        "changes it, which a copy on another device would miss: make one layer of those that share it, or give each a "
+        "module of its own"
+    )
+
+
+def _is_trained(chain: Chain) -> bool:
+    """Whether a layer has a parameter that is trained."""
+    return any(parameter.requires_grad for layer in chain.layers for parameter in layer.module.parameters())
+
+
+@contextmanager
+def _named(what: str, values: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, an exception of a layer or of the loss becomes an error that says `what` it is.
+
+    Raises:
+        UsageError: the layer, the loss or the optimizer raised an exception.
+    """
+    numbers = Reading()
+    try:
+        with refusing(traced=False), torch_draws_alone(), reading(numbers):
+            yield
+    except PipefitError:
+        raise
+    except Refusal as refusal:
+        raise UsageError(f"{what} cannot be planned: {refusal}") from refusal
+    except Exception as error:
+        shapes = ", ".join(f"{dtype_name(value.dtype)} {tuple(value.shape)}" for value in values)
+        assumed = _ASSUMED if numbers.count else ""
+        raise UsageError(f"{what} cannot be run on {shapes}: {why(error)}{assumed}") from error
