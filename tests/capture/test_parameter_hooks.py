@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.errors import UsageError
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from random_cases import Case, accounts
@@ -73,12 +75,18 @@ def task_of(module: nn.Module | Callable[[], nn.Module], **options: object) -> T
     return Task(module, batch=batch, loss=F.mse_loss, name="hooked", **options)  # type: ignore[arg-type]
 
 
+def in_two(task: Task, **options: Any) -> Plan:
+    """The first block of the model on one device, the others on another."""
+    costs = profile(task, microbatch_size=2, threads=torch.get_num_threads())
+    return plan_of(task, [costs.edges[1], costs.edges[-1] - costs.edges[1]], profiled=costs, **options)
+
+
 @pytest.mark.parametrize("module", [written, traced])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_hooks_of_parameters_train_as_in_a_plain_loop(module: Callable[[], nn.Module], recompute: str) -> None:
     """Each microbatch's gradient passes the hook, on every stage, with and without recomputation."""
     task = task_of(hooked(module), optimizer=partial(torch.optim.SGD, lr=0.1))
-    plan = plan_of(task, [1, 2], recompute=recompute)  # type: ignore[arg-type]
+    plan = in_two(task, recompute=recompute)
     _, wanted = alone(task_of(hooked(module), optimizer=task.optimizer), plan, steps=2)
     trainer = Trainer(task, plan)
     for step in range(2):
@@ -91,7 +99,7 @@ def test_what_a_hook_takes_is_planned(made: Callable[[Callable[[], nn.Module]], 
     """A hook that makes another gradient holds both for a moment: simulator, dry run and allocator agree on it."""
     for module in (written, traced):
         task = task_of(made(module), optimizer=torch.optim.SGD)  # whose update takes less than the hook
-        case = Case(name="hooked", settings={}, task=task, plan=plan_of(task, [1, 2]))
+        case = Case(name="hooked", settings={}, task=task, plan=in_two(task))
         found = [(a.simulated_bytes - a.oracle_bytes, a.dry_run_difference) for a in accounts(case)]
         assert found == [(0, 0)] * 4
 
@@ -136,7 +144,7 @@ def test_the_way_out_for_a_shared_parameter_trains() -> None:
         return Blocks(tied=True)
 
     task = task_of(tied(), optimizer=optimizer)
-    plan = plan_of(task, [1, 2], microbatches=1)
+    plan = in_two(task, microbatches=1)
     _, wanted = alone(task_of(tied(), optimizer=optimizer), plan, steps=2)
     trainer = Trainer(task, plan)
     for step in range(2):
