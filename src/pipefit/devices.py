@@ -75,8 +75,8 @@ class DeviceKind:
     def estimates(self, dtype: str) -> str:
         """What times are estimated by where none were measured, as a phrase."""
         return (
-            f"{self.part_of_flops(dtype):.0%} of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
-            f"{self.bandwidth_reached:.0%} of {self.memory_bandwidth / 1e9:g} GB/s, "
+            f"{100 * self.part_of_flops(dtype):.0f} % of {self.peak_flops(dtype) / 1e12:g} TFLOP/s, "
+            f"{100 * self.bandwidth_reached:.0f} % of {self.memory_bandwidth / 1e9:g} GB/s, "
             f"{self.operation_seconds * 1e6:g} us an operation"
         )
 

@@ -40,8 +40,8 @@ def test_a_comparison_is_a_subtraction() -> None:
     assert [row.difference for row in found.devices] == [0.1, None]
     assert (found.predicted_seconds, found.measured_seconds) == (1.0, 4.0)
     text = plain(describe_comparison(found))
-    assert "+10.00%" in text
-    assert "(+300.0%)" in text
+    assert "+10.00 %" in text
+    assert "(+300.0 %)" in text
 
 
 def test_estimated_seconds_are_called_so() -> None:

@@ -25,14 +25,15 @@ def _devices(cluster: Cluster) -> Table:
         numbers = list(run)
         kind = device.kind
         flops = ", ".join(
-            f"{dtype} {figure / 1e12:g} ({kind.part_of_flops(dtype):.0%})" for dtype, figure in kind.flops.items()
+            f"{dtype} {figure / 1e12:g} ({100 * kind.part_of_flops(dtype):.0f} %)"
+            for dtype, figure in kind.flops.items()
         )
         rows.append(
             (
                 f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
                 kind.name,
                 format_bytes(device.memory_bytes),
-                f"{kind.memory_bandwidth / 1e9:g} ({kind.bandwidth_reached:.0%})",
+                f"{kind.memory_bandwidth / 1e9:g} ({100 * kind.bandwidth_reached:.0f} %)",
                 flops,
                 f"{kind.operation_seconds * 1e6:g} us",
                 str(device.host),

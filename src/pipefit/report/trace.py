@@ -29,10 +29,10 @@ def _device_row(trace: Trace, device: DeviceTrace, share: float) -> tuple[str, .
         str(device.device),
         format_bytes(device.peak_bytes),
         format_bytes(device.budget_bytes),
-        f"{device.peak_bytes / device.budget_bytes:.1%}" if device.budget_bytes else "-",
+        f"{100 * device.peak_bytes / device.budget_bytes:.1f} %" if device.budget_bytes else "-",
         str(peak.step) if peak else "-",
         peak.action if peak else "-",
-        f"{share:.0%}" if trace.has_clock else "-",
+        f"{100 * share:.0f} %" if trace.has_clock else "-",
     )
 
 
