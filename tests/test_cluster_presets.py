@@ -198,7 +198,7 @@ def test_what_estimates_reckon_with_is_written_in_toml() -> None:
     assert (said.bandwidth_reached, said.operation_seconds) == (0.9, 1e-5)
     assert (silent.flops_reached, silent.bandwidth_reached, silent.operation_seconds) == ({}, 0.8, 5e-6)
     assert said.key != silent.key
-    assert said.estimates("float16") == "50% of 1 TFLOP/s, 90% of 100 GB/s, 10 us an operation"
+    assert said.estimates("float16") == "50 % of 1 TFLOP/s, 90 % of 100 GB/s, 10 us an operation"
 
 
 MISTAKES = {

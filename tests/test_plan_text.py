@@ -163,7 +163,7 @@ def test_a_plan_says_whether_its_seconds_were_measured() -> None:
     alone = plan(measured.profile, devices(AMPLE), measured.training)
     assert "Seconds of layers were measured on cuda:0." in str(alone)
     guessed = plan(equal_profile(4, forward_seconds=None), make_cluster(2), training("gpipe", 4))
-    says = "Seconds are estimated, not measured: synthetic by 60% of 1 TFLOP/s, 80% of 100 GB/s, 0 us an operation."
+    says = "Seconds are estimated, not measured: synthetic by 60 % of 1 TFLOP/s, 80 % of 100 GB/s, 0 us an operation."
     assert says in str(guessed)
     assert says not in str(replace(guessed, prediction=None))
 
