@@ -181,6 +181,15 @@ def profile(of: Measurement, *, model: str = "synthetic", blocks: Sequence[int] 
     )
 
 
+def brief(of: Measurement) -> Measurement:
+    """The same layers, none of which keeps a tensor for longer than its own backward."""
+
+    def ending(cost: LayerCost) -> LayerCost:
+        return replace(cost, saved=tuple(replace(tensor, lasting=False) for tensor in cost.saved))
+
+    return replace(of, kinds=tuple(map(ending, of.kinds)), loss=ending(of.loss))
+
+
 def block_sizes(rng: Random, layers: int, blocks: int) -> list[int]:
     """So many layers in so many blocks, each of at least one."""
     inner = sorted(rng.sample(range(1, layers), blocks - 1))

@@ -27,7 +27,14 @@ TRACING = {
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, and what follows values, see operations through a dispatch mode; agreement uses what GradScaler uses
-OTHERS = {"capture/caller.py", "meter/cpu.py", "meter/unsaved.py", "profiler/feedback.py", "runtime/agreement.py"}
+OTHERS = {
+    "capture/caller.py",
+    "meter/cpu.py",
+    "meter/unsaved.py",
+    "profiler/feedback.py",
+    "profiler/saved.py",
+    "runtime/agreement.py",
+}
 
 
 def private_names(path: Path) -> set[str]:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from made_up import hostile, layer, measurement, value
+from made_up import brief, hostile, layer, measurement, value
 from pipefit.actions import parse_action
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
@@ -176,8 +176,10 @@ def test_a_backward_is_never_below_where_it_begins() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_segments_add_up_to_the_stage(seed: int) -> None:
-    """Forward layer by layer leaves what the whole stage leaves, and never peaks above it; backward likewise."""
-    model = hostile(Random(seed), 5, shared=0)
+    """Forward layer by layer leaves what the whole stage leaves, and never peaks above it; backward likewise, where
+    nothing lasts longer than its layer's.
+    """
+    model = brief(hostile(Random(seed), 5, shared=0))
     whole = effects(model, 1, 4, f"{RECEIVED} 0F0 {SENT} {ANSWERED} 0B0")
     forwards, backwards = [f"0F0[{k}:{k + 1}]" for k in range(1, 4)], [f"0B0[{k}:{k + 1}]" for k in (3, 2, 1)]
     cut = effects(model, 1, 4, f"{RECEIVED} {' '.join(forwards)} {SENT} {ANSWERED} {' '.join(backwards)}")

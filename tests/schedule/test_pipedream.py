@@ -10,7 +10,6 @@ import pytest
 
 from endless import one_program
 from pipefit.actions import Action, Kind
-from pipefit.cost.time import BANDWIDTH_REACHED
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
@@ -298,7 +297,8 @@ def test_a_copy_of_weights_takes_as_long_as_its_bytes_need_to_be_read_and_writte
     plan = make_plan(equal_profile(2, parameter_bytes=10**9), [1, 1], microbatches=3, schedule="pipedream")
     simulation = Simulation(plan)
     copies = [event for event in simulation.trace().devices[0].events if "STASH" in event.action and event.step == 1]
-    rate = plan.cluster.devices[0].kind.memory_bandwidth * BANDWIDTH_REACHED
+    kind = plan.cluster.devices[0].kind
+    rate = kind.memory_bandwidth * kind.bandwidth_reached
     assert [event.end_seconds - event.start_seconds for event in copies] == pytest.approx([2 * 10**9 / rate] * 3)
     assert not any("STASH" in event.action for event in simulation.trace().devices[1].events)
     assert simulation.step_seconds[-1] == pytest.approx(3 * (3.0 + 2 * 10**9 / rate))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from made_up import brief, hostile, profile
 from pipefit.actions import Action, Kind
 from pipefit.cost.effects import effect
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
@@ -101,8 +103,8 @@ def test_categories_add_up_and_end_where_they_began(
     schedule: str, recompute: Recompute, stages: int, microbatches: int, seed: int
 ) -> None:
     """For random layers, no category is negative, a device's peak is its highest sample, and nothing leaks."""
-    profile = random_profile(2 * stages, seed)
-    plan = make_plan(profile, [2] * stages, microbatches=microbatches, schedule=schedule, recompute=recompute)
+    model = random_profile(2 * stages, seed)
+    plan = make_plan(model, [2] * stages, microbatches=microbatches, schedule=schedule, recompute=recompute)
     simulation = Simulation(plan, steps=3)
     trace = simulation.trace()
     assert trace.peak_bytes == simulation.peak_bytes
@@ -131,8 +133,11 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, stag
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 30))
 def test_cutting_stages_into_segments_changes_no_peak(stages: int, layers: int, microbatches: int, seed: int) -> None:
-    """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share."""
-    plan = make_plan(random_profile(stages * layers, seed, shared=0), [layers] * stages, microbatches=microbatches)
+    """Forwards and backwards layer by layer peak exactly where whole ones do, whatever the layers share, if no tensor
+    lasts longer than its layer's backward.
+    """
+    model = brief(hostile(Random(seed), stages * layers, shared=0))
+    plan = make_plan(profile(model), [layers] * stages, microbatches=microbatches)
     whole, cut = Simulation(plan, steps=2), Simulation(plan, program=segmented(plan), steps=2)
     assert cut.peak_bytes == whole.peak_bytes
     assert cut.step_seconds == pytest.approx(whole.step_seconds)
@@ -336,9 +341,9 @@ def test_runs_inside_stages_leak_nothing_and_take_their_time(
         for number in range(stages)
         for start, stop in [data.draw(st.sampled_from([(0, 4), (0, 2), (1, 2), (1, 3), (3, 4), (2, 4)]))]
     )
-    split, profile = [4] * stages, random_profile(4 * stages, seed, shared=0)
+    split, model = [4] * stages, random_profile(4 * stages, seed, shared=0)
     kept, run = (
-        make_plan(profile, split, microbatches=microbatches, schedule=schedule, decisions=of) for of in ((), decisions)
+        make_plan(model, split, microbatches=microbatches, schedule=schedule, decisions=of) for of in ((), decisions)
     )
     assert Simulation(run).step_seconds[0] >= Simulation(kept).step_seconds[0]
     for device in simulate(run, steps=3).devices:
