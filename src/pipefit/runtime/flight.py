@@ -13,6 +13,7 @@ from torch import Tensor
 from pipefit.capture.chain import ChainLayer
 from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
+from pipefit.runtime.moving import Luggage
 from pipefit.runtime.second_forward import Buffers
 from pipefit.runtime.weights import Version
 
@@ -42,7 +43,8 @@ class Flight:
     are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the model and
     after the last, and `weight` is the factor on the microbatch's loss. `version` are the weights that it goes through,
     where stages are updated with microbatches in flight. `values` wait for the next piece. `gradients` has one
-    gradient, or None, for each value at the boundary that the backward has reached.
+    gradient, or None, for each value at the boundary that the backward has reached. `luggage` are the saved tensors
+    that the program moves away.
     """
 
     microbatch: int
@@ -50,6 +52,7 @@ class Flight:
     layers: Sequence[ChainLayer]
     boundaries: Sequence[Sequence[Value]]
     weight: float
+    luggage: Luggage
     version: Version | None = None
     values: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
