@@ -211,6 +211,7 @@ def with_program(
     """A trainer that executes the program in `text`."""
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr(trainer, "lower", lambda plan, **_: program)
+    monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     return trainer_of(task, split, microbatches=microbatches)
 
 

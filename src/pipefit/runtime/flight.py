@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
@@ -75,3 +76,11 @@ def take(box: list[Tensor]) -> tuple[Tensor, ...]:
     values = tuple(box)
     box.clear()
     return values
+
+
+def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.device) -> list[Tensor]:
+    """Copies of host tensors on the device, in the dtypes of the values that were profiled."""
+    return [
+        tensor.to(device, getattr(torch, value.dtype), non_blocking=True, copy=True)
+        for tensor, value in zip(tensors, values, strict=True)
+    ]

@@ -18,14 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipefit.decisions import What
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.copying import AtOnce, Beside, Copier, NoCopier, Slot
 from pipefit.runtime.host import free_bytes
-from pipefit.schedule import is_endless
 from pipefit.schedule.arenas import Arena, arenas_of, check_room, lent_bytes
 from pipefit.trace import CATEGORIES, Category, DeviceTrace, MemorySample
 from pipefit.units import format_bytes
@@ -44,7 +42,7 @@ class Borrowed:
         """A slot that is free."""
         if not nbytes:
             return Slot(0)
-        free = self._free[lender, nbytes]
+        free = self._free.get((lender, nbytes))
         assert free, f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
         return free.pop()
 
@@ -144,11 +142,6 @@ def lending_trace(plan: Plan, device: int, arenas: Sequence[Arena]) -> DeviceTra
 
 def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The arenas of a program, if they can be made and have room."""
-    if is_endless(plan):
-        moves = [decision for decision in plan.decisions if decision.what is What.OFFLOAD]
-        if moves:
-            raise UsageError(f"{moves[0]}: not carried out under schedule {plan.training.schedule} yet; use 1f1b")
-        return ()
     arenas, devices = arenas_of(plan, program), plan.cluster.devices
     for arena in arenas:
         kind, number = arena.lender

@@ -20,7 +20,7 @@ from pipefit.layer_costs import Value
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
-from pipefit.runtime.flight import Flight
+from pipefit.runtime.flight import Flight, on_device
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.record import Record
@@ -202,17 +202,9 @@ class DeviceRunner:
     def _load(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         if action.stage == 0:
-            flight.values = self._cast(self._inputs[flight.microbatch], stage)
+            flight.values = on_device(self._inputs[flight.microbatch], stage.storages.inputs, stage.device)
         if stage.last:
-            flight.targets = self._cast(self._targets[flight.microbatch], stage, targets=True)
-
-    def _cast(self, tensors: Microbatch, stage: StageRunner, *, targets: bool = False) -> Microbatch:
-        """Copies of host tensors on the device, in the dtypes that were profiled."""
-        values = stage.storages.targets if targets else stage.storages.inputs
-        return [
-            tensor.to(stage.device, getattr(torch, value.dtype), non_blocking=True, copy=True)
-            for tensor, value in zip(tensors, values, strict=True)
-        ]
+            flight.targets = on_device(self._targets[flight.microbatch], stage.storages.targets, stage.device)
 
     def _send(self, action: Action) -> None:
         self.transfers.send(action, self._peer(action), self._values(action))
