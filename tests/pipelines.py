@@ -18,12 +18,13 @@ from pipefit.layer_costs import (
     Span,
     Value,
 )
-from pipefit.places import parse_place
+from pipefit.places import MemberKind, parse_place
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.simulator import Simulation
 from pipefit.training import Training
 
 KIND = DeviceKind(name="synthetic", flops={"float32": 1e12}, memory_bandwidth=1e11, operation_seconds=0.0)
@@ -166,6 +167,13 @@ def offload_all(plan: Plan, *, place: str = "host", tensor: int = 0, stages: Seq
             for actions in program.actions
         ),
     )
+
+
+def lent(simulation: Simulation) -> list[tuple[int, ...]]:
+    """What devices lend to each other: lender, borrower, slots and bytes of a slot."""
+    return [
+        (arena.lender.number or 0, *arena[1:]) for arena in simulation.arenas if arena.lender.kind is MemberKind.DEVICE
+    ]
 
 
 def _moved(action: Action, stage: Stage, place: str, tensor: int) -> Iterator[Action]:

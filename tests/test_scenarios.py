@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from pipefit.actions import parse_action
-from pipefit.capture import Task
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Origin, SavedTensor
@@ -19,7 +18,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower, lower_drain, step_programs
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category
-from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan
+from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
 from tiny import plan_of, task_of
 
 PEERS = "device2*1+device3*1"
@@ -78,10 +77,10 @@ def test_lenders_reserve_for_the_microbatches_in_flight() -> None:
     """Four are outstanding at once, each with half its bytes at each peer; whatever the speed of links."""
     for speed in (1e30, 100.0, 1.0):
         simulation = Simulation(compacted(bytes_per_second=speed), steps=2)
-        assert [tuple(arena) for arena in simulation.arenas] == [(2, 0, 4, 50), (3, 0, 4, 50)]
+        assert lent(simulation) == [(2, 0, 4, 50), (3, 0, 4, 50)]
         alone = Simulation(replace(simulation.plan, decisions=()), steps=2)
-        lent = [a - b for a, b in zip(simulation.peak_bytes, alone.peak_bytes, strict=True)]
-        assert lent[0] < 0 and lent[1:] == [0, 200, 200]
+        more = [a - b for a, b in zip(simulation.peak_bytes, alone.peak_bytes, strict=True)]
+        assert more[0] < 0 and more[1:] == [0, 200, 200]
 
 
 def test_compaction_adds_up_as_by_hand() -> None:
@@ -103,26 +102,6 @@ def test_compaction_adds_up_as_by_hand() -> None:
     assert held["0F1[6:9]"] - held["0N1[3:6]"] == 3 * saved + 100
     # three in flight; 7.2 of microbatch 0 is on its way back, that of 2 still on its way out
     assert held["0R0[3:6]"] == 3 * after + 2 * 100 + 3 * 16 + 2 * 8
-
-
-def test_the_runtime_refuses_to_move_what_it_cannot_move_yet() -> None:
-    """A plan that offloads is certified and trained by nobody: the first OFFLOAD is named, before anything hangs."""
-    task, plan = moving()
-    simulate(plan)
-    with pytest.raises(UsageError, match=r"the runtime cannot execute 0OFFLOAD0\[1.[0-9]\]@host yet"):
-        certify(task, plan)
-    with pytest.raises(UsageError, match=r"the runtime cannot execute 0OFFLOAD0\[1.[0-9]\]@host yet"):
-        Trainer(task, plan).step(task.batch(plan.training.batch_size))
-
-
-def moving() -> tuple[Task, Plan]:
-    """A real task, and a plan that moves the first tensor that its second layer keeps."""
-    task = task_of(lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 4)])
-    plan = plan_of(task, [3], microbatches=2, schedule="gpipe")
-    index = next(t.index for t in plan.measurement.costs[1].saved if t.origin.kind != "parameter")
-    moved = SavedTensors(tensors=((1, index),))
-    decision = Decision(stage=0, subject=moved, what=What.OFFLOAD, place=parse_place("host"))
-    return task, replace(plan, decisions=(decision,))
 
 
 # -------------------------------------------------------------------- (b) PipeDream, four stages, no flush

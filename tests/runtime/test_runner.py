@@ -211,7 +211,12 @@ def with_program(
     """A trainer that executes the program in `text`."""
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr(trainer, "lower", lambda plan, **_: program)
+    monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     return trainer_of(task, split, microbatches=microbatches)
+
+
+OUT = "0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host"
+BACK = "0RELOAD0[1.0]@host 0WAIT_RELOAD0[1.0]@host"
 
 
 @pytest.mark.parametrize(
@@ -229,12 +234,29 @@ def with_program(
         ("device 0: 0LOAD0 0F0 0B0 0STEP0", "0STEP0 belongs to a schedule without end, and the plan's is"),
         ("device 0: 0LOAD0{0:1} 0F0 0B0 0STEP", "the runtime cannot execute 0LOAD0{0:1} yet"),
         ("device 0: 0GATHER_F0 0WAIT_GATHER_F0", "the runtime cannot execute 0GATHER_F0 yet"),
+        (f"device 0: 0LOAD0 {OUT} 0F0 0B0 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
+        (f"device 0: 0LOAD0 0F0 0B0 {OUT} 0STEP", "0OFFLOAD0[1.0]@host moves what is not there: layer 1 has not saved"),
+        (f"device 0: 0LOAD0 0F0 {OUT} 0B0 0STEP", "0B0 needs a tensor that is away: 0WAIT_RELOAD0[1.0]@host must come"),
         (
-            (
-                "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0]@host 0WAIT_OFFLOAD0[1.0]@host 0RELOAD0[1.0]@host "
-                "0WAIT_RELOAD0[1.0]@host 0B0 0STEP"
-            ),
-            "the runtime cannot execute 0OFFLOAD0[1.0]@host yet",
+            f"device 0: 0LOAD0 0F0 {OUT} {OUT} 0STEP",
+            "0OFFLOAD0[1.0]@host moves the storage of saved tensor 1.0 a second",
+        ),
+        (
+            f"device 0: 0LOAD0 0F0[0:2] {OUT} 0F0[2:5] {BACK} 0B0 0STEP",
+            "0WAIT_OFFLOAD0[1.0]@host frees what is still re",
+        ),
+        (f"device 0: 0LOAD0 0F0 {BACK} 0B0 0STEP", "0RELOAD0[1.0]@host brings back a storage that is on the device"),
+        (
+            f"device 0: 0LOAD0 0F0 {OUT} {BACK.replace('host', 'device1')} 0B0 0STEP",
+            "0RELOAD0[1.0]@device1 brings back a storage that is away (@host)",
+        ),
+        (
+            f"device 0: 0LOAD0 0F0[0:2] 0N0[2:5] {OUT} 0R0[2:5] 0B0[2:5] {BACK} 0B0[0:2] 0STEP",
+            "0R0[2:5] needs a tensor that is away: 0WAIT_RELOAD0[1.0]@host must come before it",
+        ),
+        (
+            "device 0: 0LOAD0 0F0 0OFFLOAD0[1.0] 0WAIT_OFFLOAD0[1.0] 0B0",
+            "0OFFLOAD0[1.0] does not say where: write @host",
         ),
     ],
 )

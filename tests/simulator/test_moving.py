@@ -17,7 +17,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.program import parse_program
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category, Stream, Trace
-from pipelines import chain_profile, equal_profile, make_cluster, make_layer, make_plan, offload_all
+from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan, offload_all
 
 # One stage of two layers: each keeps 16 bytes of its own as tensor 0 and its input of 8 as tensor 1.
 AWAY = "0LOAD0 0F0[0:1] 0OFFLOAD0[0.0]@{place} 0F0[1:2] 0WAIT_OFFLOAD0[0.0]@{place} "
@@ -220,8 +220,26 @@ def test_an_arena_has_as_many_slots_as_are_ever_in_use(text: str, expected: list
     plan = make_plan(equal_profile(2), [2], microbatches=1, cluster=make_cluster(2))
     program = parse_program(f"device 0: {text.format(**moves)}\ndevice 1:", placement=((0,),), microbatches=1)
     simulation = Simulation(plan, program=program, steps=1)
-    assert [tuple(arena) for arena in simulation.arenas] == expected
+    assert lent(simulation) == expected
     assert simulation.peak_bytes[1] == sum(slots * nbytes for _, _, slots, nbytes in expected)
+
+
+@pytest.mark.parametrize("moves", ["{away}", "{away} 0RELOAD0[0.2]@host"])
+def test_a_second_forward_needs_its_inputs(moves: str) -> None:
+    """A value that the first layer saves and the second one, recomputed, reads has to be back before the second R."""
+    first = make_layer()
+    first = replace(
+        first, saved=(*first.saved, SavedTensor(index=2, nbytes=8, dtype="uint8", origin=Origin(kind="own")))
+    )
+    plan = make_plan(chain_profile([first, make_layer(saves_input=False)]), [2], microbatches=1)
+    moves = moves.format(away="0OFFLOAD0[0.2]@host 0WAIT_OFFLOAD0[0.2]@host")
+    rest = "" if "RELOAD" in moves else "0RELOAD0[0.2]@host "
+    text = f"0LOAD0 0F0[0:1] 0N0[1:2] {moves} 0R0[1:2] {rest}0WAIT_RELOAD0[0.2]@host 0B0 0STEP"
+    program = parse_program(f"device 0: {text}", placement=((0,),), microbatches=1)
+    with pytest.raises(
+        UsageError, match=r"0R0\[1:2\] starts from a tensor that is (away|on its way back) \(@host\): RELO"
+    ):
+        simulate(plan, program=program)
 
 
 def test_every_borrower_has_an_arena_of_its_own() -> None:
@@ -229,9 +247,9 @@ def test_every_borrower_has_an_arena_of_its_own() -> None:
     profile, cluster = equal_profile(3), make_cluster(3)
     plan = make_plan(profile, [1, 1, 1], microbatches=1, cluster=cluster)
     simulation = Simulation(plan, program=offload_all(plan, place="device2*3+device0*1", stages=[1]))
-    assert [tuple(arena) for arena in simulation.arenas] == [(0, 1, 1, 4), (2, 1, 1, 12)]
+    assert lent(simulation) == [(0, 1, 1, 4), (2, 1, 1, 12)]
     simulation = Simulation(plan, program=offload_all(plan, place="device2", stages=[0, 1]))
-    assert [tuple(arena) for arena in simulation.arenas] == [(2, 0, 1, 16), (2, 1, 1, 16)]
+    assert lent(simulation) == [(2, 0, 1, 16), (2, 1, 1, 16)]
 
 
 def test_hosts_lend_nothing() -> None:

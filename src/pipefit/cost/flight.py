@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.moving import offload, offloaded, reload, reloaded
 from pipefit.cost.passes import Forward, buffer_copies, copy_inputs, run_backward, run_forward
-from pipefit.cost.residency import Done, Piece, Residency, begin
+from pipefit.cost.residency import Away, Done, Piece, Residency, Whereabouts, begin
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.transition import Answer, Handler, Transition
 
@@ -195,6 +195,7 @@ def _recompute(transition: Transition) -> Answer:
     number, piece = _piece(transition, first, end)
     if not piece.keeps_inputs or piece.again:
         transition.refuse("has nothing to recompute: it belongs once between an N of these layers and their backward")
+    _check_inputs(transition, piece)
     kept = transition.holders.kept(first)
     transition.working.hold(buffer_copies(transition.storages, first, end, fed_back=False), kept)
     for instance in piece.inputs:
@@ -210,6 +211,14 @@ def _recompute(transition: Transition) -> Answer:
     pieces = list(transition.residency.pieces)
     pieces[number] = piece._replace(again=True)
     return transition.left(pieces=tuple(pieces))
+
+
+def _check_inputs(transition: Transition, piece: Piece) -> None:
+    """Refuse a second forward whose inputs are not on the device."""
+    for instance in piece.inputs:
+        state, place = transition.residency.away.get(instance, Away(Whereabouts.HERE, None))
+        if state in (Whereabouts.AWAY, Whereabouts.RETURNING):
+            transition.refuse(f"starts from a tensor that is {state} (@{place}): RELOAD it and join the reload before")
 
 
 def _piece(transition: Transition, first: int, end: int) -> tuple[int, Piece]:

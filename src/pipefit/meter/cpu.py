@@ -28,7 +28,7 @@ from pipefit.units import format_bytes
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
-_WORKSPACE = _POSITION[Category.WORKSPACE]
+_LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 
 # For the backward of `x * 2.0` autograd keeps the number, as a tensor of no dimensions that no operation returns.
 _KEEP_SCALAR = frozenset(
@@ -105,6 +105,19 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tracked = self._track(tensor)
                 self._move(tracked, _POSITION[category])
 
+    def reserve(self, nbytes: int) -> None:
+        """Count memory that the device lends to others as long as it lives."""
+        self.bytes[_LENT] += nbytes
+        self.total += nbytes
+        if self.total > self._peak:
+            self._reach(self.total)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage by its present size."""
+        tracked = self._live.get(storage._cdata)
+        if tracked is not None and tracked.nbytes != storage.nbytes():
+            self._resize(tracked, storage.nbytes())
+
     # ---------------------------------------------------------------- counting
 
     def __torch_dispatch__(
@@ -173,7 +186,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not func.is_view:
                 self._track_all(out)
         elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
-            self._check_size(out)
+            self.resized(out.untyped_storage())
         elif not func.is_view or func is _LIFT:
             self._track(out)
         return kept
@@ -186,12 +199,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._track(item)
                 else:
                     self._track_all(item)
-
-    def _check_size(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        tracked = self._live.get(storage._cdata)
-        if tracked is not None and tracked.nbytes != storage.nbytes():
-            self._resize(tracked, storage.nbytes())
 
     def _track(self, tensor: Tensor) -> Tracked:
         storage = tensor.untyped_storage()

@@ -56,6 +56,13 @@ class CudaMeter:
                     storage = tensor.untyped_storage()
                     self._tagged[category][storage.data_ptr()] = storage.nbytes()
 
+    def reserve(self, nbytes: int) -> None:
+        """Remember the bytes that the device lends."""
+        self._tagged[Category.LENT] = {0: nbytes}
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Nothing to do: the allocator has counted it."""
+
     def drop_graph(self) -> None:
         pass
 

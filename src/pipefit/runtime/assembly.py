@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.buffers import move
+from pipefit.runtime.lending import Lending
+from pipefit.runtime.moving import Mover
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transport import Transport
@@ -27,7 +29,8 @@ from pipefit.runtime.transport import Transport
 class Site:
     """What all devices of a run have in common: what stages are built from, and what connects and observes them.
 
-    `absent` are the trained parameters of layers that a dry run leaves out.
+    `lending` says who lends memory for what is moved away. `absent` are the trained parameters of layers that a dry run
+    leaves out.
     """
 
     task: Task
@@ -39,6 +42,7 @@ class Site:
     clock: Callable[[], float]
     seed: int
     on_action: Callable[[int], None] | None = None
+    lending: Lending = field(default_factory=Lending)
     absent: int = 0
 
 
@@ -122,11 +126,22 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,
         )
+    number = plan.stages[stages[0]].device
+    mover = Mover(
+        number,
+        plan.cluster,
+        {stage: runner.storages for stage, runner in runners.items()},
+        borrowed=site.lending.borrowed_by(number),
+        copier=site.lending.copier(),
+        resized=meter.resized if meter is not None else lambda storage: None,
+    )
     return DeviceRunner(
         plan,
         site.program,
         runners,
         transport=site.transport,
+        mover=mover,
+        lent_bytes=site.lending.lent_by(number),
         meter=meter,
         clock=site.clock,
         on_action=site.on_action,

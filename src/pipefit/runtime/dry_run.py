@@ -8,7 +8,7 @@ certified before anyone pays for a GPU.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,13 +28,14 @@ from pipefit.runtime.elsewhere import CERTIFIED, warn_elsewhere
 from pipefit.runtime.endless_folding import Effects, fewer, labels
 from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.in_turn import run_in_turn
+from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs
-from pipefit.trace import DeviceTrace, MemorySample, Trace
+from pipefit.trace import MemorySample, Trace
 from pipefit.validation import whole
 
 
@@ -55,13 +56,17 @@ def certify(
 
     Raises:
         FileError: the plan was made for another task; says what differs.
+        OutOfMemory: a host, or a device that only lends memory, has no room for what is moved there.
+        UsageError: something is moved that cannot be.
     """
     steps = distinct_steps(plan) if steps is None else steps
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
-    dry = _DryRun(task, plan, step_programs(plan), sample(task, plan.training.microbatch_size), steps, kernels)
+    programs = step_programs(plan)
+    lending = Lending.dry(plan, programs[0])
+    dry = _DryRun(task, plan, programs, lending, sample(task, plan.training.microbatch_size), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         samples = (dry.endless(fake) if is_endless(plan) else dry.folded(fake)) if fold else dry.whole(fake)
     if kernels is not None:
@@ -73,8 +78,9 @@ def certify(
         source="dry run",
         steps=steps,
         devices=tuple(
-            DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=tuple(samples[n]))
-            for n, device in enumerate(plan.cluster.devices)
+            replace(idle, memory=tuple(samples[n])) if samples[n] else idle
+            for n in range(len(plan.cluster.devices))
+            for idle in (lending_trace(plan, n, lending.arenas),)
         ),
         step_seconds=(0.0,) * steps,
     )
@@ -87,6 +93,7 @@ class _DryRun:
     task: Task
     plan: Plan
     programs: tuple[Program, ...]  # of the first steps; the last one repeats
+    lending: Lending
     like: Sample
     steps: int
     kernels: Kernels | None
@@ -165,6 +172,7 @@ class _DryRun:
             clock=lambda: 0.0,
             seed=0,
             absent=short.absent,
+            lending=self.lending,
         )
         runners, meters = [], []
         for stages in short.plan.ranks:

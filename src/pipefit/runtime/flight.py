@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
+from pipefit.runtime.moving import Luggage
 from pipefit.runtime.second_forward import Buffers
 from pipefit.runtime.weights import Version
 
@@ -42,7 +44,8 @@ class Flight:
     are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the model and
     after the last, and `weight` is the factor on the microbatch's loss. `version` are the weights that it goes through,
     where stages are updated with microbatches in flight. `values` wait for the next piece. `gradients` has one
-    gradient, or None, for each value at the boundary that the backward has reached.
+    gradient, or None, for each value at the boundary that the backward has reached. `luggage` are the saved tensors
+    that the program moves away.
     """
 
     microbatch: int
@@ -50,6 +53,7 @@ class Flight:
     layers: Sequence[ChainLayer]
     boundaries: Sequence[Sequence[Value]]
     weight: float
+    luggage: Luggage
     version: Version | None = None
     values: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
@@ -72,3 +76,11 @@ def take(box: list[Tensor]) -> tuple[Tensor, ...]:
     values = tuple(box)
     box.clear()
     return values
+
+
+def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.device) -> list[Tensor]:
+    """Copies of host tensors on the device, in the dtypes of the values that were profiled."""
+    return [
+        tensor.to(device, getattr(torch, value.dtype), non_blocking=True, copy=True)
+        for tensor, value in zip(tensors, values, strict=True)
+    ]

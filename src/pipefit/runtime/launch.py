@@ -24,17 +24,19 @@ from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pipefit.actions import Action
+from pipefit.actions import COPIES, Action
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
+from pipefit.runtime.lending import check_lending, lending_trace
 from pipefit.runtime.processes import Surroundings, forks, start
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower_drain, step_programs
+from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -83,6 +85,7 @@ def train(
     seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
+    check_lending(plan, step_programs(plan)[0])
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, numbers, on_step), _pickled(task)
     try:
@@ -220,9 +223,9 @@ class _Supervisor:
     def trace(self) -> Trace:
         results = {worker.result[0].device: worker.result[0] for worker in self.workers if worker.result}
         seconds = [worker.result[1] for worker in self.workers if worker.result]
+        arenas = arenas_of(self.plan, self._programs[0])
         devices = tuple(
-            results.get(n) or DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
-            for n, device in enumerate(self.plan.cluster.devices)
+            results.get(n) or lending_trace(self.plan, n, arenas) for n in range(len(self.plan.cluster.devices))
         )
         return Trace(
             source="measured",
@@ -311,9 +314,14 @@ class _Supervisor:
         return _PHASES.get(number) or f"at {actions[number]}"
 
     def _waits(self, rank: int) -> bool:
-        """Whether a worker is where it waits for others, so that its silence says nothing about itself."""
+        """Whether a worker is where it waits for others, so that its silence says nothing about itself.
+
+        Copies of saved tensors are its own.
+        """
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
-        return number == RENDEZVOUS or number >= len(actions) or (number >= 0 and actions[number].wait)
+        if not 0 <= number < len(actions):
+            return number == RENDEZVOUS or number >= len(actions)
+        return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:
         """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""

@@ -5,8 +5,9 @@ first and the last of the row are kept, whose neighbours are others, and two bet
 (`pipefit.runtime.repeated_meter`). The plan, its program and the chain are shortened to these layers, and the stages
 know nothing of it. What is repeated may be up to 40 layers together, such as those of a block.
 
-A repeat lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook or a
-setting that cannot be compared makes a layer equal to no other. Finding repeats takes milliseconds for 400 layers.
+A repeat lies within one stage and, where layers are recomputed, within one piece. A shared parameter, a hook, a setting
+that cannot be compared, or a saved tensor that is moved away makes a layer equal to no other. Finding repeats takes
+milliseconds for 400 layers.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipefit.actions import COMPUTE, Action, Kind
+from pipefit.actions import COMPUTE, COPIES, Action, Kind, Subject
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.constants import constants
 from pipefit.capture.settings import module_settings
 from pipefit.capture.task import Task
+from pipefit.cost.storages import StageStorages
 from pipefit.fake.fingerprint import options
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -73,7 +75,7 @@ class Shortened:
     @staticmethod
     def of(task: Task, plan: Plan, program: Program, chain: Chain) -> Shortened:
         """`plan` without the layers that others stand for."""
-        keys = _keys(task, plan, chain)
+        keys = _keys(task, plan, chain, _movers(plan, program))
         repeats = [repeat for start, stop in _ranges(plan, program) for repeat in _repeats(keys, start, stop)]
         omitted = {layer for repeat in repeats for layer in repeat.omitted}
         if not omitted:
@@ -103,7 +105,7 @@ class Shortened:
 # ---------------------------------------------------------------- finding repeats
 
 
-def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
+def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[object]:
     """For every layer a key that is equal where layers do the same to memory, given equal neighbours."""
     sharing = {user for shared in chain.shared for user in shared.users}
     held = [list(map(id, (*layer.module.buffers(), *constants(layer.module)))) for layer in chain.layers]
@@ -111,10 +113,25 @@ def _keys(task: Task, plan: Plan, chain: Chain) -> list[object]:
     common = [tuple(tensor for tensor in own if users[tensor] > 1) for own in held]
     return [
         object()
-        if number in sharing
+        if number in sharing or number in movers
         else (plan.measurement.layers[number], common[number], module_settings(layer.module, id), _groups(task, layer))
         for number, layer in enumerate(chain.layers)
     ]
+
+
+def _movers(plan: Plan, program: Program) -> frozenset[int]:
+    """The layers that save or return something which is moved away."""
+    offloads = (action for actions in program.actions for action in actions if action.kind is Kind.OFFLOAD)
+    found: set[int] = set()
+    for stage, subjects in {(action.stage, program.moved(action)) for action in offloads}:
+        storages = StageStorages.of(plan, stage)
+        moved = {storages.storage(subject) for subject in subjects}
+        found |= {
+            min(storages.start + position, storages.stop - 1)
+            for position, layer in enumerate(storages.layers)
+            if moved.intersection((*layer.saves, *layer.outputs))
+        }
+    return frozenset(found)
 
 
 def _groups(task: Task, layer: ChainLayer) -> object:
@@ -182,12 +199,21 @@ def _program(program: Program, kept: Sequence[int]) -> Program:
     """The program with its layers counted among those `kept`."""
 
     def counted(action: Action) -> Action:
-        if action.layers is None:
-            return action
-        first, end = action.layers
-        return action._replace(layers=(bisect_left(kept, first), bisect_left(kept, end)))
+        if action.layers is not None:
+            first, end = action.layers
+            return action._replace(layers=(bisect_left(kept, first), bisect_left(kept, end)))
+        if action.kind in COPIES and isinstance(action.subject, Subject):
+            return action._replace(subject=renamed(action.subject))
+        return action
 
-    return replace(program, actions=tuple(tuple(map(counted, actions)) for actions in program.actions))
+    def renamed(subject: Subject) -> Subject:
+        return subject._replace(layer=bisect_left(kept, subject.layer))
+
+    return replace(
+        program,
+        actions=tuple(tuple(map(counted, actions)) for actions in program.actions),
+        bundles=tuple(tuple(map(renamed, bundle)) for bundle in program.bundles),
+    )
 
 
 def _swept(

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipefit.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Subject
+from pipefit.actions import COPIES, RECEIVES, SENDS, Action, Kind, Subject
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.layer_costs import Value
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
-from pipefit.runtime.flight import Flight
+from pipefit.runtime.flight import Flight, on_device
+from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
+from pipefit.runtime.moving import Mover
 from pipefit.runtime.record import Record
 from pipefit.runtime.specializations import Specialization, boundaries
 from pipefit.runtime.stage import StageRunner
@@ -30,14 +32,6 @@ from pipefit.runtime.weights import Weights
 from pipefit.trace import Category, DeviceTrace, Event, Stream
 
 Microbatch = list[Tensor]
-Instructions = tuple[tuple[Action, str, Stream], ...]
-_LEFT = {
-    Kind.FORWARD: Category.ACTIVATIONS,
-    Kind.RECOMPUTE: Category.ACTIVATIONS,
-    Kind.BACKWARD: Category.GRADIENTS,
-    Kind.STEP: Category.OPTIMIZER,
-    Kind.STASH: Category.PARAMETERS,
-}
 
 
 class DeviceRunner:
@@ -46,6 +40,8 @@ class DeviceRunner:
     Args:
         stages: the stages of the plan that are on this device, by their numbers.
         transport: exchanges tensors with the other devices.
+        mover: moves saved tensors away and back.
+        lent_bytes: of the device's memory are reserved for other devices.
         meter: counts the device's memory; None for no counting.
         clock: seconds since the training began.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
@@ -59,13 +55,16 @@ class DeviceRunner:
         stages: Mapping[int, StageRunner],
         *,
         transport: Transport,
+        mover: Mover,
+        lent_bytes: int,
         meter: MemoryMeter | None,
         clock: Callable[[], float],
         on_action: Callable[[int], None] | None = None,
     ) -> None:
         self.plan, self.program, self.stages = plan, program, dict(stages)
         self.number = plan.stages[min(stages)].device
-        self.transfers, self.meter, self.clock, self.on_action = Transfers(transport), meter, clock, on_action
+        self.transfers, self.mover = Transfers(transport), mover
+        self.meter, self.clock, self.on_action = meter, clock, on_action
         self.usual = Specialization(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
         self.record = Record()
         self._before = 0  # microbatches of the steps before, under an endless schedule
@@ -77,6 +76,8 @@ class DeviceRunner:
         self._inputs: Sequence[Microbatch] = ()
         self._targets: Sequence[Microbatch] = ()
         try:
+            if meter is not None:
+                meter.reserve(lent_bytes)
             for stage in stages.values():
                 self._tag([*stage.parameters, *stage.held], Category.PARAMETERS)
                 self._tag(stage.kept_losses, Category.BOUNDARY)
@@ -108,23 +109,24 @@ class DeviceRunner:
             OutOfMemory: the device passed its cap; says at which action, and what held the bytes.
         """
         program = self.program if program is None else program
-        instructions, count, before = self._instructions(program), len(inputs), self._before
+        self.mover.begin(program)
+        known, count, before = self._instructions(program), len(inputs), self._before
         self._training = training
         self._specializations |= enumerate(specializations or (self.usual,) * count, start=before)
         self._inputs, self._targets = inputs, targets
         self._weights = weights or (1.0 / max(count, 1),) * count
         if not count:
             self.record.go_on()
-        for number, (relative, text, stream) in enumerate(instructions):
+        for number, (relative, text, stream) in enumerate(known):
             if self.on_action is not None:
                 self.on_action(number)
             action = shifted(relative, before) if before else relative
-            if action.wait and action.kind is not Kind.STASH:
+            if action.wait and action.kind not in OWN_JOINS:
                 while not self.transfers.ready(action):
                     yield
             self._timed(action, text, stream)
         if self.on_action is not None:
-            self.on_action(len(instructions))
+            self.on_action(len(known))
         self._inputs = self._targets = ()
         self.record.next_step()
         for stage in self.stages.values():
@@ -137,8 +139,7 @@ class DeviceRunner:
     def _instructions(self, program: Program) -> Instructions:
         """The actions of this device in `program`, with text and stream; made once for each program."""
         if id(program) not in self._instructions_of:
-            instructions = tuple((action, str(action), _stream(action)) for action in program.actions[self.number])
-            self._instructions_of[id(program)] = program, instructions
+            self._instructions_of[id(program)] = program, instructions(program.actions[self.number])
         return self._instructions_of[id(program)][1]
 
     def trace(self, budget_bytes: int) -> DeviceTrace:
@@ -155,6 +156,7 @@ class DeviceRunner:
         for stage in self.stages.values():
             stage.abandon()
         self.transfers.abandon()
+        self.mover.abandon()
         if self.meter is not None:
             self.meter.forget_graphs()
 
@@ -169,7 +171,7 @@ class DeviceRunner:
                 meter.begin(text)
                 with meter:
                     self._execute(action)
-                left = _LEFT.get(action.kind, Category.BOUNDARY)
+                left = LEFT.get(action.kind, Category.BOUNDARY)
                 self.record.samples.append(meter.end(self.record.steps, began, left))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{error} ({self._where()})") from error
@@ -200,17 +202,9 @@ class DeviceRunner:
     def _load(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         if action.stage == 0:
-            flight.values = self._cast(self._inputs[flight.microbatch], stage)
+            flight.values = on_device(self._inputs[flight.microbatch], stage.storages.inputs, stage.device)
         if stage.last:
-            flight.targets = self._cast(self._targets[flight.microbatch], stage, targets=True)
-
-    def _cast(self, tensors: Microbatch, stage: StageRunner, *, targets: bool = False) -> Microbatch:
-        """Copies of host tensors on the device, in the dtypes that were profiled."""
-        values = stage.storages.targets if targets else stage.storages.inputs
-        return [
-            tensor.to(stage.device, getattr(torch, value.dtype), non_blocking=True, copy=True)
-            for tensor, value in zip(tensors, values, strict=True)
-        ]
+            flight.targets = on_device(self._targets[flight.microbatch], stage.storages.targets, stage.device)
 
     def _send(self, action: Action) -> None:
         self.transfers.send(action, self._peer(action), self._values(action))
@@ -244,6 +238,14 @@ class DeviceRunner:
     def _peer(self, action: Action) -> int:
         return self.program.placement[action.neighbour][0]
 
+    # ---------------------------------------------------------------- moving saved tensors
+
+    def _copy(self, action: Action) -> None:
+        flight = self._flight(action)
+        smaller = flight.boundaries[0] != self.usual.boundaries[0]
+        readers = (*flight.values, *flight.targets, *self.transfers.tensors)
+        self.mover.carry_out(action, flight.luggage, readers=readers, smaller=smaller)
+
     # ---------------------------------------------------------------- computing
 
     def _forward(self, action: Action) -> None:
@@ -265,12 +267,16 @@ class DeviceRunner:
             self.transfers.hand_over(send, list(outputs))
 
     def _recompute(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        stage.recompute(self._flight(action), *(action.layers or (stage.start, stage.stop)))
+        stage, flight = self.stages[action.stage], self._flight(action)
+        first, end = action.layers or (stage.start, stage.stop)
+        if first in flight.pieces:
+            self.mover.check_present(action, flight.luggage, range(0), flight.pieces[first].inputs)
+        stage.recompute(flight, first, end)
 
     def _backward(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = action.layers or (stage.start, stage.stop)
+        self.mover.check_present(action, flight.luggage, range(first, end))
         outgoing = stage.backward(flight, first, end)
         if first == stage.start:
             del self._flights[_key(action)]
@@ -290,6 +296,7 @@ class DeviceRunner:
                 specialization.layers[stage],
                 specialization.boundaries,
                 self._weights[number],
+                self.mover.luggage(*key),
             )
         return flight
 
@@ -370,6 +377,7 @@ _STARTS: Mapping[Kind, _Handler] = (
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stash,
     }
+    | dict.fromkeys(COPIES, DeviceRunner._copy)
     | dict.fromkeys(SENDS, DeviceRunner._send)
     | dict.fromkeys(RECEIVES, DeviceRunner._receive)
 )
@@ -379,14 +387,10 @@ _JOINS: Mapping[Kind, _Handler] = (
         Kind.AGREE: DeviceRunner._agreed,
         Kind.STASH: DeviceRunner._stashed,
     }
+    | dict.fromkeys(COPIES, DeviceRunner._copy)
     | dict.fromkeys(SENDS, DeviceRunner._sent)
     | dict.fromkeys(RECEIVES, DeviceRunner._received)
 )
-
-
-def _stream(action: Action) -> Stream:
-    own = action.kind in COMPUTE or action.kind in (Kind.LOAD, Kind.STASH)
-    return Stream.COMPUTE if own else Stream.COMMUNICATION
 
 
 def _key(action: Action) -> tuple[int, int]:

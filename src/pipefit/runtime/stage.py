@@ -185,7 +185,8 @@ class StageRunner:
         """Run the layers of a piece in order, and after the model's last one the loss."""
         values = take(box)
         for number in range(piece.first, piece.end):
-            values = self._layer(flight, number, values)
+            with flight.luggage.watching(number):
+                values = self._layer(flight, number, values)
         return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
 
     def _run_unsaved(self, flight: Flight, piece: Piece, box: list[Tensor]) -> Values:

@@ -44,6 +44,7 @@ from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import backend_of, local_device, meter_of
 from pipefit.runtime.in_turn import run_in_turn
+from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.results import Result, tell
 from pipefit.runtime.specializations import Specializations
@@ -51,7 +52,7 @@ from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport, connect
 from pipefit.schedule import loss_delay, lower, lower_drain, lower_evaluation, step_programs, updates_alone
-from pipefit.trace import DeviceTrace, Trace
+from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
 
@@ -114,6 +115,10 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
+            lending = Lending.between(plan, program, plan.stages[plan.ranks[self.rank][0]].device)
+        else:
+            lending = Lending.within(plan, program)
+        self._lending = lending  # what others have borrowed stays ours
         self.not_compared = ""
         self.chain = chain = self._captured(seed, numbers)
         ranks = plan.ranks
@@ -127,6 +132,7 @@ class Trainer:
             clock=self._clock,
             seed=seed,
             on_action=on_action,
+            lending=lending,
         )
         self.runners = [
             assemble(
@@ -206,9 +212,7 @@ class Trainer:
         """The trace of this process so far; devices of other workers are empty in it."""
         mine = {runner.number: runner for runner in self.runners}
         devices = tuple(
-            mine[n].trace(device.memory_bytes)
-            if n in mine
-            else DeviceTrace(device=n, budget_bytes=device.memory_bytes, events=(), memory=())
+            mine[n].trace(device.memory_bytes) if n in mine else lending_trace(self.plan, n, self._lending.arenas)
             for n, device in enumerate(self.plan.cluster.devices)
         )
         seconds = tuple(self._step_seconds)

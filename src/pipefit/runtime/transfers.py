@@ -54,6 +54,12 @@ class Transfers:
         """Begin to add up `tensor`, in place, over the stages `members`."""
         self._under_way[action] = [tensor], self._transport.collect(action, tensor, members)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is waiting to be sent, or under way."""
+        under_way = [tensors for tensors, _ in self._under_way.values()]
+        return [tensor for tensors in (*self._waiting.values(), *under_way) for tensor in tensors]
+
     def ready(self, join: Action) -> bool:
         """Whether joining would return at once."""
         return self._transport.ready(self._under_way[join.start][1])

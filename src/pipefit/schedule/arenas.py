@@ -1,4 +1,4 @@
-"""Arenas: memory that devices with room to spare reserve for tensors of other devices, for a whole run.
+"""Arenas: memory that devices with room to spare, and hosts, reserve for tensors of other devices, for a whole run.
 
 A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the number of
 slots that it uses at once depends on its program alone. The lender reserves that many slots of each size before the
@@ -13,13 +13,18 @@ from functools import cache
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
-from pipefit.places import MemberKind, Place
+from pipefit.cost.storages import StageStorages
+from pipefit.errors import OutOfMemory
+from pipefit.places import Member, Place
+from pipefit.plans import Plan
+from pipefit.program import Program
+from pipefit.units import format_bytes
 
 
 class Arena(NamedTuple):
-    """Memory of device `lender` for device `borrower`: `slots` pieces of `slot_bytes` each."""
+    """Memory of `lender` for device `borrower`: `slots` pieces of `slot_bytes` each."""
 
-    lender: int
+    lender: Member
     borrower: int
     slots: int
     slot_bytes: int
@@ -30,28 +35,84 @@ class Arena(NamedTuple):
         return self.slots * self.slot_bytes
 
 
-def arenas(devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], int]) -> tuple[Arena, ...]:
-    """The arenas that every device lends to each other one.
+def arenas(
+    devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], int], hosts: Sequence[int]
+) -> tuple[Arena, ...]:
+    """The arenas that every member of the cluster lends to each device.
 
     Args:
         devices: the actions of every device; only OFFLOADs and RELOADs matter.
         moved_bytes: how many bytes an OFFLOAD or RELOAD moves.
+        hosts: the host of every device.
     """
     found: list[Arena] = []
-    slots_of = cache(_slots)
+    slots_of = cache(slots)
     for borrower, actions in enumerate(devices):
-        in_use, most = Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # by lender and slot size
+        in_use, most = Counter[tuple[Member, int]](), Counter[tuple[Member, int]]()  # by lender and slot size
         for action in actions:
             if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
                 continue
-            for slot in slots_of(action.place, moved_bytes(action)):
+            for slot in slots_of(action.place, moved_bytes(action), hosts[borrower]):
                 in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
                 most[slot] = max(most[slot], in_use[slot])
-        found += [Arena(lender, borrower, slots, nbytes) for (lender, nbytes), slots in sorted(most.items()) if nbytes]
+        used = sorted(slot for slot in most if slot[1] and most[slot])
+        found += [Arena(lender, borrower, most[lender, nbytes], nbytes) for lender, nbytes in used]
     return tuple(found)
 
 
-def _slots(place: Place, nbytes: int) -> list[tuple[int, int]]:
-    """The slots, as lender and size, that the start of an OFFLOAD takes and a joined RELOAD gives back."""
-    shares = place.split(nbytes)
-    return [(member.number or 0, nbytes) for member, nbytes in shares if member.kind is MemberKind.DEVICE]
+def slots(place: Place, nbytes: int, host: int) -> list[tuple[Member, int]]:
+    """The slots, as lender and size, that an OFFLOAD of `nbytes` takes from a device on `host`."""
+    return [
+        (member if member.number is not None else Member(member.kind, host), share)
+        for member, share in place.split(nbytes)
+    ]
+
+
+def arenas_of(plan: Plan, program: Program) -> tuple[Arena, ...]:
+    """The arenas that `program` uses, which carries out `plan`."""
+    storages = [StageStorages.of(plan, stage) for stage in range(len(plan.stages))]
+    hosts = [device.host for device in plan.cluster.devices]
+    return arenas(program.actions, moved_bytes(program, storages), hosts)
+
+
+def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[Action], int]:
+    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept."""
+    known: dict[object, int] = {}
+
+    def nbytes(action: Action) -> int:
+        key = action.stage, action.subject
+        if key not in known:
+            storages = stages[action.stage]
+            known[key] = sum(storages.sizes[storages.storage(subject)] for subject in program.moved(action))
+        return known[key]
+
+    return nbytes
+
+
+def lent_bytes(lent: Sequence[Arena], lender: Member) -> int:
+    """What a member of the cluster lends in all."""
+    return sum(arena.nbytes for arena in lent if arena.lender == lender)
+
+
+def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
+    """Check that hosts, and devices without a stage, have as much memory as they lend.
+
+    Devices that have one count what they lend with all else that they hold.
+
+    Raises:
+        OutOfMemory: one has not; says by how much, and for whom.
+    """
+    cluster, used = plan.cluster, {stage.device for stage in plan.stages}
+    room = {Member.host(number): host.memory_bytes for number, host in enumerate(cluster.hosts)}
+    room |= {Member.device(n): device.memory_bytes for n, device in enumerate(cluster.devices) if n not in used}
+    for lender, nbytes in room.items():
+        if (needed := lent_bytes(lent, lender)) > nbytes:
+            shares = Counter[int]()
+            for arena in lent:
+                shares[arena.borrower] += arena.nbytes * (arena.lender == lender)
+            raise OutOfMemory(
+                f"{lender} has {format_bytes(nbytes)} and would have to keep {format_bytes(needed)} of moved tensors, "
+                f"{format_bytes(needed - nbytes)} more: "
+                + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items() if share)
+                + "; move fewer tensors there, or those of fewer microbatches"
+            )

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 from pipefit.actions import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
 from pipefit.cost.storages import StageStorages
@@ -43,10 +44,21 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
         return list(actions)
     copies, storages = _Copies(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
     for decision in decisions:
-        last_saver = _last_saver(storages[decision.stage], decision)
+        users = _users(storages[decision.stage], decision)
         for microbatch in filter(decision.microbatches.__contains__, copies.microbatches(decision.stage)):
-            copies.add(decision, microbatch, _action(decision, microbatch, bundles), last_saver)
+            copies.add(decision, microbatch, _action(decision, microbatch, bundles), users)
     return list(copies.merged())
+
+
+class _Users(NamedTuple):
+    """Who needs the storages that a decision moves once more.
+
+    `last_saver` is the last layer that saves any of them, and `readers` are the layers that any of them is given to: a
+    second forward that begins there starts from it.
+    """
+
+    last_saver: int
+    readers: frozenset[int]
 
 
 class _Copies:
@@ -59,28 +71,28 @@ class _Copies:
         self.units = _units(actions)
         self.position = {action: number for number, action in enumerate(actions)}
 
-    def add(self, decision: Decision, microbatch: int, offload: Action, last_saver: int) -> None:
+    def add(self, decision: Decision, microbatch: int, offload: Action, users: _Users) -> None:
         """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload.
 
         The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It
         is joined behind the join of that send, and `decision.behind` units later or more. The reload is joined just
-        before the backward, and starts `decision.ahead` units earlier.
+        before the backward, or the second forward, that needs it, and starts `decision.ahead` units earlier.
         """
-        forward, backward = self._positions(decision, microbatch, last_saver)
-        last, first = self._unit(forward) + decision.behind, self._unit(backward) - decision.ahead
+        forward, user = self._positions(decision, microbatch, users)
+        last, first = self._unit(forward) + decision.behind, self._unit(user) - decision.ahead
         if last >= first:
             return
         send = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
         start = self.position.get(send, forward)
         freed = max(self.units[last][1], self.position.get(send.join, 0))
-        begin = self._before_waiting(self.units[first][0]) if decision.ahead else backward
+        begin = self._before_waiting(self.units[first][0]) if decision.ahead else user
         if freed >= begin:
             return
         reload = offload._replace(kind=Kind.RELOAD)
         self.behind[start].append(offload)
         self.behind[freed].append(offload.join)
         self.before[begin].append(reload)
-        self.before[backward].append(reload.join)
+        self.before[user].append(reload.join)
 
     def microbatches(self, stage: int) -> list[int]:
         """The microbatches of a stage, in rising order."""
@@ -97,22 +109,23 @@ class _Copies:
         """The number of the unit (`_units`) that a position is in."""
         return bisect_left(self.units, position, key=itemgetter(1))
 
-    def _positions(self, decision: Decision, microbatch: int, last_saver: int) -> tuple[int, int]:
-        """Where a stage's last forward is, and its first backward that needs the moved tensors."""
-        forward = backward = -1
+    def _positions(self, decision: Decision, microbatch: int, users: _Users) -> tuple[int, int]:
+        """Where a stage's last forward is, and the first action after it that needs the moved tensors."""
+        forward = user = -1
         for number, action in enumerate(self.actions):
             if (action.stage, action.microbatch) != (decision.stage, microbatch) or action.wait:
                 continue
-            holds = action.layers is None or action.layers[0] <= last_saver < action.layers[1]
+            holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
             if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
                 raise UsageError(
-                    f"{decision}: layer {last_saver} is recomputed for microbatch {microbatch}; do only one"
+                    f"{decision}: layer {users.last_saver} is recomputed for microbatch {microbatch}; do only one"
                 )
             if action.kind in FORWARDS:
                 forward = number
-            if holds and action.kind is Kind.BACKWARD and backward < 0:
-                backward = number
-        return forward, backward
+            starts = action.kind is Kind.RECOMPUTE and action.layers is not None and action.layers[0] in users.readers
+            if user < 0 and (starts or (holds and action.kind is Kind.BACKWARD)):
+                user = number
+        return forward, user
 
     def _before_waiting(self, number: int) -> int:
         """The position before the waits and the load that a compute action needs."""
@@ -147,15 +160,18 @@ def _action(decision: Decision, microbatch: int, bundles: Bundles) -> Action:
     return Action(Kind.OFFLOAD, decision.stage, microbatch, subject=subject, place=decision.place)
 
 
-def _last_saver(storages: StageStorages, decision: Decision) -> int:
-    """The last layer that saves any of the storages, whose backward is the first to need them.
+def _users(storages: StageStorages, decision: Decision) -> _Users:
+    """The layers that need the storages of a decision.
 
     Raises:
         UsageError: the decision moves something other than saved tensors, or a tensor that the stage does not keep.
     """
     if not isinstance(decision.subject, SavedTensors):
         raise UsageError(f"{decision}: this can be written down, but it cannot be carried out yet")
-    return max(saver for subject in _subjects(decision.subject) for saver in storages.savers(subject))
+    subjects = _subjects(decision.subject)
+    moved = {storages.storage(subject) for subject in subjects}
+    readers = (storages.start + n for n, layer in enumerate(storages.layers) if moved.intersection(layer.inputs))
+    return _Users(max(saver for subject in subjects for saver in storages.savers(subject)), frozenset(readers))
 
 
 def _subjects(moved: SavedTensors) -> tuple[Subject, ...]:

@@ -7,17 +7,18 @@ is. Costs: one microsecond per action for the peaks, two to three with the secon
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from pipefit.actions import Action
-from pipefit.cost.stage import Costs, StageCost
+from pipefit.cost.stage import Costs
 from pipefit.errors import PipefitWarning, UsageError
+from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.program import Program, joined
 from pipefit.schedule import distinct_steps, step_programs
-from pipefit.schedule.arenas import Arena, arenas
+from pipefit.schedule.arenas import Arena, arenas, lent_bytes, moved_bytes
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
@@ -73,7 +74,7 @@ class Simulation:
             costs.stage(stage.start, stage.stop, devices[there[0]].kind)
             for stage, there in zip(plan.stages, self.program.placement, strict=True)
         ]
-        self._moved_bytes = _moved_bytes(self.program, self._stages)
+        self._moved_bytes = moved_bytes(self.program, [costs.storages for costs in self._stages])
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
@@ -111,8 +112,9 @@ class Simulation:
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
-        """The memory that devices lend to each other."""
-        return arenas([placed for _, placed in self._readings], self._moved_bytes)
+        """The memory that devices and hosts lend to devices."""
+        hosts = [device.host for device in self.plan.cluster.devices]
+        return arenas([placed for _, placed in self._readings], self._moved_bytes, hosts)
 
     @cached_property
     def clock(self) -> Clock:
@@ -186,7 +188,7 @@ class Simulation:
 
     def _at_rest(self, device: int) -> Levels:
         placement = self.program.placement
-        lent = sum(arena.nbytes for arena in self.arenas if arena.lender == device)
+        lent = lent_bytes(self.arenas, Member.device(device))
         return at_rest((costs.rest for n, costs in enumerate(self._stages) if device in placement[n]), lent)
 
     def _peak(self, device: int) -> int:
@@ -242,20 +244,6 @@ class Simulation:
                     stream = Stream.COPY if code == COPY else Stream.COMMUNICATION
                 if end > start:
                     yield start, end, step, position, stream
-
-
-def _moved_bytes(program: Program, stages: list[StageCost]) -> Callable[[Action], int]:
-    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept."""
-    known: dict[object, int] = {}
-
-    def nbytes(action: Action) -> int:
-        key = action.stage, action.subject
-        if key not in known:
-            storages = stages[action.stage].storages
-            known[key] = sum(storages.sizes[storages.storage(subject)] for subject in program.moved(action))
-        return known[key]
-
-    return nbytes
 
 
 def _check(plan: Plan, program: Program, steps: int) -> None:

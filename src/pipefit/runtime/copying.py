@@ -1,0 +1,110 @@
+"""Copying bytes between storages and slots: at once, beside computing, or not at all in a dry run.
+
+A `Copier` starts a copy and returns a handle to join, as a transport does with messages. Threads copy with the C
+library, which needs no operation of torch: no meter sees them, and Python runs on meanwhile.
+
+Links of emulated devices are paced: a copy ends no earlier than its link would take after its start. Outward copies of
+a device come one after the other, and so do inward ones, as in the simulator; what copies of several devices would take
+from each other on a common wire is not made up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """`nbytes` of memory from `address` on; `owner` keeps it. Slots of a dry run have neither."""
+
+    nbytes: int
+    address: int = 0
+    owner: object = None
+
+
+class Part(NamedTuple):
+    """`nbytes` of a storage, from `offset` on, that are `within` bytes into a slot."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    slot: Slot
+    within: int
+    nbytes: int
+
+
+class Copier(Protocol):
+    """What moves bytes between storages and slots."""
+
+    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Any:
+        """Begin to copy, into the slots if `outward`, over links that take `seconds`; a handle to join."""
+
+    def join(self, handle: Any) -> None:
+        """Return when the copy is complete."""
+
+    def abandon(self) -> None:
+        """End all copies after a step has failed."""
+
+
+class NoCopier:
+    """Copies nothing: the tensors are fake."""
+
+    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+        """There is nothing to copy."""
+
+    def join(self, handle: None) -> None:
+        """The copy was complete from the start."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+
+class AtOnce(NoCopier):
+    """Copies as a copy starts, in no time of any link: for several devices in one process, which take turns anyway."""
+
+    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+        _copy(parts, outward=outward)
+
+
+class Beside:
+    """Copies on two threads, one outward and one inward, while the device computes."""
+
+    def __init__(self) -> None:
+        self._streams = [ThreadPoolExecutor(1, f"pipefit-copies-{way}") for way in ("in", "out")]
+        self._under_way: list[Future[None]] = []
+        self._ending = Event()
+
+    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Future[None]:
+        self._under_way = [copy for copy in self._under_way if not copy.done()]
+        copy = self._streams[outward].submit(self._paced, tuple(parts), outward, seconds)
+        self._under_way.append(copy)
+        return copy
+
+    def join(self, handle: Future[None]) -> None:
+        handle.result()
+
+    def abandon(self) -> None:
+        self._ending.set()
+        for copy in self._under_way:
+            copy.exception()  # returns when the copy has ended, which now takes no time of a link
+        self._under_way.clear()
+        self._ending = Event()
+
+    def _paced(self, parts: Sequence[Part], outward: bool, seconds: float) -> None:
+        end, ending = time.monotonic() + seconds, self._ending
+        _copy(parts, outward=outward)
+        while (left := end - time.monotonic()) > 0 and not ending.wait(left):
+            pass
+
+
+def _copy(parts: Sequence[Part], *, outward: bool) -> None:
+    for storage, offset, slot, within, nbytes in parts:
+        here, there = storage.data_ptr() + offset, slot.address + within
+        ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)

@@ -1,0 +1,338 @@
+"""Saved tensors of a device that are moved away and back: their storages lose their memory, and get it again.
+
+A tensor is named by its layer and by its number among those that autograd saves there. So the forward of a layer of
+which something will be moved is watched: every tensor that autograd saves passes a hook, which keeps a weak reference
+to the storages in question. Nothing but the graph owns them, as without the hook.
+
+When the copy of a storage has arrived, the storage is resized to nothing. All views of it, in whatever layer, are gone
+with it, and are there again when it is resized back and the bytes have returned: one copy serves all who hold it, and
+the graph need not be touched. What happens when is the program's; whatever does not fit it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from pipefit.actions import Action, Bundle, Kind, Subject
+from pipefit.cluster import Cluster
+from pipefit.cost.residency import Whereabouts
+from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
+from pipefit.places import Member
+from pipefit.program import Program
+from pipefit.runtime.copying import Copier, Part, Slot
+from pipefit.runtime.lending import Borrowed
+from pipefit.schedule.arenas import slots
+
+Wanted = Mapping[int, Collection[int | str]]  # by layer, the numbers of saved tensors
+
+
+class Found(NamedTuple):
+    """A saved tensor that may be moved: its storage, and what it looks like."""
+
+    storage: ref[torch.UntypedStorage]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Move:
+    """What one action moves, of one microbatch: storages with their bytes, and the slots that they are copied to."""
+
+    action: Action  # the OFFLOAD
+    storages: Sequence[tuple[ref[torch.UntypedStorage], int]]
+    slots: Sequence[tuple[Member, Slot]]
+    state: Whereabouts
+    copy: Any
+
+
+class Luggage:
+    """The saved tensors of one microbatch in one stage that its program moves, and those that are under way.
+
+    `wanted` are the numbers of those tensors, by layer.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.found: dict[Subject, Found] = {}
+        self.moves: dict[Subject | Bundle, Move] = {}
+
+    def watching(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, the forward of a layer runs; the tensors of it that are wanted are found."""
+        return self._watching(layer) if layer in self.wanted else nullcontext()
+
+    @contextmanager
+    def _watching(self, layer: int) -> Iterator[None]:
+        """A graph with hooks does not check for itself that a saved tensor is as it was, so the hooks do."""
+        wanted, count = self.wanted[layer], 0
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            nonlocal count
+            if count in wanted:
+                storage, dtype = ref(tensor.untyped_storage()), str(tensor.dtype).removeprefix("torch.")
+                self.found[Subject(layer, count)] = Found(storage, tuple(tensor.shape), dtype)
+            count += 1
+            return tensor.detach(), tensor._version  # the tensor itself may be the result of the node that keeps it
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unchanged):
+            yield
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """A saved tensor, if it is as it was.
+
+    Raises:
+        RuntimeError: it has been changed, in autograd's own words.
+    """
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError("a saved tensor has been modified by an inplace operation")
+    return tensor
+
+
+class Mover:
+    """Carries out the OFFLOADs and RELOADs of device `number`.
+
+    Args:
+        stages: the storages of the device's stages, by their numbers.
+        borrowed: the slots that the device may use.
+        resized: called with every storage that was given or has lost its memory.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        cluster: Cluster,
+        stages: Mapping[int, StageStorages],
+        *,
+        borrowed: Borrowed,
+        copier: Copier,
+        resized: Callable[[torch.UntypedStorage], None],
+    ) -> None:
+        self.number, self.cluster, self.stages = number, cluster, stages
+        self.borrowed, self.copier, self._resized = borrowed, copier, resized
+        self._program: Program | None = None
+        self._wanted: dict[tuple[int, int | None], dict[int, set[int | str]]] = {}
+
+    def begin(self, program: Program) -> None:
+        """`program` is executed from now on."""
+        if program is self._program:
+            return
+        self._program, self._wanted = program, {}
+        for action in program.actions[self.number]:
+            if action.kind is Kind.OFFLOAD and not action.wait:
+                if action.place is None:
+                    raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+                wanted = self._wanted.setdefault((action.stage, action.microbatch), defaultdict(set))
+                for subject in program.moved(action):
+                    wanted[subject.layer].add(subject.what)
+
+    def luggage(self, stage: int, microbatch: int) -> Luggage:
+        """What is moved of a microbatch in a stage; nothing has been found yet."""
+        return Luggage(self._wanted.get((stage, microbatch), {}))
+
+    # ---------------------------------------------------------------- the four actions
+
+    def carry_out(self, action: Action, luggage: Luggage, *, readers: Iterable[Tensor], smaller: bool) -> None:
+        """Carry out an OFFLOAD, a RELOAD or the join of one. What `readers` hold is still read or sent.
+
+        A microbatch that is `smaller` than the plan's may have smaller storages.
+
+        Raises:
+            UsageError: the action does not fit what has been done with the microbatch.
+        """
+        match action.kind, action.wait:
+            case Kind.OFFLOAD, False:
+                self._offload(action, luggage, smaller=smaller)
+            case Kind.OFFLOAD, True:
+                self._offloaded(action, luggage, readers)
+            case Kind.RELOAD, False:
+                self._reload(action, luggage)
+            case _:
+                self._reloaded(action, luggage)
+
+    def _offload(self, action: Action, luggage: Luggage, *, smaller: bool) -> None:
+        """Start copying storages away."""
+        storages = self._storages(action, luggage, smaller=smaller)
+        members = self._slots(action)
+        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in members]
+        copy = self._copy(storages, taken, outward=True)
+        luggage.moves[_subject(action)] = Move(action, _weak(storages), taken, Whereabouts.LEAVING, copy)
+
+    def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
+        """The copies have arrived: the storages lose their memory."""
+        move = luggage.moves[_subject(action)]
+        self.copier.join(move.copy)
+        read = {tensor.untyped_storage()._cdata for tensor in readers}
+        for storage, _ in self._present(action, move):
+            if storage._cdata in read:
+                raise UsageError(
+                    f"{action} frees what is still read or sent: it belongs behind the last use and its WAIT"
+                )
+            storage.resize_(0)
+            self._resized(storage)
+        move.state = Whereabouts.AWAY
+
+    def _reload(self, action: Action, luggage: Luggage) -> None:
+        """Give the storages memory, and start copying back."""
+        move = luggage.moves.get(_subject(action))
+        if move is None or move.state is not Whereabouts.AWAY or move.action.place != action.place:
+            state = Whereabouts.HERE if move is None else f"{move.state} (@{move.action.place})"
+            raise UsageError(f"{action} brings back a storage that is {state}")
+        storages = self._present(action, move)
+        for storage, nbytes in storages:
+            storage.resize_(nbytes)
+            self._resized(storage)
+        move.copy, move.state = self._copy(storages, move.slots, outward=False), Whereabouts.RETURNING
+
+    def _reloaded(self, action: Action, luggage: Luggage) -> None:
+        """The bytes are back, and the slots are free again."""
+        move = luggage.moves.pop(_subject(action))
+        self.copier.join(move.copy)
+        for member, slot in move.slots:
+            self.borrowed.give_back(member, slot)
+
+    def abandon(self) -> None:
+        """No copy is under way and no slot in use, after a step has failed."""
+        self.copier.abandon()
+        self.borrowed.free_all()
+
+    def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
+        """Refuse an action on `layers`, or that starts from `inputs`, one of which has been moved.
+
+        Raises:
+            UsageError: something that the action needs is not on the device.
+        """
+        for move in luggage.moves.values():
+            moved = {storage._cdata for storage, _ in self._present(action, move)}
+            savers = {saver for subject in self._moved(move.action) for saver in self._savers(action, subject)}
+            gone = move.state is not Whereabouts.LEAVING
+            read = gone and any(tensor.untyped_storage()._cdata in moved for tensor in inputs)
+            if read or savers.intersection(layers):
+                back = move.action._replace(kind=Kind.RELOAD)
+                raise UsageError(f"{action} needs a tensor that is {move.state}: {back.join} must come before it")
+
+    # ---------------------------------------------------------------- storages and slots
+
+    def _moved(self, action: Action) -> tuple[Subject, ...]:
+        assert self._program is not None
+        return self._program.moved(action)
+
+    def _savers(self, action: Action, subject: Subject) -> tuple[int, ...]:
+        return self.stages[action.stage].savers(subject)
+
+    def _storages(self, action: Action, luggage: Luggage, *, smaller: bool) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages that an OFFLOAD moves, with their bytes.
+
+        Raises:
+            UsageError: one does not exist, is not as it was planned, cannot be moved, or is moved already.
+        """
+        stage, storages = self.stages[action.stage], list[tuple[torch.UntypedStorage, int]]()
+        moved = {s._cdata for move in luggage.moves.values() for s, _ in self._present(action, move)}
+        for subject in self._moved(action):
+            if not stage.sizes[
+                stage.storage(subject)
+            ]:  # of a parameter or a constant, which is no activation and stays
+                continue
+            storage = _found(action, subject, luggage)
+            if storage._cdata in moved:
+                raise UsageError(f"{action} moves the storage of saved tensor {subject} a second time")
+            if not storage.resizable():
+                raise UsageError(
+                    f"{action} cannot move saved tensor {subject}: its memory belongs to something else than torch, "
+                    "such as an array of numpy; leave it where it is"
+                )
+            self._check_planned(action, subject, luggage.found[subject], storage.nbytes(), smaller=smaller)
+            moved.add(storage._cdata)
+            storages.append((storage, storage.nbytes()))
+        return storages
+
+    def _check_planned(self, action: Action, subject: Subject, found: Found, nbytes: int, *, smaller: bool) -> None:
+        """Refuse a tensor that is not the one that was profiled under this number, or has another storage."""
+        stage = self.stages[action.stage]
+        planned = stage.sizes[stage.storage(subject)]
+        saved = next(t for t in stage.costs[subject.layer - stage.start].saved if t.index == subject.what)
+        like = found.dtype == saved.dtype and (found.shape == saved.shape or smaller)
+        if not like or (nbytes != planned and not (smaller and nbytes < planned)):
+            raise UsageError(
+                f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} bytes, but by "
+                f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: the model keeps other tensors than when "
+                "it was profiled; profile and plan it again"
+            )
+
+    def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages of a move, which the graph still holds."""
+        found = [(storage(), nbytes) for storage, nbytes in move.storages]
+        if any(storage is None for storage, _ in found):
+            raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
+        return [(storage, nbytes) for storage, nbytes in found if storage is not None]
+
+    def _slots(self, action: Action) -> list[tuple[Member, int]]:
+        """The slots of an action, as lender and size."""
+        assert action.place is not None
+        stage = self.stages[action.stage]
+        nbytes = sum(stage.sizes[stage.storage(subject)] for subject in self._moved(action))
+        return slots(action.place, nbytes, self.cluster.devices[self.number].host)
+
+    def _copy(
+        self,
+        storages: Sequence[tuple[torch.UntypedStorage, int]],
+        there: Sequence[tuple[Member, Slot]],
+        *,
+        outward: bool,
+    ) -> Any:
+        """Start copying between storages and slots, one after the other as if each were one row of bytes."""
+        here, seconds = Member.device(self.number), 0.0
+        parts = list(_parts(storages, [slot for _, slot in there]))
+        for member, slot in there:
+            route = self.cluster.route(here, member) if outward else self.cluster.route(member, here)
+            seconds = max(seconds, route.seconds(sum(part.nbytes for part in parts if part.slot is slot)))
+        paced = self.cluster.backend == "emulated"
+        return self.copier.start(parts, outward=outward, seconds=seconds * paced)
+
+
+def _subject(action: Action) -> Subject | Bundle:
+    assert action.subject is not None
+    return action.subject
+
+
+def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedStorage:
+    """The storage of a saved tensor.
+
+    Raises:
+        UsageError: the layer has saved no such tensor, or its backward is over.
+    """
+    found = luggage.found.get(subject)
+    storage = None if found is None else found.storage()
+    if storage is None:
+        raise UsageError(
+            f"{action} moves what is not there: layer {subject.layer} has not saved tensor {subject.what}, or its "
+            "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom function"
+        )
+    return storage
+
+
+def _weak(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> list[tuple[ref[torch.UntypedStorage], int]]:
+    return [(ref(storage), nbytes) for storage, nbytes in storages]
+
+
+def _parts(storages: Sequence[tuple[torch.UntypedStorage, int]], there: Sequence[Slot]) -> Iterator[Part]:
+    """Which bytes of the storages are in which slots: every slot is filled before the next one."""
+    slots_left, slot, within = iter(there), Slot(0), 0
+    for storage, nbytes in storages:
+        offset = 0
+        while offset < nbytes:
+            if within == slot.nbytes:
+                slot, within = next(slots_left), 0
+                continue
+            taken = min(nbytes - offset, slot.nbytes - within)
+            yield Part(storage, offset, slot, within, taken)
+            offset, within = offset + taken, within + taken

@@ -1,0 +1,91 @@
+"""Plans with random decisions to move saved tensors away, for real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor, nn
+
+from accidents import Spot
+from pipefit.actions import Subject
+from pipefit.capture import Task
+from pipefit.cost.storages import StageStorages
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.places import Place, parse_place
+from pipefit.plans import Plan
+
+
+def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
+    """The saved tensors of a stage that may be moved, one name for each storage, which no recomputed layer saves."""
+    storages, names = StageStorages.of(plan, stage), dict[int, tuple[int, int]]()
+    runs = [d.subject for d in plan.decisions_of(stage, What.RECOMPUTE)]
+    again = {n for run in runs if isinstance(run, Run) for n in range(run.start, run.stop)}
+    place = plan.stages[stage]
+    for layer in range(place.start, place.stop):
+        for saved in plan.measurement.costs[layer].saved:
+            if saved.origin.kind in ("own", "input"):
+                subject = Subject(layer, saved.index)
+                if not again.intersection(storages.savers(subject)):
+                    names.setdefault(storages.storage(subject), (layer, saved.index))
+    return list(names.values())
+
+
+def random_place(plan: Plan, device: int, rng: Random) -> Place:
+    """The host, another device, or shares of several of them."""
+    members = ["host", *(f"device{n}" for n in range(len(plan.cluster.devices)) if n != device)]
+    chosen = rng.sample(members, rng.randint(1, min(3, len(members))))
+    return parse_place("+".join(f"{member}*{rng.randint(1, 3)}" for member in chosen))
+
+
+def moving(plan: Plan, rng: Random) -> Plan:
+    """The plan with up to three random decisions in every stage, each about one or several saved tensors.
+
+    In half of the plans nothing is recomputed.
+    """
+    plan = replace(plan, decisions=()) if rng.random() < 0.5 else plan
+    decisions = []
+    for number, stage in enumerate(plan.stages):
+        names = movable(plan, number)
+        rng.shuffle(names)
+        for _ in range(rng.randint(1, 3)):
+            taken, names = names[: (cut := rng.choice([1, 1, 2, 4]))], names[cut:]
+            if taken:
+                every = rng.randint(1, 3)
+                decisions.append(
+                    Decision(
+                        stage=number,
+                        subject=SavedTensors(tensors=tuple(taken)),
+                        what=What.OFFLOAD,
+                        place=random_place(plan, stage.device, rng),
+                        microbatches=Microbatches(rng.randint(1, every), every, rng.randrange(every)),
+                        behind=rng.choice([0, 0, 1, 2]),
+                        ahead=rng.choice([0, 0, 1, 2]),
+                    )
+                )
+    return replace(plan, decisions=(*plan.decisions, *decisions))
+
+
+def make_chain(accident: str = "none") -> Task:
+    """Layers that save what they return; at the fourth, the first of the second half, comes the accident."""
+
+    def build() -> nn.Module:
+        first = nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 8)
+        return nn.Sequential(*first, Spot(accident), nn.Tanh(), nn.Linear(8, 4))
+
+    return Task(build, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+
+
+def make_batch(size: int) -> tuple[Tensor, Tensor]:
+    """Noise."""
+    return torch.randn(size, 8), torch.randn(size, 4)
+
+
+def make_wide() -> Task:
+    """Layers that take milliseconds."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 2048), nn.Sigmoid(), nn.Linear(2048, 2048), nn.Linear(2048, 4))
+
+    return Task(build, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)

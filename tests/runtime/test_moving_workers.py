@@ -1,0 +1,146 @@
+"""Saved tensors moved by worker processes: over shared memory, beside computing, and nothing left however they end."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipefit
+from moving_plans import make_chain, make_wide
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.devices import Host, Link
+from pipefit.errors import OutOfMemory, WorkerFailed
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
+from pipefit.trace import Stream, Trace
+from tiny import plan_of
+
+SLOW = 0.05  # seconds of a copy
+SIGMOID = ((1, 0),)  # what layer 1 returns and saves
+
+
+def moved(plan: Plan, *places: str, behind: int = 1, ahead: int = 0) -> Plan:
+    """The plan with the sigmoid's result of stage 0 moved to the first place, the tanh's of stage 1 to the second."""
+    decisions = tuple(
+        Decision(
+            stage=stage,
+            subject=SavedTensors(tensors=tensors),
+            what=What.OFFLOAD,
+            place=parse_place(place),
+            behind=behind,
+            ahead=ahead,
+        )
+        for (stage, tensors), place in zip([(0, SIGMOID), (1, ((4, 0),))], places, strict=False)
+    )
+    return replace(plan, decisions=decisions)
+
+
+def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
+    """Step, action and bytes of every sample of every device."""
+    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
+
+
+def segments(process: int | None = None) -> list[str]:
+    """The arenas that this process has mapped, or one of those that it has started, or one of theirs."""
+    number = process or os.getpid()
+    try:
+        found = [line for line in Path(f"/proc/{number}/maps").read_text().splitlines() if "pipefit-arena" in line]
+        children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return found + [line for child in children for line in segments(int(child))]
+
+
+def test_workers_move_what_one_process_moves() -> None:
+    """With a peer, the host and shares of both, losses and every sample of memory are those of one process and of the
+    dry run; a device without a worker lends too.
+    """
+    still = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe", devices=2)
+    still = replace(still, cluster=Cluster.emulated((2, 1 << 20), (1, 4096)))
+    plan = moved(still, "device1*2+host*1", "device0*1+device2*1")
+    shared: list[list[str]] = []
+    losses, trace = pipefit.train(make_chain, plan, steps=3, on_step=lambda *_: shared.append(segments()))
+    assert len(shared[0]) == 4  # two arenas, each in two workers
+    task = make_chain()
+    alone = Trainer(task, plan)
+    expected = []
+    for step in range(3):
+        torch.manual_seed(step)
+        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    assert losses == expected
+    assert samples(trace) == samples(alone.trace) == samples(certify(task, plan, steps=3))
+    assert not segments()
+
+
+@pytest.mark.parametrize("accident", ["killed", "raises"])
+def test_a_worker_that_dies_leaves_no_shared_memory(accident: str) -> None:
+    """Lender and borrower of each other, one of them killed or failing in the middle of a step: no segment remains."""
+    plan = moved(plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe"), "device1", "device0")
+    with pytest.raises(WorkerFailed, match="worker 1"):
+        pipefit.train(partial(make_chain, accident), plan, steps=2)
+    assert mp.active_children() == []
+    assert not segments()
+
+
+def test_a_worker_that_copies_for_too_long_is_the_one_that_hangs() -> None:
+    """It waits for its own copy, not for others: it is named, not the neighbour that waits for it; in time."""
+    plan = moved(plan_of(make_chain(), [3, 3], microbatches=2, schedule="gpipe"), "host", "host", behind=0)
+    link = Link.between("device0", "device1", "host0", bytes_per_second=1.0)
+    plan = replace(plan, cluster=replace(plan.cluster, links=(link,)), decisions=plan.decisions[1:])
+    with pytest.raises(WorkerFailed, match=r"worker 1 .* hangs at 1WAIT_OFFLOAD0\[4.0\]@host"):
+        pipefit.train(make_chain, plan, steps=1, timeout_seconds=2)
+    assert mp.active_children() == []
+
+
+def test_a_host_without_room_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes from the launching process."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("pipefit.runtime.launch.start", never)
+    plan = moved(plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe"), "host")
+    with pytest.raises(OutOfMemory, match=r"host0 has .* and would have to keep"):
+        pipefit.train(
+            make_chain, replace(plan, cluster=replace(plan.cluster, hosts=(Host(memory_bytes=100),))), steps=1
+        )
+
+
+@pytest.mark.parametrize("split", [[4], [3, 1]])
+def test_copies_take_the_time_of_their_link_beside_computing(split: list[int]) -> None:
+    """Over a slow link no copy ends before its seconds are over; a device stands still for less of them where they run
+    beside computing. The simulator, given the same link, says which is faster. So with one worker, and with two.
+    """
+    still = plan_of(make_wide(), split, microbatches=4, schedule="gpipe")
+    size = next(t for t in still.measurement.costs[1].saved if t.index == 0).nbytes
+    link = Link.between("device0", "device1", "host0", bytes_per_second=size / SLOW)
+    devices = still.cluster.devices * (3 - len(split))
+    still = replace(still, cluster=replace(still.cluster, devices=devices[:2], links=(link,)))
+    waiting, beside = (moved(still, "host", behind=behind, ahead=ahead) for behind, ahead in ((0, 0), (1, 1)))
+    traces = [pipefit.train(make_wide, plan, steps=2)[1] for plan in (waiting, beside)]
+    assert min(span for trace in traces for span in spans(trace)) >= SLOW
+    assert waited(traces[1]) < waited(traces[0])
+    assert simulate(beside).step_seconds[1] < simulate(waiting).step_seconds[1]
+
+
+def spans(trace: Trace) -> list[float]:
+    """Seconds from the start to the end of every copy of device 0."""
+    copies = [e for e in trace.devices[0].events if e.stream is Stream.COPY]
+    ends = {(e.step, e.action.replace("WAIT_", "")): e.end_seconds for e in copies if "WAIT" in e.action}
+    return [ends[e.step, e.action] - e.start_seconds for e in copies if "WAIT" not in e.action]
+
+
+def waited(trace: Trace) -> float:
+    """Seconds that device 0 stood still for copies, in the second step."""
+    copies = (e for e in trace.devices[0].events if e.stream is Stream.COPY and e.step == 1)
+    return sum(e.end_seconds - e.start_seconds for e in copies)
