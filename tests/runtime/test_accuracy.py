@@ -14,7 +14,7 @@ from gallery import CHAINS
 from oracle import measured_peaks
 from pipefit.runtime import certify
 from pipefit.simulator import simulate
-from random_cases import MODELS, SCHEDULES, Account, Case, accounts, plan_for, random_case
+from random_cases import MODELS, SCHEDULES, Case, accounts, plan_for, random_case
 from tiny import plan_of, task_of
 
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
@@ -27,38 +27,18 @@ def draw(name: str) -> Case:
     return plan_for(gallery.task(model), rng, name=model) if model in CHAINS else random_case(rng, model=model)
 
 
-@pytest.fixture(scope="module")
-def compared() -> dict[str, list[Account]]:
-    """The accounts of every case so far: each is run once, for all tests."""
-    return {}
-
-
-def of(name: str, compared: dict[str, list[Account]]) -> list[Account]:
-    """The accounts of a case, two steps of every device that holds a stage."""
-    if name not in compared:
-        compared[name] = list(accounts(draw(name)))
-    return compared[name]
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_dry_run_is_exact(name: str, compared: dict[str, list[Account]]) -> None:
-    """The dry run's peak of every device in every step is the allocator's own, to the byte."""
-    found = of(name, compared)
-    assert [account.dry_run_bytes for account in found] == [account.oracle_bytes for account in found], found[0].case
+def test_dry_run_and_simulator_are_exact(name: str) -> None:
+    """Their peaks of every device that holds a stage, in both steps, are the allocator's own, to the byte."""
+    for account in accounts(draw(name)):
+        assert account.dry_run_bytes == account.simulated_bytes == account.oracle_bytes, account.case
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_simulator_is_exact(name: str, compared: dict[str, list[Account]]) -> None:
-    """The simulator's peak of every device in every step is the allocator's own, to the byte."""
-    found = of(name, compared)
-    assert [account.simulated_bytes for account in found] == [account.oracle_bytes for account in found], found[0].case
-
-
-def test_cases_differ(compared: dict[str, list[Account]]) -> None:
+def test_cases_differ() -> None:
     """The cases cover all schedules, one to four devices with one or several stages, runs and whole stages that are
     recomputed, both kinds of attention, dropout on and off.
     """
-    cases = [of(name, compared)[0].case for name in NAMES]
+    cases = [draw(name) for name in NAMES]
     assert {case.plan.training.schedule for case in cases} == set(SCHEDULES)
     assert {len(case.plan.ranks) for case in cases} == {1, 2, 3, 4}
     assert {len(case.plan.ranks[0]) for case in cases} == {1, 2, 3}
