@@ -140,6 +140,35 @@ def test_a_column_of_integers_closes_no_cut_and_a_parameter_of_the_root_no_block
     assert torch.equal(values[0], module(columns))
 
 
+class Strided(nn.Module):
+    """Every block adds a slice of what the first layer computes, which lies with gaps and so cannot cross a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.first(x)[:, ::2]
+        x = part
+        for block in self.blocks:
+            x = torch.relu(block(x)) + part
+        return x
+
+
+def test_a_slice_of_what_is_computed_closes_no_cut() -> None:
+    """It is taken again in every layer that adds it; values and gradients are the model's."""
+    module, x = Strided(), torch.randn(2, WIDTH)
+    found = cut(module, x)
+    assert names(found) == ["first", "blocks.0", "blocks.1", "blocks.2"]
+    values = found.flatten((x,))
+    for layer in found.layers:
+        values = layer(values)
+    assert torch.equal(values[0], module(x))
+    ours, theirs = (torch.autograd.grad(out.sum(), list(module.parameters())) for out in (values[0], module(x)))
+    assert all(map(torch.allclose, ours, theirs))
+
+
 class Twice(nn.Linear):
     """Returns its result twice, once as a view of the other."""
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.profiler import profile
-from random_cases import accounts, plan_for
+from random_cases import Case, accounts, plan_for
+from tiny import plan_of
 
 WIDTH = 32
 
@@ -108,6 +109,22 @@ def test_peaks_count_what_lasts(module: Any, seed: int) -> None:
     """Simulator, dry run and allocator agree to the byte, under any plan."""
     task = Task(module, batch=batch, loss=F.mse_loss, name="lasting")
     for account in accounts(plan_for(task, Random(seed))):
+        assert account.simulated_bytes == account.dry_run_bytes == account.oracle_bytes, str(account.case)
+
+
+def test_what_lasts_is_there_when_the_last_gradients_are_made() -> None:
+    """Eight layers in one stage, whose gradients are as large as what is kept: the peak is at the backward's end."""
+
+    def wide() -> nn.Module:
+        parts = (
+            part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH, bias=False), Layer(KeepsInput, linear=False))
+        )
+        return chain(list(parts))
+
+    task = Task(wide, batch=batch, loss=F.mse_loss, optimizer=torch.optim.SGD, name="lasting")
+    costs = profile(task, microbatch_size=WIDTH // 2, threads=torch.get_num_threads())
+    plan = plan_of(task, [16], size=WIDTH // 2, microbatches=1, profiled=costs)
+    for account in accounts(Case(name="lasting", settings={}, task=task, plan=plan)):
         assert account.simulated_bytes == account.dry_run_bytes == account.oracle_bytes, str(account.case)
 
 
