@@ -17,24 +17,23 @@ def test_gpt_under_dapple_needs_what_the_paper_says() -> None:
 
 
 def test_bert_under_pipedream_needs_what_the_paper_says() -> None:
-    """Bert-0.35B with versions of the weights: total and fullest within 10 per cent, the emptiest 13 per cent below.
+    """Bert-0.35B with versions of the weights: total, fullest and emptiest within 10 per cent of Table II.
 
     With all of a version kept, gradients and optimizer state included, total and fullest would be above that.
     """
     weights, everything = rows(BERT, "0.35B")
     assert weights.over is not None and everything.over is not None
     assert weights.split == (4, 3, 3, 3, 3, 3, 3, 4)
-    assert max(abs(weights.over.total), abs(weights.over.fullest)) < 0.1
-    assert -0.15 < weights.over.emptiest < -0.1
+    assert within(weights), weights.over
     assert min(everything.over.total, everything.over.fullest) > 0.1
 
 
 @pytest.mark.gallery
 def test_plain_operations_would_need_more_than_the_paper_says() -> None:
-    """A Bert whose GELU and layer norm are unfused is a seventh to a third above every column."""
+    """A Bert whose GELU and layer norm are unfused is over a quarter above every column."""
     weights, _ = rows(BERT, "0.35B", unfused=True)
     assert weights.over is not None
-    assert all(0.12 < over < 0.35 for over in asdict(weights.over).values())
+    assert all(0.25 < over < 0.35 for over in asdict(weights.over).values())
 
 
 def test_blocks_are_spread_evenly() -> None:
@@ -47,8 +46,8 @@ def test_blocks_are_spread_evenly() -> None:
 
 
 def test_demands_are_compared_column_by_column() -> None:
-    """In units of 1e9 bytes, as shares of what was published."""
-    found = Demand.of([3 * 10**9, 10**9, 2 * 10**9])
+    """In units of 1e9 bytes, with a context on every device, as shares of what was published."""
+    found = Demand.of([2_600_000_000, 600_000_000, 1_600_000_000])
     assert found == Demand(total=6.0, fullest=3.0, emptiest=1.0)
     assert found.over(Demand(total=5.0, fullest=4.0, emptiest=1.0)) == Demand(
         total=pytest.approx(0.2), fullest=-0.25, emptiest=0.0
