@@ -1,13 +1,15 @@
-"""How long the simulator takes: programs of 100 layers, 8 stages and 64 microbatches under 1F1B.
+"""How long lowering and the simulator take: programs of 100 layers, 8 stages and 64 microbatches under 1F1B.
 
     plain                      whole stages, kept
     offload in every layer     segments of a layer, each of which moves a saved tensor away and has it back
     runs recomputed            in every stage two runs of three layers go forward twice
     4 bundles a stage          in every stage four times three saved tensors move away together, and come back early
+    4 bundles, 128 layers      the same of 128 layers and 32 microbatches
 
     PYTHONPATH=src python benchmarks/bench_simulator.py [--beside CHECKOUT] [--json PATH] [--repeat N]
 
-Three readings of one step of each program: the peaks alone; peaks and step time; and the whole trace. Seconds are the
+Five readings of each program: making it, with its checks (lower); the peaks of one step alone; peaks and step time; the
+whole trace; and what a planner pays for a candidate: lowering, and the peaks and seconds of two steps. Seconds are the
 CPU's, the least of N repeats: a simulation waits for nothing, so that a busy machine distorts them less than it
 does the clock. With `--beside`, the first two programs are simulated by the version in another checkout too, in turns
 (`simulator_beside.py`): "new costs" are the peaks of the first plan of a profile, for which nothing is kept yet, and
@@ -36,6 +38,7 @@ from pipelines import equal_profile, make_cluster, make_plan, offload_all
 from simulator_beside import least_seconds
 
 LAYERS, STAGES, MICROBATCHES = 100, 8, 64
+LARGE_LAYERS, FEWER_MICROBATCHES = 128, 32
 STEPS = 1
 RUNS, BUNDLES, TOGETHER = 2, 4, 3  # of a stage: recomputed runs, bundles; layers of a run, tensors of a bundle
 
@@ -51,13 +54,14 @@ class Row:
     us_per_action: float
 
 
-def example() -> Plan:
-    """The plan that is measured: uneven stages, links of 10 GB/s."""
+def example(layers: int | None = None, microbatches: int | None = None) -> Plan:
+    """The plan that is measured: LAYERS layers in uneven stages, MICROBATCHES microbatches, links of 10 GB/s."""
+    layers, microbatches = layers or LAYERS, microbatches or MICROBATCHES
     profile = equal_profile(
-        LAYERS, input_bytes=10**7, output_bytes=10**7, kept_bytes=10**7, forward_seconds=1e-3, backward_seconds=2e-3
+        layers, input_bytes=10**7, output_bytes=10**7, kept_bytes=10**7, forward_seconds=1e-3, backward_seconds=2e-3
     )
-    split = [LAYERS // STAGES + (number < LAYERS % STAGES) for number in range(STAGES)]
-    return make_plan(profile, split, microbatches=MICROBATCHES, cluster=make_cluster(STAGES, bytes_per_second=1e10))
+    split = [layers // STAGES + (number < layers % STAGES) for number in range(STAGES)]
+    return make_plan(profile, split, microbatches=microbatches, cluster=make_cluster(STAGES, bytes_per_second=1e10))
 
 
 def programs() -> Iterator[tuple[str, Plan, Program]]:
@@ -69,6 +73,8 @@ def programs() -> Iterator[tuple[str, Plan, Program]]:
     yield "runs recomputed", runs, lower(runs)
     bundles = decided(plain, BUNDLES, moved)
     yield "4 bundles a stage", bundles, lower(bundles)
+    large = decided(example(LARGE_LAYERS, FEWER_MICROBATCHES), BUNDLES, moved)
+    yield "4 bundles, 128 layers", large, lower(large)
 
 
 def decided(plan: Plan, count: int, decide: Callable[[int, range], Decision]) -> Plan:
@@ -112,10 +118,14 @@ def measure(name: str, plan: Plan, program: Program, repeat: int) -> Iterator[Ro
     """One row per reading."""
     actions, costs = sum(map(len, program.actions)), Costs.of(plan)
     readings: dict[str, Callable[[], object]] = {
+        "lower": lambda: lower(plan),
         "peaks": lambda: Simulation(plan, program=program, steps=STEPS, costs=costs).peak_bytes,
         "peaks and seconds": lambda: _figures(Simulation(plan, program=program, steps=STEPS, costs=costs)),
         "trace": lambda: simulate(plan, program=program, steps=STEPS),
+        "candidate": lambda: _figures(Simulation(plan, costs=costs)),
     }
+    if program != lower(plan):  # it was written by hand
+        readings = {name: run for name, run in readings.items() if name not in ("lower", "candidate")}
     for reading, run in readings.items():
         seconds = best_seconds(run, repeat)
         yield Row(

@@ -86,14 +86,17 @@ def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, 
     return Case(name=name or task.name, settings=settings or {}, task=task, plan=random_plan(found, rng))
 
 
-def random_plan(found: ModelProfile, rng: Random, *, microbatches: int | None = None) -> Plan:
-    """Any split of the layers over up to four devices in any order, under any schedule, for one to six `microbatches`,
-    with any recomputation. Under GPipe's schedules devices may hold several stages.
+def random_plan(
+    found: ModelProfile, rng: Random, *, microbatches: int | None = None, schedule: str | None = None
+) -> Plan:
+    """Any split of the layers over up to four devices in any order, under any `schedule`, for one to six
+    `microbatches`, with any recomputation. Under GPipe's schedules devices may hold several stages.
     """
     layers, size = len(found.layers), found.measurements[0].microbatch_size
-    schedule, number = rng.choice(SCHEDULES), microbatches or rng.choice([1, 2, 3, 4, 6])
+    schedule = schedule or rng.choice(SCHEDULES)
+    number = microbatches or rng.choice([1, 2, 3, 4, 6])
     ranks = rng.randint(1, min(4, layers))
-    chunks = rng.choice([1, 1, 2, 3]) if schedule != "1f1b" else 1
+    chunks = 1 if schedule.endswith("1f1b") else rng.choice([1, 1, 2, 3])
     chunks = chunks if ranks * chunks <= layers else 1
     cuts = [0, *sorted(rng.sample(range(1, layers), ranks * chunks - 1)), layers]
     devices = rng.sample(range(4), ranks)
@@ -124,7 +127,7 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
     runs = []
     for number, stage in enumerate(plan.stages):
         start, stop = sorted(rng.sample(range(stage.start, stage.stop + 1), 2))
-        if rng.random() < 0.3 or _cuts_a_shared_parameter(plan, stage, start, stop):
+        if rng.random() < 0.3 or cuts_a_shared_parameter(plan, stage, start, stop):
             continue
         every = rng.randint(1, 3)
         which = Microbatches(taken=rng.randint(1, every), every=every, first=rng.randrange(every))
@@ -134,7 +137,7 @@ def random_decisions(plan: Plan, rng: Random) -> tuple[Decision, ...]:
     return tuple(runs)
 
 
-def _cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:
+def cuts_a_shared_parameter(plan: Plan, stage: Stage, start: int, stop: int) -> bool:
     """Whether recomputing layers `start` to `stop - 1` puts users of one parameter into two pieces of the stage."""
     pieces = ((stage.start, start), (start, stop), (stop, stage.stop))
     return any(sum(any(a <= user < b for user in one.users) for a, b in pieces) > 1 for one in plan.measurement.shared)

@@ -132,12 +132,12 @@ class Action(NamedTuple):
     @property
     def start(self) -> Action:
         """The action that this WAIT joins."""
-        return self._replace(wait=False)
+        return Action(*self[:-1], False)
 
     @property
     def join(self) -> Action:
         """The WAIT that joins this action."""
-        return self._replace(wait=True)
+        return Action(*self[:-1], True)
 
     @property
     def neighbour(self) -> int:

@@ -11,7 +11,6 @@ fills the pipeline carries nothing in, the one that drains it nothing out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -138,45 +137,53 @@ def _normal(action: Action, placement: Placement) -> Action:
 # -------------------------------------------------------------------- checks
 
 
+_Which = tuple[int | None, tuple[int, int] | None]  # of the messages between two stages: its microbatch and rows
+_Start = tuple[object, ...]  # an action without the last field, which is whether it is a WAIT
+
+
 def _check_device(device: int, actions: Iterable[Action], program: Program) -> None:
     """Check that actions are of the device's stages, and that each start is joined once, here or in the next body."""
-    placement = program.placement
-    open_starts = set(program.carried_in[device]) if program.carried_in else set()
+    stages = {stage for stage, devices in enumerate(program.placement) if device in devices}
+    open_starts = _carried_starts(program.carried_in, device)
     for action in actions:
-        if action.stage >= len(placement) or device not in placement[action.stage]:
+        kind = action.kind
+        if action.stage not in stages:
             raise UsageError(f"device {device} has action {action}, but stage {action.stage} is not on it")
         if action.wait:
-            if action.start not in open_starts:
+            if open_starts.pop(action[:-1], None) is None:
                 raise UsageError(f"device {device}: {action} joins nothing: {action.start} did not start before it")
-            open_starts.remove(action.start)
-        elif action.kind in BACKGROUND:
-            if action in open_starts:
+        elif kind in BACKGROUND:
+            if action[:-1] in open_starts:
                 raise UsageError(f"device {device}: {action} starts twice before it is joined")
-            open_starts.add(action)
-        elif action.kind in SPLIT_BACKWARD:
+            open_starts[action[:-1]] = action
+        elif kind in SPLIT_BACKWARD:
             _check_split(device, action, open_starts)
-    open_starts -= set(program.carried_out[device]) if program.carried_out else set()
-    if open_starts:
-        first = min(open_starts, key=str)
+    left = _carried_starts(program.carried_out, device)
+    never = sorted((str(start), start) for key, start in open_starts.items() if key not in left)
+    if never:
+        _, first = never[0]
         if first.kind is Kind.INPUT_GRADIENTS:
             raise UsageError(f"device {device}: {first} is half a backward: add {_other_half(first)} behind it")
         raise UsageError(f"device {device}: {first} is never joined: add its WAIT")
+
+
+def _carried_starts(carried: Actions, device: int) -> dict[_Start, Action]:
+    """What a device carries in or out, if anything."""
+    return {start[:-1]: start for start in carried[device]} if carried else {}
 
 
 def _other_half(action: Action) -> Action:
     return action._replace(kind=Kind.WEIGHT_GRADIENTS)
 
 
-def _check_split(device: int, action: Action, open_starts: set[Action]) -> None:
+def _check_split(device: int, action: Action, open_starts: dict[_Start, Action]) -> None:
     """Check that a split backward has both parts: first the gradients of the inputs, then those of the weights."""
     first = action._replace(kind=Kind.INPUT_GRADIENTS)
     if action.kind is Kind.INPUT_GRADIENTS:
-        if action in open_starts:
+        if first[:-1] in open_starts:
             raise UsageError(f"device {device}: {action} comes twice")
-        open_starts.add(action)
-    elif first in open_starts:
-        open_starts.remove(first)
-    else:
+        open_starts[first[:-1]] = first
+    elif open_starts.pop(first[:-1], None) is None:
         raise UsageError(f"device {device}: {action} has no gradients to start from: {first} must come before it")
 
 
@@ -187,24 +194,33 @@ def _check_messages(program: Program) -> None:
     of a body. Of other parts of an endless schedule, what is carried in or out may have its partner elsewhere.
     """
     repeats = program.endless and _repeats(program)
-    placement, balance, seen = program.placement, Counter[Message](), dict[Message, Action]()
+    placement, streams = program.placement, dict[Message, dict[_Which, tuple[int, Action]]]()
     elsewhere = set() if repeats else _carried(program)
     for device, actions in enumerate(program.actions):
+        ends: dict[tuple[object, ...], tuple[dict[_Which, tuple[int, Action]], int]] = {}
         for action in actions:
-            if action.kind in MESSAGES and not action.wait:
-                message = message_of(device, action, placement)
-                if repeats and action.microbatch is not None:
-                    message = message._replace(microbatch=action.microbatch % program.microbatches)
-                balance[message] += 1 if action.kind in SENDS else -1
-                seen[message] = action
-    for message, count in balance.items():
-        if count and message not in elsewhere:
-            action = seen[message]
-            partner = message_partner(action)
-            if len(placement[action.stage]) > 1:
-                here = message.source if action.kind in SENDS else message.target
-                partner = partner._replace(place=Place([Share(Member.device(here), 1)]))
-            raise UsageError(f"{action} has no partner: {partner} is missing")
+            kind, stage, microbatch, _, _, place, part, wait = action
+            if wait or kind not in MESSAGES:
+                continue
+            if (kind, stage, place) not in ends:
+                message = message_of(device, action, placement)._replace(microbatch=None, part=None)
+                ends[kind, stage, place] = streams.setdefault(message, {}), 1 if kind in SENDS else -1
+            stream, sign = ends[kind, stage, place]
+            which = microbatch % program.microbatches if repeats and microbatch is not None else microbatch, part
+            stream[which] = stream[which][0] + sign if which in stream else sign, action
+    for message, stream in streams.items():
+        for (microbatch, part), (count, action) in stream.items():
+            if count and message._replace(microbatch=microbatch, part=part) not in elsewhere:
+                raise UsageError(f"{action} has no partner: {_partner(action, message, placement)} is missing")
+
+
+def _partner(action: Action, message: Message, placement: Placement) -> Action:
+    """The other end of a message, as it is written on its device."""
+    partner = message_partner(action)
+    if len(placement[action.stage]) == 1:
+        return partner
+    here = message.source if action.kind in SENDS else message.target
+    return partner._replace(place=Place([Share(Member.device(here), 1)]))
 
 
 def _repeats(program: Program) -> bool:

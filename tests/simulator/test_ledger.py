@@ -52,6 +52,14 @@ def test_a_small_program_adds_up_as_by_hand() -> None:
     assert {s.action: s.total_bytes for s in samples if s.step == 1} == later
 
 
+def test_gradients_that_a_step_leaves_are_there_in_the_next_one() -> None:
+    """Without an update, the second step's first backward allocates none: it peaks as a later one of the first step."""
+    plan = make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe")
+    samples = simulate(plan, program=lower(plan, update=False), steps=2).devices[0].memory
+    found = {(s.step, s.action): s.by_category[Category.GRADIENTS] for s in samples if s.action.startswith("0B")}
+    assert found == dict.fromkeys([(0, "0B0"), (0, "0B1"), (1, "0B0"), (1, "0B1")], 32)
+
+
 def test_categories_say_what_the_bytes_are_for() -> None:
     """At a backward's peak: parameters, the gradients it leaves, what it consumes, what travels, and scratch."""
     trace = simulate(make_plan(equal_profile(2), [1, 1], microbatches=2, schedule="gpipe"), steps=1)

@@ -41,11 +41,12 @@ def communicated(order: Order, plan: Plan, *, before: Action | None = None, endl
     action of the step before.
     """
     early, counted, behind = _around(order)
-    yield from _receives(counted[0], plan)
+    receives = [list(_receives(action, plan)) for action in counted]
+    yield from receives[0]
     sending = [] if before is None else list(_sends(before, plan))
     for number, action in enumerate(counted):
-        ahead = list(_receives(counted[number + 1], plan)) if number + 1 < len(counted) else []
-        needed = [receive.join for receive in _receives(action, plan)]
+        ahead = receives[number + 1] if number + 1 < len(counted) else []
+        needed = [receive.join for receive in receives[number]]
         joins = [send.join for send in sending]
         turns_back = number > 0 and is_backward_of(action, counted[number - 1])
         yield from early[number]
@@ -81,7 +82,7 @@ def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[A
     counted: list[Action] = []
     behind: list[list[Action]] = []
     for action, following in zip_longest(order, order[1:]):
-        if action.kind is Kind.RECOMPUTE and following != action._replace(kind=Kind.BACKWARD):
+        if action.kind is Kind.RECOMPUTE and (following is None or following != (Kind.BACKWARD, *action[1:])):
             early[-1].append(action)
         elif action.kind in UPDATES:
             behind[-1].append(action)

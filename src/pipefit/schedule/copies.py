@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from pipefit.actions import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
@@ -44,9 +43,9 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
         return list(actions)
     copies, storages = _Copies(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
     for decision in decisions:
-        users = _users(storages[decision.stage], decision)
+        users, subject = _users(storages[decision.stage], decision), _subject(decision, bundles)
         for microbatch in filter(decision.microbatches.__contains__, copies.microbatches(decision.stage)):
-            copies.add(decision, microbatch, _action(decision, microbatch, bundles), users)
+            copies.add(decision, microbatch, subject, users)
     return list(copies.merged())
 
 
@@ -69,9 +68,16 @@ class _Copies:
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
         self.units = _units(actions)
-        self.position = {action: number for number, action in enumerate(actions)}
+        self.ends = [last for _, last in self.units]
+        self.computes: dict[int, dict[int, list[int]]] = defaultdict(dict)  # positions, by stage and microbatch
+        self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and whether a WAIT
+        for number, (kind, stage, microbatch, *_, wait) in enumerate(actions):
+            if kind in COMPUTE and microbatch is not None:
+                self.computes[stage].setdefault(microbatch, []).append(number)
+            elif kind is Kind.SEND_FORWARD:
+                self.sends[stage, microbatch, wait] = number
 
-    def add(self, decision: Decision, microbatch: int, offload: Action, users: _Users) -> None:
+    def add(self, decision: Decision, microbatch: int, subject: Subject | Bundle, users: _Users) -> None:
         """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload.
 
         The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It
@@ -82,13 +88,13 @@ class _Copies:
         last, first = self._unit(forward) + decision.behind, self._unit(user) - decision.ahead
         if last >= first:
             return
-        send = Action(Kind.SEND_FORWARD, decision.stage, microbatch)
-        start = self.position.get(send, forward)
-        freed = max(self.units[last][1], self.position.get(send.join, 0))
+        start = self.sends.get((decision.stage, microbatch, False), forward)
+        freed = max(self.units[last][1], self.sends.get((decision.stage, microbatch, True), 0))
         begin = self._before_waiting(self.units[first][0]) if decision.ahead else user
         if freed >= begin:
             return
-        reload = offload._replace(kind=Kind.RELOAD)
+        offload = Action(Kind.OFFLOAD, decision.stage, microbatch, None, subject, decision.place)
+        reload = Action(Kind.RELOAD, decision.stage, microbatch, None, subject, decision.place)
         self.behind[start].append(offload)
         self.behind[freed].append(offload.join)
         self.before[begin].append(reload)
@@ -96,7 +102,7 @@ class _Copies:
 
     def microbatches(self, stage: int) -> list[int]:
         """The microbatches of a stage, in rising order."""
-        return sorted({a.microbatch for a in self.actions if a.stage == stage and a.microbatch is not None})
+        return sorted(self.computes[stage])
 
     def merged(self) -> Iterator[Action]:
         """The actions with the copies inserted."""
@@ -107,14 +113,13 @@ class _Copies:
 
     def _unit(self, position: int) -> int:
         """The number of the unit (`_units`) that a position is in."""
-        return bisect_left(self.units, position, key=itemgetter(1))
+        return bisect_left(self.ends, position)
 
     def _positions(self, decision: Decision, microbatch: int, users: _Users) -> tuple[int, int]:
         """Where a stage's last forward is, and the first action after it that needs the moved tensors."""
         forward = user = -1
-        for number, action in enumerate(self.actions):
-            if (action.stage, action.microbatch) != (decision.stage, microbatch) or action.wait:
-                continue
+        for number in self.computes[decision.stage][microbatch]:
+            action = self.actions[number]
             holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
             if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
                 raise UsageError(
@@ -153,11 +158,11 @@ def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
     return units
 
 
-def _action(decision: Decision, microbatch: int, bundles: Bundles) -> Action:
+def _subject(decision: Decision, bundles: Bundles) -> Subject | Bundle:
+    """What the copies of a decision name: its saved tensor, or the bundle of all of them."""
     assert isinstance(decision.subject, SavedTensors)
     subjects = _subjects(decision.subject)
-    subject = subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
-    return Action(Kind.OFFLOAD, decision.stage, microbatch, subject=subject, place=decision.place)
+    return subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
 
 
 def _users(storages: StageStorages, decision: Decision) -> _Users:

@@ -40,12 +40,13 @@ def _of_rank(order: Order, plan: Plan) -> Order:
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
     forward_of: dict[tuple[int, int | None], int] = {}
+    pieces_of = _Pieces(plan)
     for number, action in enumerate(order):
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
             units.append([action])
             continue
         stage, unit = plan.stages[action.stage], list[Action]()
-        pieces = pieces_of(plan, action.stage, action.microbatch)
+        pieces = pieces_of(action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
             forward_of[action.stage, action.microbatch] = number
             unit += [_piece(action, stage, p, Kind.FORWARD_ONLY if p[2] else Kind.FORWARD) for p in pieces]
@@ -59,19 +60,41 @@ def _of_rank(order: Order, plan: Plan) -> Order:
     return [action for before, unit in zip(early, units, strict=True) for action in (*before, *unit)]
 
 
-def pieces_of(plan: Plan, stage: int, microbatch: int | None) -> list[Piece]:
-    """The layers of a stage, divided where recomputation for this microbatch begins and ends.
+class _Pieces:
+    """The pieces of every stage; made once for all microbatches that the same decisions are for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._runs: dict[int, tuple[Decision, ...]] = {}
+        self._known: dict[tuple[int, tuple[bool, ...]], list[Piece]] = {}
+
+    def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
+        """The layers of a stage, divided where recomputation for this microbatch begins and ends.
+
+        Raises:
+            UsageError: as `_divided`.
+        """
+        if stage not in self._runs:
+            self._runs[stage] = tuple(sorted(self._plan.decisions_of(stage, What.RECOMPUTE), key=_start))
+        runs = self._runs[stage]
+        taken = tuple(microbatch in decision.microbatches for decision in runs)
+        if (stage, taken) not in self._known:
+            here = [decision for decision, is_taken in zip(runs, taken, strict=True) if is_taken]
+            self._known[stage, taken] = _divided(self._plan, stage, here, microbatch)
+        return self._known[stage, taken]
+
+
+def _divided(plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None) -> list[Piece]:
+    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers.
 
     Raises:
         UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
             in another order than in one backward; or a layer computes something else when it runs again.
     """
-    assert microbatch is not None
     place = plan.stages[stage]
-    runs = [d for d in plan.decisions_of(stage, What.RECOMPUTE) if microbatch in d.microbatches]
     pieces: list[Piece] = []
     at = place.start
-    for decision in sorted(runs, key=_start):
+    for decision in runs:
         assert isinstance(decision.subject, Run)
         start, stop = decision.subject.start, decision.subject.stop
         if start < at:
@@ -130,4 +153,4 @@ def _check_repeatable(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
 def _piece(action: Action, stage: Stage, piece: Piece, kind: Kind) -> Action:
     """The action for one piece, without layers where the piece is the whole stage."""
     layers = piece[:2]
-    return action._replace(kind=kind, layers=None if layers == (stage.start, stage.stop) else layers)
+    return Action(kind, action.stage, action.microbatch, None if layers == (stage.start, stage.stop) else layers)

@@ -64,14 +64,15 @@ class Clock:
         base = step * self._count
         while step < self._steps:
             code = codes[at]
-            if code == COMPUTE:
-                now += seconds[at]
-            elif code == JOIN:
+            if code == JOIN:
                 end = ends[base + transfers[at]]
                 if end < 0.0:
                     self._waiting.setdefault(base + transfers[at], []).append(device)
                     break
-                now = max(now, end)
+                if end > now:
+                    now = end
+            elif code == COMPUTE:
+                now += seconds[at]
             elif code == COPY:
                 self._copy(base + transfers[at], now)
             elif code == POST:
@@ -110,12 +111,15 @@ class Clock:
         for seconds, wires in self._program.parts[number]:
             begin = ready
             for wire in wires:
-                begin = max(begin, free[wire])
+                if free[wire] > begin:
+                    begin = free[wire]
             end = begin + seconds
             for wire in wires:
                 free[wire] = end
-            first = min(first, begin)
-            last = max(last, end)
+            if begin < first:
+                first = begin
+            if end > last:
+                last = end
         self.begins[transfer], self.ends[transfer] = first, last
         stream = self._program.streams[number]
         if stream >= 0:

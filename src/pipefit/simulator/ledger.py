@@ -20,6 +20,7 @@ from pipefit.errors import UsageError
 from pipefit.program import Program
 
 _OF_VERSIONS = FORWARDS | {Kind.BACKWARD}  # what begins and ends the use of a version of weights
+_NONE: frozenset[Kind] = frozenset()
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
 
@@ -33,6 +34,7 @@ class Ledger:
         self._versions = {number: StageVersions(stage.rest.version_bytes) for number, stage in kept}
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
+        self._complete: set[int] = set()  # stages all of whose layers have gradients
         self._stepped: set[int] = set()  # stages with optimizer state
         self.placed: list[Action] = []  # actions of one step that name a place
 
@@ -43,18 +45,19 @@ class Ledger:
             UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
-        versions = self._versions
-        self.placed = []
+        complete, counted = self._complete, _OF_VERSIONS if self._versions else _NONE
+        self.placed = placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
             if place is not None:
-                self.placed.append(action)
-            residency = flights.get((stage, microbatch))
-            usual = kind is not Kind.BACKWARD or self._is_later(action, stages[stage])
-            if residency is not None and usual and not (versions and kind in _OF_VERSIONS):  # its effect is remembered
+                placed.append(action)
+            flight = stage, microbatch
+            residency = flights.get(flight)
+            usual = kind is not Kind.BACKWARD or stage in complete
+            if residency is not None and usual and kind not in counted:  # its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
-                    flights[stage, microbatch], effect = answer
+                    flights[flight], effect = answer
                     if effect is not None:
                         effects.append((position, effect))
                     continue
@@ -67,6 +70,20 @@ class Ledger:
         if self._program.endless:
             self._next_step()
         return effects
+
+    def read_again(self, actions: tuple[Action, ...], before: Effects) -> Effects:
+        """The effects of a step like the one before, which had these: updates find the optimizer's state there.
+
+        Whatever else is left of a step is an effect on the next one, so that this has to be read.
+        """
+        if self._flights or self._born or self._program.endless:
+            return self.read(actions)
+        return [
+            (position, self._stages[actions[position].stage].rest.later_update)
+            if actions[position].kind is Kind.STEP
+            else (position, effect)
+            for position, effect in before
+        ]
 
     @property
     def state(self) -> object:
@@ -103,6 +120,8 @@ class Ledger:
             self._refuse(str(error))
         if action.kind is Kind.BACKWARD:
             self._born.update(range(*(action.layers or (stage.start, stage.stop))))
+            if self._born >= stage.layers:
+                self._complete.add(action.stage)
         return self._with_versions(action, stage, effect) if self._versions else effect
 
     def _with_versions(self, action: Action, stage: StageCost, found: Effect | None) -> Effect | None:
@@ -160,6 +179,7 @@ class Ledger:
         if not self._born >= stage.layers:
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         self._born -= stage.layers
+        self._complete.discard(action.stage)
         first = action.stage not in self._stepped
         self._stepped.add(action.stage)
         return stage.rest.first_update if first else stage.rest.later_update

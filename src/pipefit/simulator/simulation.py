@@ -150,7 +150,8 @@ class Simulation:
         before: object = None
         for step in range(min(self.steps, self._distinct)):
             before = ledger.state if self.program.endless else None
-            found.append(ledger.read(self._of_step(step).actions[device]))
+            actions = self._of_step(step).actions[device]
+            found.append(ledger.read_again(actions, found[-1]) if found else ledger.read(actions))
         settled = not self.program.endless or self.steps < self._distinct
         assert settled or before == ledger.state, "the last step that differs leaves what it found"
         return found, ledger.placed

@@ -1,0 +1,108 @@
+"""Plans with random decisions of all kinds, mixed: in every stage runs of layers that are recomputed, and saved tensors
+that are moved away, alone and in bundles, to hosts and peers, each for a share of the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+
+from moving_plans import random_place
+from pipefit.actions import Subject
+from pipefit.cost.storages import StageStorages
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from random_cases import cuts_a_shared_parameter
+
+RUNS, MOVES = 3, 4  # of a stage, at most
+
+
+def compacted(plan: Plan, rng: Random) -> Plan:
+    """The plan with random decisions in every stage, instead of its own."""
+    plan, decisions = replace(plan, decisions=()), list[Decision]()
+    for stage in range(len(plan.stages)):
+        decisions += _runs(plan, stage, rng)
+        decisions += _moves(plan, stage, [one for one in decisions if one.stage == stage], rng)
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _share(rng: Random) -> Microbatches:
+    every = rng.randint(1, 3)
+    return Microbatches(rng.randint(1, every), every, rng.randrange(every))
+
+
+def _meet(plan: Plan, one: Microbatches, other: Microbatches) -> bool:
+    """Whether two decisions are both for some microbatch."""
+    return any(number in one and number in other for number in range(plan.training.microbatches))
+
+
+# -------------------------------------------------------------------- recomputation
+
+
+def _runs(plan: Plan, stage: int, rng: Random) -> list[Decision]:
+    """Short runs, which may follow directly on each other, and overlap where they are for different microbatches."""
+    place, found = plan.stages[stage], list[Decision]()
+    for _ in range(rng.randint(0, RUNS)):
+        start = rng.randrange(place.start, place.stop)
+        layers = range(start, min(place.stop, start + rng.randint(1, 4)))
+        share, taken = _share(rng), {n for one in found for n in range(one.layers[0], one.layers[1] + 1)}
+        if not taken.isdisjoint(layers) and any(_meet(plan, share, one.microbatches) for one in found):
+            continue
+        if cuts_a_shared_parameter(plan, place, layers.start, layers.stop) or not _repeatable(plan, layers):
+            continue
+        run = Run(start=layers.start, stop=layers.stop)
+        ahead = rng.choice([0, 0, 1, 2])
+        found.append(Decision(stage=stage, subject=run, what=What.RECOMPUTE, microbatches=share, ahead=ahead))
+    return found
+
+
+def _repeatable(plan: Plan, layers: range) -> bool:
+    """Whether a second forward of these layers is like the first, and the loss's, which goes with the last of them."""
+    costs = [plan.measurement.costs[layer] for layer in layers]
+    costs += [plan.measurement.loss] if layers.stop == len(plan.profile.layers) else []
+    return not any(cost.unrepeatable for cost in costs)
+
+
+# -------------------------------------------------------------------- moving
+
+
+def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Iterator[Decision]:
+    """Saved tensors that are moved, none for a microbatch for which a layer that saves it is recomputed."""
+    names = list(_names(plan, stage))
+    rng.shuffle(names)
+    for _ in range(rng.randint(0, MOVES)):
+        taken, names = names[: (cut := rng.choice([1, 1, 2, 4]))], names[cut:]
+        share = _share(rng)
+        again = {
+            layer
+            for run in runs
+            if _meet(plan, share, run.microbatches)
+            for layer in range(run.layers[0], run.layers[1] + 1)
+        }
+        free = [name for name, savers in taken if again.isdisjoint(savers)]
+        if free:
+            yield Decision(
+                stage=stage,
+                subject=SavedTensors(tensors=tuple(free)),
+                what=What.OFFLOAD,
+                place=random_place(plan, plan.stages[stage].device, rng),
+                microbatches=share,
+                behind=rng.choice([0, 0, 1, 2]),
+                ahead=rng.choice([0, 0, 1, 2]),
+            )
+
+
+def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection[int]]]:
+    """The saved tensors of a stage that may be moved, one for each storage, and the layers that save that storage."""
+    storages, place, seen = StageStorages.of(plan, stage), plan.stages[stage], set[int]()
+    for layer in range(place.start, place.stop):
+        for saved in plan.measurement.costs[layer].saved:
+            subject = Subject(layer, saved.index)
+            with suppress(UsageError):  # of a parameter, or kept by a custom function for itself
+                number = storages.storage(subject)
+                if storages.sizes[number] and number not in seen:
+                    seen.add(number)
+                    yield (layer, saved.index), storages.savers(subject)

@@ -1,0 +1,96 @@
+"""Models of all kinds, trained by plans with random decisions about their memory under every synchronous schedule, are
+trained as a plain loop trains them, and need the memory that was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from compaction import compacted
+from gallery import MODELS
+from gallery.planned import STEPS, Prepared, Run, prepared, train
+from gallery.test_gallery import EXACT, ROUNDED, describe, differences, plainly
+from oracle import measured_peaks
+from pipefit.places import Member
+from pipefit.plans import Plan
+from pipefit.runtime import certify
+from pipefit.schedule import SCHEDULES, lower
+from pipefit.schedule.arenas import arenas_of, lent_bytes
+from pipefit.simulator import simulate
+from pipefit.trace import Trace
+from random_cases import random_plan
+
+SAMPLE = (("encoder", "1f1b"), ("time major", "gpipe"), ("strided", "torchgpipe"))  # for every run of the tests
+
+# Sums do not depend on the number of cores
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plan_for(found: Prepared, schedule: str) -> Plan:
+    """A random plan with random decisions; some for every technique that the model allows."""
+    rng = Random(f"{found.model.name} {schedule}")
+    return compacted(random_plan(found.profile, rng, microbatches=rng.randint(2, 5), schedule=schedule), rng)
+
+
+def numbers(found: Prepared, run: Run) -> list[list[str]]:
+    """What differs from the plain loop, step by step."""
+    tolerance = ROUNDED if found.model.rounded else EXACT
+    pairs = zip(run.steps, plainly(found, run.plan), strict=True)
+    return [differences(*pair, tolerance) for pair in pairs]
+
+
+def excesses(found: Prepared, run: Run) -> Iterator[tuple[int, int]]:
+    """For every device in use and the first steps: by how much the simulator's peak is above the dry run's, and that
+    above the allocator's, to which memory that a device lends is no tensor's.
+    """
+    plan = run.plan
+    dry, virtual = certify(found.copied(), plan, steps=STEPS), simulate(plan, steps=STEPS)
+    assert samples(dry) == samples(run.trace), "every sample that was measured is the dry run's"
+    lent, allocated = arenas_of(plan, lower(plan)), measured_peaks(found.copied(), plan, steps=2)
+    for rank, stages in enumerate(plan.ranks):
+        device = plan.stages[stages[0]].device
+        here = lent_bytes(lent, Member.device(device))
+        for step, tensors in enumerate(allocated[rank]):
+            peak = dry.devices[device].step_peak_bytes(step)
+            yield virtual.devices[device].step_peak_bytes(step) - peak, peak - here - tensors
+
+
+def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
+    """Step, action and bytes of every sample of every device."""
+    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
+
+
+def assert_as_foretold(name: str, schedule: str) -> None:
+    """A random plan trains the plain loop's numbers, in the bytes that were foretold.
+
+    Where the model names a reason, the simulator may be above the dry run, or the meter above the allocator.
+    """
+    found = prepared(name)
+    run = train(found, plan_for(found, schedule))
+    words = str(describe(found, run.plan))
+    assert numbers(found, run) == [[]] * STEPS, words
+    simulated, metered = zip(*excesses(found, run), strict=True)
+    for name, above, reason in (
+        ("simulator", simulated, found.model.above),
+        ("meter", metered, found.model.metered),
+    ):
+        assert min(above) >= 0 and (reason or max(above) == 0), f"{name} {above}: {words}"
+
+
+@pytest.mark.parametrize(("name", "schedule"), SAMPLE)
+def test_decisions_change_no_number_and_take_the_bytes_foretold(name: str, schedule: str) -> None:
+    """Losses, gradients, parameters and buffers are the plain loop's, bit by bit; every sample of memory is the dry
+    run's, and its peaks are the simulator's and the allocator's.
+    """
+    assert_as_foretold(name, schedule)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS, scope="module")
+def test_so_do_decisions_about_every_model_under_every_schedule(name: str, schedule: str) -> None:
+    """The same of the whole gallery."""
+    assert_as_foretold(name, schedule)
