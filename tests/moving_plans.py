@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from accidents import Spot
 from pipefit.actions import Subject
 from pipefit.capture import Task
+from pipefit.cluster import Cluster
 from pipefit.cost.storages import StageStorages
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.devices import Link
 from pipefit.places import Place, parse_place
 from pipefit.plans import Plan
 
@@ -33,10 +36,18 @@ def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
 
 
 def random_place(plan: Plan, device: int, rng: Random) -> Place:
-    """The host, another device, or shares of several of them."""
-    members = ["host", *(f"device{n}" for n in range(len(plan.cluster.devices)) if n != device)]
+    """The host, its disk if it has one, another device, or shares of several of them."""
+    disks = ["disk"] * bool(plan.cluster.hosts[plan.cluster.devices[device].host].disk_bytes)
+    members = ["host", *disks, *(f"device{n}" for n in range(len(plan.cluster.devices)) if n != device)]
     chosen = rng.sample(members, rng.randint(1, min(3, len(members))))
     return parse_place("+".join(f"{member}*{rng.randint(1, 3)}" for member in chosen))
+
+
+def with_disk(cluster: Cluster, folder: Path | None = None, disk_bytes: int = 1 << 20) -> Cluster:
+    """The cluster with a disk of its first host."""
+    host = replace(cluster.hosts[0], disk_bytes=disk_bytes, disk_folder=folder and str(folder))
+    link = Link.between("host0", "disk0", bytes_per_second=1e9)
+    return replace(cluster, hosts=(host, *cluster.hosts[1:]), links=(*cluster.links, link))
 
 
 def moving(plan: Plan, rng: Random) -> Plan:

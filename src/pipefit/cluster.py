@@ -38,6 +38,17 @@ class Route(NamedTuple):
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
+class Tier(NamedTuple):
+    """What a member offers to a device that moves tensors there: room, and how fast and after what delay it is reached.
+
+    Peers, hosts, disks and hosts behind a coherent link (NVLink-C2C) differ in nothing else.
+    """
+
+    capacity_bytes: int
+    bytes_per_second: float
+    latency_seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices, hosts and links. Device and host numbers are positions in the tuples.
@@ -129,6 +140,29 @@ class Cluster:
             UsageError: nothing joins them.
         """
         return _route(self.links, tuple(device.host for device in self.devices), source, target)
+
+    def capacity(self, member: Member) -> int:
+        """Bytes of memory of a device or host, or of a disk.
+
+        Raises:
+            UsageError: the cluster has no such member.
+        """
+        self.check(member, "a place")
+        assert member.number is not None
+        if member.kind is MemberKind.DEVICE:
+            return self.devices[member.number].memory_bytes
+        host = self.hosts[member.number]
+        return host.memory_bytes if member.kind is MemberKind.HOST else host.disk_bytes
+
+    def tier(self, device: int, member: Member) -> Tier:
+        """What `member` offers to a device; a host or disk without a number is the device's own.
+
+        Raises:
+            UsageError: the cluster has no such member, or nothing joins the two.
+        """
+        there = member if member.number is not None else Member(member.kind, self.devices[device].host)
+        route = self.route(Member.device(device), there)
+        return Tier(self.capacity(there), route.bytes_per_second, route.latency_seconds)
 
     def __str__(self) -> str:
         sizes = Counter((device.kind.name, device.memory_bytes) for device in self.devices)

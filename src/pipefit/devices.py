@@ -106,7 +106,8 @@ class Host:
     """One machine: memory that can take swapped tensors, and optionally a disk, both in bytes.
 
     `memory_bandwidth` is the peak of its memory in bytes per second, by which updates on the CPU are estimated; None
-    where it is not known.
+    where it is not known. `disk_folder` is where on the disk tensors are kept while a training runs; None is the
+    system's folder for temporary files.
 
     Raises:
         UsageError: no memory, a negative disk, or a bandwidth that is not positive.
@@ -117,6 +118,7 @@ class Host:
     memory_bytes: int
     disk_bytes: int = 0
     memory_bandwidth: float | None = None
+    disk_folder: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

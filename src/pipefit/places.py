@@ -6,6 +6,7 @@
     device5                  of a message, its other end
 
 The text forms are what people write and read; inside pipefit a place is a tuple of members with whole-number shares.
+What a place offers to a device - room, a rate and a latency - is the cluster's to say (`pipefit.cluster.Tier`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pipefit.errors import UsageError
+
+ALIGNMENT = 512  # bytes; CUDA's allocator begins every block at a multiple of it, and copies between such run fastest
 
 
 class MemberKind(StrEnum):
@@ -78,13 +81,18 @@ class Place(tuple[Share, ...]):
         return tuple(member for member, _ in self)
 
     def split(self, nbytes: int) -> tuple[tuple[Member, int], ...]:
-        """`nbytes` in proportion to the shares, whole bytes that add up."""
-        whole = sum(parts for _, parts in self)
+        """`nbytes` in proportion to the shares, in blocks of whole bytes that add up.
+
+        Every block begins at a multiple of `ALIGNMENT`, unless the smallest share is less than that.
+        """
+        whole, smallest = sum(parts for _, parts in self), min(parts for _, parts in self)
+        unit = ALIGNMENT if nbytes * smallest >= ALIGNMENT * whole else 1
         found, taken, before = [], 0, 0
         for member, parts in self:
             taken += parts
-            found.append((member, nbytes * taken // whole - before))
-            before = nbytes * taken // whole
+            end = nbytes if taken == whole else (nbytes * taken // whole + unit // 2) // unit * unit
+            found.append((member, end - before))
+            before = end
         return tuple(found)
 
     @classmethod

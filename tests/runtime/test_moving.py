@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moving_plans import make_batch, make_chain, moving
+from moving_plans import make_batch, make_chain, moving, with_disk
 from oracle import measured_peaks
 from pipefit.actions import Kind, Subject
 from pipefit.capture import Task
@@ -126,6 +126,7 @@ def assert_as_foretold(name: str, seed: int) -> None:
     """A random plan of a chain, with random moves, trains the numbers and takes the bytes that it should."""
     rng = Random(f"{name} {seed}")
     task, still = task_named(name), random_plan(found(name), rng, microbatches=rng.randint(2, 5))
+    still = replace(still, cluster=with_disk(still.cluster))
     plan = moving(still, rng)
     losses, state, measured = trained(task, plan)
     expected, wanted, _ = trained(task, still)
@@ -236,13 +237,17 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
 @EVERYONE
 @pytest.mark.parametrize(
     ("place", "words"),
-    [("disk0", "to disk0: only simulated yet"), ("host1", "to host1, which is on another host: only simulated yet")],
+    [
+        ("host1", "to host1, which is on another host: only simulated yet; use members of the same host"),
+        ("disk1", "to disk1, which is on another host: only simulated yet; use members of the same host"),
+        ("device2", "to device2, which is on another host: only simulated yet; use members of the same host"),
+        ("disk0", "no link joins host0 and disk0: add one to the cluster"),
+    ],
 )
-def test_places_that_cannot_be_reached_yet_are_named(
-    run: Callable[[Task, Plan], object], place: str, words: str
-) -> None:
-    """A disk, or a member of another host, is refused before anything runs."""
+def test_places_that_cannot_be_reached_are_named(run: Callable[[Task, Plan], object], place: str, words: str) -> None:
+    """Members of another host, and a disk that no link reaches, are refused before anything runs."""
     cluster = on_hosts(*(Host(memory_bytes=1 << 30, disk_bytes=1 << 30) for _ in range(2)))
+    cluster = replace(cluster, devices=(*cluster.devices, replace(cluster.devices[0], host=1)))
     with pytest.raises(UsageError, match=words):
         run(make_chain(), halves((0, SIGMOID, place), cluster=cluster))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -252,6 +253,34 @@ def test_every_borrower_has_an_arena_of_its_own() -> None:
     assert lent(simulation) == [(2, 0, 1, 16), (2, 1, 1, 16)]
 
 
+@pytest.mark.parametrize(
+    ("preset", "place", "bytes_per_second", "latency_seconds", "capacity_bytes"),
+    [
+        ("gh200", "host", 450e9 * 0.71, 1e-5, 480 * 10**9),  # NVLink-C2C, and what copies reach of it
+        ("dgx1-v100", "host", 15.75e9 * 0.66, 1e-5, 768 * 10**9),
+        ("dgx1-v100", "device3", 2 * 25e9 * 0.9, 1e-5, 32510 << 20),
+        ("dgx2-a100", "disk", 7.88e9 * 0.5, 1.1e-4, 6 * 10**12),  # behind the host's link
+    ],
+)
+def test_a_place_is_room_a_rate_and_a_latency(
+    preset: str, place: str, bytes_per_second: float, latency_seconds: float, capacity_bytes: int
+) -> None:
+    """A coherent link's host, a host behind PCIe, a peer and a disk differ in three figures alone, and a tensor that is
+    simulated to go there takes as long as they say.
+    """
+    cluster, (member,) = Cluster.preset(preset), parse_place(place).members
+    tier = cluster.tier(0, member)
+    assert tier.capacity_bytes == capacity_bytes
+    assert tier[1:] == (pytest.approx(bytes_per_second), pytest.approx(latency_seconds))
+    plan = make_plan(equal_profile(2, kept_bytes=1 << 30), [2], microbatches=1, cluster=cluster)
+    lines = [f"device 0: {(AWAY + BACK).format(place=place)}", *("device 1:" for _ in cluster.devices[1:])]
+    program = parse_program("\n".join(lines), placement=((0,),), microbatches=1)
+    copies = [e for e in simulate(plan, program=program, steps=1).devices[0].events if e.stream is Stream.COPY]
+    assert [e.end_seconds - e.start_seconds for e in copies] == [
+        pytest.approx(latency_seconds + (1 << 30) / bytes_per_second)
+    ] * 2
+
+
 def test_hosts_lend_nothing() -> None:
     """What goes to a host, or to its disk, counts on no device."""
     links = tuple(Link.between("device0", there, bytes_per_second=1.0) for there in ("disk0", "host0"))
@@ -263,12 +292,17 @@ def test_hosts_lend_nothing() -> None:
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_shares_add_up_to_the_tensor(nbytes: int, shares: list[int]) -> None:
-    """Parts are within a byte of their proportion, and none is lost."""
+    """No byte is lost. Blocks of less than 512 bytes have their proportion to a byte, larger ones to 512 bytes, and
+    then begin at multiples of that.
+    """
     place = "+".join(f"device{number + 1}*{share}" for number, share in enumerate(shares))
     found = parse_place(place).split(nbytes)
     assert [member for member, _ in found] == [Member.device(number + 1) for number in range(len(shares))]
     assert sum(part for _, part in found) == nbytes
-    assert all(abs(part - nbytes * share / sum(shares)) <= 1 for (_, part), share in zip(found, shares, strict=True))
+    unit = 512 if nbytes * min(shares) >= 512 * sum(shares) else 1
+    assert all(start % unit == 0 for start in accumulate((part for _, part in found[:-1]), initial=0))
+    assert all(abs(part - nbytes * share / sum(shares)) <= unit for (_, part), share in zip(found, shares, strict=True))
+    assert unit == 1 or min(part for _, part in found) >= 512
 
 
 # -------------------------------------------------------------------- all at once

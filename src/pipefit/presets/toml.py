@@ -18,7 +18,7 @@ host = 0
 
 [[hosts]]
 memory = "512GB"
-memory_bandwidth = "150GB/s"             # optional, as is disk = "4TB"
+memory_bandwidth = "150GB/s"             # optional, as are disk = "4TB" and disk_folder = "/scratch"
 
 [[links]]                                # three ways to say whom a link joins:
 pairs = ["0-1:1", "0-3:2"]               # a link for each pair of devices, with its number of lanes
@@ -91,6 +91,7 @@ class HostText:
 
     memory: str | int
     disk: str | int = 0
+    disk_folder: str | None = None
     memory_bandwidth: str | float | None = None
     count: int = 1
 
@@ -180,6 +181,7 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
         Host(
             memory_bytes=_size(host.memory),
             disk_bytes=_size(host.disk) if host.disk else 0,
+            disk_folder=host.disk_folder,
             memory_bandwidth=None if host.memory_bandwidth is None else _rate(host.memory_bandwidth),
         )
         for host in written.hosts

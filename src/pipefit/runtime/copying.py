@@ -1,7 +1,8 @@
 """Copying bytes between storages and slots: at once, beside computing, or not at all in a dry run.
 
 A `Copier` starts a copy and returns a handle to join, as a transport does with messages. Threads copy with the C
-library, which needs no operation of torch: no meter sees them, and Python runs on meanwhile.
+library, which needs no operation of torch: no meter sees them, and Python runs on meanwhile. How bytes get into a slot
+and out of it is the slot's own: in memory they are copied, on a disk written and read (`pipefit.runtime.disk`).
 
 Links of emulated devices are paced: a copy ends no earlier than its link would take after its start. Outward copies of
 a device come one after the other, and so do inward ones, as in the simulator; what copies of several devices would take
@@ -15,6 +16,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from threading import Event
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +31,12 @@ class Slot:
     nbytes: int
     address: int = 0
     owner: object = None
+
+    def carry(self, parts: Sequence[Part], *, outward: bool) -> None:
+        """Copy parts of this slot, which lie in it one after the other, from their storages or back to them."""
+        for storage, offset, _, within, nbytes in parts:
+            here, there = storage.data_ptr() + offset, self.address + within
+            ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)
 
 
 class Part(NamedTuple):
@@ -105,6 +114,5 @@ class Beside:
 
 
 def _copy(parts: Sequence[Part], *, outward: bool) -> None:
-    for storage, offset, slot, within, nbytes in parts:
-        here, there = storage.data_ptr() + offset, slot.address + within
-        ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)
+    for slot, own in groupby(parts, attrgetter("slot")):
+        slot.carry(list(own), outward=outward)

@@ -1,17 +1,13 @@
-"""Memory that a device borrows for what it moves away: slots in arenas of its host and of other devices.
+"""Memory that a device borrows for what it moves away: slots in arenas of its host, of a disk, and of other devices.
 
-All arenas of a run follow from its program (`pipefit.schedule.arenas`) and exist before the first step. They are plain
-memory, outside of every device's allocator. The arenas of a host are memory of the worker that uses them. Those of a
-device with a worker are made by that worker, for others to map: files without a name in memory, so that nothing is left
-when all are gone, however they end. A device without a worker lends through its borrower.
+All arenas of a run follow from its program (`pipefit.schedule.arenas`) and exist before the first step, outside of what
+torch's allocator keeps for the device. Those of a host or a disk belong to the worker that uses them. Those of a device
+with a worker are made by that worker, for others to map. A device without a worker lends through its borrower.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +19,11 @@ from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.copying import AtOnce, Beside, Copier, NoCopier, Slot
+from pipefit.runtime.disk import check_folder, folder_of
 from pipefit.runtime.host import free_bytes
-from pipefit.schedule.arenas import Arena, arenas_of, check_room, lent_bytes
+from pipefit.runtime.memory import HostMemory, Memory
+from pipefit.schedule.arenas import Arena, arenas_of, lent_bytes
+from pipefit.schedule.room import check_room, room_needed
 from pipefit.trace import CATEGORIES, Category, DeviceTrace, MemorySample
 from pipefit.units import format_bytes
 
@@ -65,12 +64,13 @@ class Borrowed:
 class Lending:
     """Who lends what to whom in a run, and what copies: nothing in a dry run, whose slots have no memory.
 
-    `shared` is the memory of arenas that this worker shares with another one.
+    `mapped` are the slots of arenas that this worker shares with another one.
     """
 
     arenas: tuple[Arena, ...] = ()
     copier: Callable[[], Copier] = NoCopier
-    shared: Mapping[Arena, mmap.mmap] = field(default_factory=dict)
+    memory: Memory | None = None
+    mapped: Mapping[Arena, list[Slot]] = field(default_factory=dict)
 
     @staticmethod
     def dry(plan: Plan, program: Program) -> Lending:
@@ -80,25 +80,15 @@ class Lending:
     @staticmethod
     def within(plan: Plan, program: Program) -> Lending:
         """The arenas of a run in one process. A device that has it to itself copies beside computing."""
-        return Lending(_checked_here(plan, program), Beside if len(plan.ranks) == 1 else AtOnce)
+        arenas = _checked_here(plan, program)
+        return Lending(arenas, Beside if len(plan.ranks) == 1 else AtOnce, HostMemory(plan.cluster, arenas))
 
     @staticmethod
     def between(plan: Plan, program: Program, device: int) -> Lending:
         """The arenas of a run of one worker for each device, of which this one is for `device`. All must call it."""
-        arenas, used = _checked_here(plan, program), {stage.device for stage in plan.stages}
-        shared = [arena for arena in arenas if arena.lender.kind is MemberKind.DEVICE and arena.lender.number in used]
-        if not shared:
-            return Lending(arenas, Beside)
-        files = {arena: _nameless(arena) for arena in shared if arena.lender.number == device}
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (os.getpid(), files))
-        found = {arena: f"/proc/{process}/fd/{file}" for process, of_one in told for arena, file in of_one.items()}
-        mine = [arena for arena in shared if device in (arena.borrower, arena.lender.number)]
-        mapped = {arena: _mapped(arena, found[arena]) for arena in mine}
-        dist.barrier()
-        for file in files.values():
-            os.close(file)
-        return Lending(arenas, Beside, mapped)
+        arenas = _checked_here(plan, program)
+        memory = HostMemory(plan.cluster, arenas)
+        return Lending(arenas, Beside, memory, _exchanged(memory, device, _shared(plan, arenas)))
 
     def lent_by(self, device: int) -> int:
         """Bytes that a device lends in all."""
@@ -109,19 +99,39 @@ class Lending:
         return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
 
     def _slots(self, arena: Arena) -> list[Slot]:
-        if self.copier is NoCopier:
+        if self.memory is None:
             return [Slot(arena.slot_bytes) for _ in range(arena.slots)]
-        memory = self.shared.get(arena) or mmap.mmap(-1, arena.nbytes)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        return [Slot(arena.slot_bytes, start + n * arena.slot_bytes, memory) for n in range(arena.slots)]
+        return self.mapped.get(arena) or self.memory.own(arena)
+
+
+def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
+    """The arenas of devices that have a worker of their own."""
+    workers = {Member.device(stage.device) for stage in plan.stages}
+    return [arena for arena in arenas if arena.lender in workers]
+
+
+def _exchanged(memory: Memory, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
+    """The slots of those arenas that this device lends or borrows. All workers must call it."""
+    if not shared:
+        return {}
+    lent = {arena: memory.lend(arena) for arena in shared if arena.lender == Member.device(device)}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {arena: word for arena, (word, _) in lent.items()})
+    words = {arena: word for of_one in told for arena, word in of_one.items()}
+    mine = [arena for arena in shared if arena.borrower == device or arena in lent]
+    mapped = {arena: memory.borrow(arena, words[arena]) for arena in mine}
+    dist.barrier()
+    for _, all_have_mapped in lent.values():
+        all_have_mapped()
+    return mapped
 
 
 def check_lending(plan: Plan, program: Program) -> None:
     """Check before a launch that what is moved away has room where it goes.
 
     Raises:
-        OutOfMemory: a host, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to a disk or to a device of another host, or the plan is for GPUs.
+        OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
+        UsageError: it goes to another host, or to a folder that cannot be used, or the plan is for GPUs.
     """
     _checked_here(plan, program)
 
@@ -142,17 +152,16 @@ def lending_trace(plan: Plan, device: int, arenas: Sequence[Arena]) -> DeviceTra
 
 def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The arenas of a program, if they can be made and have room."""
-    arenas, devices = arenas_of(plan, program), plan.cluster.devices
+    arenas, cluster = arenas_of(plan, program), plan.cluster
     for arena in arenas:
         kind, number = arena.lender
-        if kind is MemberKind.DISK:
-            raise UsageError(f"device {arena.borrower} moves tensors to {arena.lender}: only simulated yet; use a host")
-        host = devices[number or 0].host if kind is MemberKind.DEVICE else number
-        if host != devices[arena.borrower].host:
+        host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
+        if host != cluster.devices[arena.borrower].host:
             raise UsageError(
                 f"device {arena.borrower} moves tensors to {arena.lender}, which is on another host: only simulated "
                 "yet; use members of the same host"
             )
+        cluster.tier(arena.borrower, arena.lender)  # refuses what no link reaches
     check_room(plan, arenas)
     return arenas
 
@@ -164,46 +173,17 @@ def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
         raise UsageError(
             "the plan moves saved tensors away, which GPUs cannot do yet: certify it, and train on emulated devices"
         )
-    needed = sum(arena.nbytes for arena in arenas if arena.lender.kind is MemberKind.HOST)
+    needed, on_disk = 0, Counter[str]()
+    for member, shares in room_needed(plan, arenas).items():
+        if member.kind is MemberKind.HOST:
+            needed += shares.total()
+        elif member.kind is MemberKind.DISK:
+            on_disk[folder_of(plan.cluster.hosts[member.number or 0].disk_folder)] += shares.total()
     if needed and needed > (free := free_bytes()):
         raise OutOfMemory(
             f"the moved tensors need {format_bytes(needed)} of this machine's memory, which has {format_bytes(free)} "
             "to spare: move fewer"
         )
+    for folder, nbytes in on_disk.items():
+        check_folder(folder, nbytes)
     return arenas
-
-
-def _nameless(arena: Arena) -> int:
-    """A file in memory for an arena, with all of its pages.
-
-    Raises:
-        OutOfMemory: the machine has no memory for it.
-    """
-    if not hasattr(os, "memfd_create"):
-        raise UsageError("devices lend memory to other workers on Linux only: move tensors to the host instead")
-    file = os.memfd_create("pipefit-arena")
-    try:
-        os.posix_fallocate(file, 0, arena.nbytes)
-    except OSError as error:
-        os.close(file)
-        raise OutOfMemory(
-            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} ({error.strerror}): "
-            "move fewer tensors there"
-        ) from error
-    return file
-
-
-def _mapped(arena: Arena, path: str) -> mmap.mmap:
-    """The memory of a file that the arena's lender has made.
-
-    Raises:
-        UsageError: there is no such file here: the lender runs on another machine.
-    """
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), arena.nbytes)
-    except OSError as error:
-        raise UsageError(
-            f"device {arena.borrower} cannot use what {arena.lender} lends ({error.strerror}): their workers have to "
-            "run on one machine, as one user"
-        ) from error

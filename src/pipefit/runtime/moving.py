@@ -28,6 +28,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.program import Program
+from pipefit.runtime.block_table import BlockTable
 from pipefit.runtime.copying import Copier, Part, Slot
 from pipefit.runtime.lending import Borrowed
 from pipefit.schedule.arenas import slots
@@ -45,13 +46,22 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """What one action moves, of one microbatch: storages with their bytes, and the slots that they are copied to."""
+    """What one action moves, of one microbatch: its table, and the storages and slots that the table numbers."""
 
-    action: Action  # the OFFLOAD
-    storages: Sequence[tuple[ref[torch.UntypedStorage], int]]
-    slots: Sequence[tuple[Member, Slot]]
-    state: Whereabouts
-    copy: Any
+    table: BlockTable
+    storages: Sequence[ref[torch.UntypedStorage]]
+    slots: Sequence[Slot]
+    copy: Any = None
+
+    @property
+    def action(self) -> Action:
+        """The OFFLOAD."""
+        return self.table.action
+
+    @property
+    def state(self) -> Whereabouts:
+        """Where the storages are."""
+        return self.table.state
 
 
 class Luggage:
@@ -162,10 +172,11 @@ class Mover:
     def _offload(self, action: Action, luggage: Luggage, *, smaller: bool) -> None:
         """Start copying storages away."""
         storages = self._storages(action, luggage, smaller=smaller)
-        members = self._slots(action)
-        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in members]
-        copy = self._copy(storages, taken, outward=True)
-        luggage.moves[_subject(action)] = Move(action, _weak(storages), taken, Whereabouts.LEAVING, copy)
+        table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
+        taken = [self.borrowed.take(*block) for block in table.blocks]
+        move = Move(table, [ref(storage) for storage, _ in storages], taken)
+        move.copy = self._copy(storages, move, outward=True)
+        luggage.moves[_subject(action)] = move
 
     def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
         """The copies have arrived: the storages lose their memory."""
@@ -179,7 +190,7 @@ class Mover:
                 )
             storage.resize_(0)
             self._resized(storage)
-        move.state = Whereabouts.AWAY
+        move.table = move.table.now(Whereabouts.AWAY)
 
     def _reload(self, action: Action, luggage: Luggage) -> None:
         """Give the storages memory, and start copying back."""
@@ -191,14 +202,15 @@ class Mover:
         for storage, nbytes in storages:
             storage.resize_(nbytes)
             self._resized(storage)
-        move.copy, move.state = self._copy(storages, move.slots, outward=False), Whereabouts.RETURNING
+        move.copy = self._copy(storages, move, outward=False)
+        move.table = move.table.now(Whereabouts.RETURNING)
 
     def _reloaded(self, action: Action, luggage: Luggage) -> None:
         """The bytes are back, and the slots are free again."""
         move = luggage.moves.pop(_subject(action))
         self.copier.join(move.copy)
-        for member, slot in move.slots:
-            self.borrowed.give_back(member, slot)
+        for block, slot in zip(move.table.blocks, move.slots, strict=True):
+            self.borrowed.give_back(block.member, slot)
 
     def abandon(self) -> None:
         """No copy is under way and no slot in use, after a step has failed."""
@@ -270,7 +282,7 @@ class Mover:
 
     def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of a move, which the graph still holds."""
-        found = [(storage(), nbytes) for storage, nbytes in move.storages]
+        found = [(storage(), nbytes) for storage, nbytes in zip(move.storages, move.table.tensors, strict=True)]
         if any(storage is None for storage, _ in found):
             raise UsageError(f"{action} comes after the backward that needed what {move.action} has moved")
         return [(storage, nbytes) for storage, nbytes in found if storage is not None]
@@ -282,19 +294,16 @@ class Mover:
         nbytes = sum(stage.sizes[stage.storage(subject)] for subject in self._moved(action))
         return slots(action.place, nbytes, self.cluster.devices[self.number].host)
 
-    def _copy(
-        self,
-        storages: Sequence[tuple[torch.UntypedStorage, int]],
-        there: Sequence[tuple[Member, Slot]],
-        *,
-        outward: bool,
-    ) -> Any:
-        """Start copying between storages and slots, one after the other as if each were one row of bytes."""
+    def _copy(self, storages: Sequence[tuple[torch.UntypedStorage, int]], move: Move, *, outward: bool) -> Any:
+        """Start copying between storages and slots what the move's table says."""
         here, seconds = Member.device(self.number), 0.0
-        parts = list(_parts(storages, [slot for _, slot in there]))
-        for member, slot in there:
+        parts = [
+            Part(storages[tensor][0], offset, move.slots[block], within, nbytes)
+            for tensor, offset, block, within, nbytes in move.table.pieces
+        ]
+        for number, (member, _) in enumerate(move.table.blocks):
             route = self.cluster.route(here, member) if outward else self.cluster.route(member, here)
-            seconds = max(seconds, route.seconds(sum(part.nbytes for part in parts if part.slot is slot)))
+            seconds = max(seconds, route.seconds(move.table.bytes_in(number)))
         paced = self.cluster.backend == "emulated"
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
 
@@ -318,21 +327,3 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
             "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom function"
         )
     return storage
-
-
-def _weak(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> list[tuple[ref[torch.UntypedStorage], int]]:
-    return [(ref(storage), nbytes) for storage, nbytes in storages]
-
-
-def _parts(storages: Sequence[tuple[torch.UntypedStorage, int]], there: Sequence[Slot]) -> Iterator[Part]:
-    """Which bytes of the storages are in which slots: every slot is filled before the next one."""
-    slots_left, slot, within = iter(there), Slot(0), 0
-    for storage, nbytes in storages:
-        offset = 0
-        while offset < nbytes:
-            if within == slot.nbytes:
-                slot, within = next(slots_left), 0
-                continue
-            taken = min(nbytes - offset, slot.nbytes - within)
-            yield Part(storage, offset, slot, within, taken)
-            offset, within = offset + taken, within + taken

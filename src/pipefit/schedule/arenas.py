@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
 from pipefit.cost.storages import StageStorages
-from pipefit.errors import OutOfMemory
 from pipefit.places import Member, Place
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.units import format_bytes
 
 
 class Arena(NamedTuple):
@@ -92,27 +90,3 @@ def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[
 def lent_bytes(lent: Sequence[Arena], lender: Member) -> int:
     """What a member of the cluster lends in all."""
     return sum(arena.nbytes for arena in lent if arena.lender == lender)
-
-
-def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
-    """Check that hosts, and devices without a stage, have as much memory as they lend.
-
-    Devices that have one count what they lend with all else that they hold.
-
-    Raises:
-        OutOfMemory: one has not; says by how much, and for whom.
-    """
-    cluster, used = plan.cluster, {stage.device for stage in plan.stages}
-    room = {Member.host(number): host.memory_bytes for number, host in enumerate(cluster.hosts)}
-    room |= {Member.device(n): device.memory_bytes for n, device in enumerate(cluster.devices) if n not in used}
-    for lender, nbytes in room.items():
-        if (needed := lent_bytes(lent, lender)) > nbytes:
-            shares = Counter[int]()
-            for arena in lent:
-                shares[arena.borrower] += arena.nbytes * (arena.lender == lender)
-            raise OutOfMemory(
-                f"{lender} has {format_bytes(nbytes)} and would have to keep {format_bytes(needed)} of moved tensors, "
-                f"{format_bytes(needed - nbytes)} more: "
-                + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items() if share)
-                + "; move fewer tensors there, or those of fewer microbatches"
-            )

@@ -1,0 +1,113 @@
+"""The memory of arenas on emulated devices and CPU workers: plain, shared with another worker, or on a disk.
+
+What workers share are files without a name in memory, so that nothing is left when all are gone, however they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pipefit.cluster import Cluster
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.places import MemberKind
+from pipefit.runtime.copying import Slot
+from pipefit.runtime.disk import Buffers, DiskSlot, folder_of, nameless_file
+from pipefit.schedule.arenas import Arena
+from pipefit.schedule.room import buffer_bytes
+from pipefit.units import format_bytes
+
+
+class Memory(Protocol):
+    """Makes the memory of arenas, and lends it to other workers."""
+
+    def own(self, arena: Arena) -> list[Slot]:
+        """The slots of an arena that only this process uses."""
+
+    def lend(self, arena: Arena) -> tuple[Any, Callable[[], None]]:
+        """Make memory for a borrower: what to tell its worker, and what to call when that has mapped it."""
+
+    def borrow(self, arena: Arena, told: Any) -> list[Slot]:
+        """The slots of an arena of which another worker, or this one, has told."""
+
+
+class HostMemory:
+    """Memory of the host and of its disk.
+
+    Args:
+        arenas: all of the run; the buffers before a disk are as large as they need.
+    """
+
+    def __init__(self, cluster: Cluster, arenas: tuple[Arena, ...]) -> None:
+        self.cluster, self.arenas = cluster, arenas
+        self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
+
+    def own(self, arena: Arena) -> list[Slot]:
+        if arena.lender.kind is MemberKind.DISK:
+            return self._on_disk(arena)
+        return _in(mmap.mmap(-1, arena.nbytes), arena)
+
+    def lend(self, arena: Arena) -> tuple[str, Callable[[], None]]:
+        file = _nameless(arena)
+        return f"/proc/{os.getpid()}/fd/{file}", lambda: os.close(file)
+
+    def borrow(self, arena: Arena, told: str) -> list[Slot]:
+        return _in(_mapped(arena, told), arena)
+
+    def _on_disk(self, arena: Arena) -> list[Slot]:
+        """Slots in a file of the disk's folder."""
+        borrower, host = arena.borrower, self.cluster.hosts[arena.lender.number or 0]
+        if borrower not in self._buffers:
+            nbytes = buffer_bytes(self.arenas, borrower)
+            self._buffers[borrower] = Buffers(nbytes), Buffers(nbytes)
+        outward, inward = self._buffers[borrower]
+        file = nameless_file(arena, folder_of(host.disk_folder))
+        return [
+            DiskSlot(nbytes=arena.slot_bytes, address=start, owner=file, outward=outward, inward=inward)
+            for start in range(0, arena.nbytes, arena.slot_bytes)
+        ]
+
+
+def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:
+    """The slots of an arena that is this memory."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return [Slot(arena.slot_bytes, start + n * arena.slot_bytes, memory) for n in range(arena.slots)]
+
+
+def _nameless(arena: Arena) -> int:
+    """A file in memory for an arena, with all of its pages.
+
+    Raises:
+        OutOfMemory: the machine has no memory for it.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise UsageError("devices lend memory to other workers on Linux only: move tensors to the host instead")
+    file = os.memfd_create("pipefit-arena")
+    try:
+        os.posix_fallocate(file, 0, arena.nbytes)
+    except OSError as error:
+        os.close(file)
+        raise OutOfMemory(
+            f"{arena.lender} cannot lend {format_bytes(arena.nbytes)} to device {arena.borrower} ({error.strerror}): "
+            "move fewer tensors there"
+        ) from error
+    return file
+
+
+def _mapped(arena: Arena, path: str) -> mmap.mmap:
+    """The memory of a file that the arena's lender has made.
+
+    Raises:
+        UsageError: there is no such file here: the lender runs on another machine.
+    """
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), arena.nbytes)
+    except OSError as error:
+        raise UsageError(
+            f"device {arena.borrower} cannot use what {arena.lender} lends ({error.strerror}): their workers have to "
+            "run on one machine, as one user"
+        ) from error

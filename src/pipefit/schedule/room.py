@@ -1,0 +1,71 @@
+"""The room that arenas take where they are: on devices that only lend, on hosts and on their disks.
+
+Devices and disks hold the slots and no more. A host also holds the buffers through which a device's bytes pass on their
+way to or from a disk: two for each direction, so that one is copied while the other is written or read. And a host's
+memory for GPUs is pinned, which torch allocates in powers of two; the slots of an arena are therefore packed into as
+few bytes of such sizes as they can be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from pipefit.errors import OutOfMemory
+from pipefit.places import Member, MemberKind
+from pipefit.plans import Plan
+from pipefit.schedule.arenas import Arena
+from pipefit.units import format_bytes
+
+DISK_BUFFERS = 4  # of a device that moves tensors to a disk: two out, two in
+_BUFFER_BYTES = 1 << 22  # a disk is at its full rate with writes of this size
+
+Room = dict[Member, Counter[int]]  # bytes that a member sets aside, by the device that they are for
+
+
+def buffer_bytes(lent: Sequence[Arena], borrower: int) -> int:
+    """The size of each of the host's buffers through which a device's tensors pass to a disk; 0 without such."""
+    slots = [a.slot_bytes for a in lent if a.borrower == borrower and a.lender.kind is MemberKind.DISK]
+    return min(_BUFFER_BYTES, max(slots, default=0))
+
+
+def pinned_sizes(slot_bytes: int, slots: int) -> tuple[int, ...]:
+    """Powers of two, as few bytes of them as possible, that hold so many slots in one piece each."""
+    whole = 1 << (slot_bytes * slots - 1).bit_length()
+    half = whole // 2
+    if half < slot_bytes:
+        return (whole,)
+    return min((whole,), (half, *pinned_sizes(slot_bytes, slots - half // slot_bytes)), key=sum)
+
+
+def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
+    """What every member of the cluster sets aside for arenas."""
+    found: Room = defaultdict(Counter)
+    for arena in lent:
+        pinned = plan.cluster.backend == "cuda" and arena.lender.kind is MemberKind.HOST
+        nbytes = sum(pinned_sizes(arena.slot_bytes, arena.slots)) if pinned else arena.nbytes
+        found[arena.lender][arena.borrower] += nbytes
+    for borrower in {arena.borrower for arena in lent}:
+        if buffer := buffer_bytes(lent, borrower):
+            found[Member.host(plan.cluster.devices[borrower].host)][borrower] += DISK_BUFFERS * buffer
+    return found
+
+
+def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
+    """Check that hosts, disks, and devices without a stage have as much room as they set aside.
+
+    Devices that have one count what they lend with all else that they hold.
+
+    Raises:
+        OutOfMemory: one has not; says by how much, and for whom.
+    """
+    used = {Member.device(stage.device) for stage in plan.stages}
+    for member, shares in room_needed(plan, lent).items():
+        needed, room = shares.total(), plan.cluster.capacity(member)
+        if member not in used and needed > room:
+            raise OutOfMemory(
+                f"{member} has {format_bytes(room)} and would have to keep {format_bytes(needed)} of moved tensors, "
+                f"{format_bytes(needed - room)} more: "
+                + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
+                + "; move fewer tensors there, or those of fewer microbatches"
+            )

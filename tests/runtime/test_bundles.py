@@ -1,0 +1,179 @@
+"""Bundles: one action moves storages of any dtypes and sizes, as one row of bytes that a table describes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moving_plans import movable, with_disk
+from pipefit.actions import Subject, parse_action
+from pipefit.capture import Task
+from pipefit.cost.residency import Whereabouts
+from pipefit.cost.storages import StageStorages
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.places import Member, parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.block_table import BlockTable
+from pipefit.runtime.copying import AtOnce, Part
+from pipefit.simulator import simulate
+from tiny import alone, batch_of, plan_of, task_of
+
+OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")
+
+
+class Mixed(nn.Module):
+    """Keeps tensors of five dtypes, from none to thousands of bytes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(x.double()).float()
+        low = torch.sigmoid(x.bfloat16()).float()
+        mask = torch.where(x > 0, torch.exp(-x), x * x)
+        order = torch.gather(x, 1, x.detach().argsort(1))
+        nothing = torch.sigmoid(x[:, :0]).sum(1, keepdim=True)
+        large = torch.softmax(x.repeat(1, 9), 1)[:, : x.shape[1]]
+        return wide + low + mask + order + nothing + large
+
+
+@functools.cache
+def mixed_task() -> Task:
+    """Two stages of such a layer, between layers that save what it returns and what it is given."""
+    return task_of(
+        lambda: [nn.Linear(8, 8), nn.Sigmoid(), Mixed(), nn.Linear(8, 8), nn.Tanh(), Mixed(), nn.Linear(8, 4)],
+        optimizer=torch.optim.AdamW,
+    )
+
+
+@functools.cache
+def found() -> ModelProfile:
+    """What it costs."""
+    return profile(mixed_task(), microbatch_size=2, threads=torch.get_num_threads())
+
+
+def bundled(schedule: str, place: str) -> Plan:
+    """All that each stage keeps, moved by one action."""
+    plan = plan_of(mixed_task(), [4, 3], microbatches=4, schedule=schedule, profiled=found())
+    decisions = tuple(
+        Decision(
+            stage=stage,
+            subject=SavedTensors(tensors=tuple(movable(plan, stage))),
+            what=What.OFFLOAD,
+            place=parse_place(place.replace("device1", "device0") if stage else place),
+            behind=0,
+        )
+        for stage in range(2)
+    )
+    return replace(plan, cluster=with_disk(plan.cluster), decisions=decisions)
+
+
+class Counting(AtOnce):
+    """Counts the pieces of every copy, by the tensors and blocks that it has."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+
+    def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
+        tensors, slots = {part.storage._cdata for part in parts}, {id(part.slot) for part in parts}
+        self.copies.append((len(parts), len(tensors), len(slots)))
+        super().start(parts, outward=outward, seconds=seconds)
+
+
+@pytest.mark.parametrize("place", ["host", "host*1+device1*2+disk*1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_one_action_moves_all_that_a_stage_keeps(schedule: str, place: str) -> None:
+    """Five dtypes, storages of no bytes and storages of several layers leave and return in one bundle: all parameters
+    are those of plain training, the bytes those of the dry run, and the peaks the simulator's.
+    """
+    plan, task = bundled(schedule, place), mixed_task()
+    storages = StageStorages.of(plan, 0)
+    moved = [Subject(*tensor) for tensor in plan.decisions[0].subject.tensors]  # type: ignore[union-attr]
+    saved = {t.index: t for t in plan.measurement.costs[2].saved}
+    assert {saved[s.what].dtype for s in moved if s.layer == 2} >= {"float64", "bfloat16", "float32", "bool", "int64"}
+    assert any(storages.sizes[storages.storage(subject)] == 0 for subject in moved)
+    assert any(len(storages.savers(subject)) > 1 for subject in moved)
+    trainer = Trainer(task, plan)
+    losses = [trainer.step(batch_of(task, plan, step)) for step in range(3)]
+    expected, state = alone(task, plan, 3)
+    assert losses == pytest.approx(expected, rel=1e-6)  # the mean of a step's losses is rounded otherwise
+    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
+    dry = certify(task, plan, steps=3)
+    for device, other in zip(trainer.trace.devices, dry.devices, strict=True):
+        assert [(s.action, s.bytes) for s in device.memory] == [(s.action, s.bytes) for s in other.memory]
+    simulated = simulate(plan, steps=3)
+    for device, other in zip(dry.devices, simulated.devices, strict=True):
+        assert [device.step_peak_bytes(s) for s in range(3)] == [other.step_peak_bytes(s) for s in range(3)]
+    assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
+
+
+def test_a_bundle_is_few_copies() -> None:
+    """Each action starts one copy of k tensors to m blocks, in k + m - 1 pieces at most instead of k times m."""
+    plan, task = bundled("gpipe", "host*1+device1*2+disk*1"), mixed_task()
+    trainer = Trainer(task, plan)
+    copier = trainer.runners[0].mover.copier = Counting()
+    trainer.step(batch_of(task, plan))
+    actions = [e.action for e in trainer.trace.devices[0].events if "LOAD" in e.action and "#" in e.action]
+    assert len(copier.copies) == len([a for a in actions if "WAIT" not in a]) == 2 * 4
+    for pieces, tensors, blocks in copier.copies:
+        assert blocks == 3 and tensors > 6
+        assert pieces <= tensors + blocks - 1
+
+
+def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None:
+    """While a copy starts the table says that the bundle is leaving; when it is joined, that it is away; and so on. It
+    is dropped when the bundle is back.
+    """
+    plan, task = bundled("gpipe", "host"), mixed_task()
+    seen: list[tuple[str, list[Whereabouts]]] = []
+
+    def look(number: int) -> None:
+        runner = trainer.runners[0]
+        flight = runner._flights.get((0, 0))
+        moves = [] if flight is None else [move.table.state for move in flight.luggage.moves.values()]
+        if number < len(runner.program.actions[0]):
+            seen.append((str(runner.program.actions[0][number]), moves))
+
+    trainer = Trainer(task, plan)
+    trainer.runners[0].on_action = look
+    trainer.step(batch_of(task, plan))
+    told = dict(seen)
+    assert told["0WAIT_OFFLOAD0#0@host"] == [Whereabouts.LEAVING]
+    assert told["0RELOAD0#0@host"] == [Whereabouts.AWAY]
+    assert told["0WAIT_RELOAD0#0@host"] == [Whereabouts.RETURNING]
+    assert told["0B0"] == []
+
+
+def test_a_table_prints_its_blocks() -> None:
+    """Blocks, their sizes and places, and which bytes of which tensors each holds."""
+    blocks = [(Member.device(1), 2048), (Member.host(0), 1024)]
+    table = BlockTable.of(OFFLOAD, [2048, 1024], blocks).now(Whereabouts.AWAY)
+    assert str(table) == (
+        "0OFFLOAD3#1@device1*2+host*1: 2 tensors of 3072 B, away; device1 2048 B: 0[0:2048]; host0 1024 B: 1[0:1024]"
+    )
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6))
+def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], seed: int) -> None:
+    """Byte n of the row of tensors is byte n of the row of blocks, in at most k + m - 1 pieces."""
+    blocks.append(max(sum(tensors) - sum(blocks), 0) + Random(seed).randint(0, 5))
+    table = BlockTable.of(OFFLOAD, tensors, [(Member.device(n), nbytes) for n, nbytes in enumerate(blocks)])
+    assert len(table.pieces) <= max(len(tensors) + len(blocks) - 1, 0)
+    row = [(number, byte) for number, nbytes in enumerate(tensors) for byte in range(nbytes)]
+    there = [(number, byte) for number, nbytes in enumerate(blocks) for byte in range(nbytes)]
+    found = {
+        (piece.tensor, piece.offset + n): (piece.block, piece.within + n)
+        for piece in table.pieces
+        for n in range(piece.nbytes)
+    }
+    assert found == dict(zip(row, there, strict=False))
+    assert sum(piece.nbytes for piece in table.pieces) == sum(tensors) == len(found)
+    assert sum(table.bytes_in(number) for number in range(len(blocks))) == sum(tensors)

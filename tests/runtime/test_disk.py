@@ -1,0 +1,271 @@
+"""Tensors that are moved to a disk: the bytes in its file, the host's buffers before it, and nothing that stays."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pipefit
+from moving_plans import make_chain, make_wide, with_disk
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.devices import Link
+from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
+from pipefit.places import Member, parse_place
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.copying import Part
+from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
+from pipefit.schedule.arenas import Arena
+from pipefit.schedule.room import room_needed
+from pipefit.trace import Stream, Trace
+from tiny import batch_of, plan_of
+
+SLOT = 512  # bytes of what is moved of a microbatch: the sigmoid's result, 2 samples of 64 numbers
+DISK = parse_place("disk0").members[0]
+
+
+def to_disk(cluster: Cluster, *, place: str = "disk", behind: int = 1) -> Plan:
+    """Two stages of `make_chain` under GPipe; the first moves what its sigmoid keeps of four microbatches."""
+    plan = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe")
+    moved = SavedTensors(tensors=((1, 0),))
+    decision = Decision(stage=0, subject=moved, what=What.OFFLOAD, place=parse_place(place), behind=behind)
+    return replace(plan, cluster=cluster, decisions=(decision,))
+
+
+def emulated(folder: Path | None = None, *, disk_bytes: int = 1 << 20, host_bytes: int = 1 << 30) -> Cluster:
+    """Two devices, and a host with a disk."""
+    cluster = with_disk(Cluster.emulated((2, 1 << 20)), folder, disk_bytes)
+    return replace(cluster, hosts=(replace(cluster.hosts[0], memory_bytes=host_bytes),))
+
+
+def open_files(folder: Path) -> list[str]:
+    """The files in a folder that this process has open, or one of those that it has started, or one of theirs."""
+    return [found for process in family(os.getpid()) for found in files_of(process) if str(folder) in found]
+
+
+def family(process: int) -> list[int]:
+    """A process and all that come from it."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return [process, *(one for child in children for one in family(int(child)))]
+
+
+def files_of(process: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for link in Path(f"/proc/{process}/fd").glob("*"):
+        try:
+            found.append(os.readlink(link))
+        except OSError:
+            continue
+    return found
+
+
+def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
+    """Step, action and bytes of every sample of every device."""
+    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
+
+
+def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
+    """The second of two slots of a file."""
+    file = nameless_file(Arena(DISK, 0, 2, nbytes), str(folder))
+    return DiskSlot(
+        nbytes=nbytes, address=nbytes, owner=file, outward=Buffers(buffer_bytes), inward=Buffers(buffer_bytes)
+    )
+
+
+# -------------------------------------------------------------------- slots
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_written_is_read_back(tmp_path: Path, seed: int) -> None:
+    """Parts of several storages, of any sizes, lie one after the other in the file, and come back to where they were;
+    whatever the size of the buffers.
+    """
+    rng = Random(seed)
+    sizes = [rng.choice([1, 7, 64, rng.randint(1, 3000)]) for _ in range(rng.randint(1, 9))]
+    tensors = [torch.randint(0, 256, (size + 9,), dtype=torch.uint8) for size in sizes]
+    wanted, before = [tensor.clone() for tensor in tensors], rng.randint(0, 50)
+    slot = slot_in(tmp_path, before + sum(sizes), rng.choice([1, 16, 500, 4096, 1 << 20][seed % 2 :]))
+    starts = [before + sum(sizes[:n]) for n in range(len(sizes))]
+    parts = [
+        Part(tensor.untyped_storage(), 5, slot, start, size)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=True)
+    ]
+    slot.carry(parts, outward=True)
+    row = b"".join(bytes(tensor[5 : 5 + size].tolist()) for tensor, size in zip(tensors, sizes, strict=True))
+    assert os.pread(slot.owner.fileno(), len(row) + 1, slot.nbytes + before) == row
+    for tensor, size in zip(tensors, sizes, strict=True):
+        tensor[5 : 5 + size] = 0
+    slot.carry(parts, outward=False)
+    assert all(map(torch.equal, tensors, wanted))
+
+
+def test_small_tensors_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty tensors of a bundle are gathered: they are written and read in as many calls as buffers are filled."""
+    calls, pwrite, preadv = Counter[str](), os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda *args: calls.update(["write"]) or pwrite(*args))
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.update(["read"]) or preadv(*args))
+    slot, tensors = slot_in(tmp_path, 4000, 2048), [torch.zeros(100, dtype=torch.uint8) for _ in range(40)]
+    parts = [Part(tensor.untyped_storage(), 0, slot, 100 * n, 100) for n, tensor in enumerate(tensors)]
+    slot.carry(parts, outward=True)
+    slot.carry(parts, outward=False)
+    assert calls == {"write": 2, "read": 2}
+
+
+def test_a_file_has_its_blocks_from_the_start_and_no_name(tmp_path: Path) -> None:
+    """The disk has given all that will be needed; the folder stays empty; and closing it gives everything back."""
+    file = nameless_file(Arena(DISK, 0, 3, 1 << 20), str(tmp_path))
+    assert os.fstat(file.fileno()).st_blocks * 512 >= 3 << 20
+    assert os.listdir(tmp_path) == []
+    assert len(open_files(tmp_path)) == 1
+    file.close()
+    assert open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(("outward", "words"), [(True, "written to"), (False, "read from")])
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outward: bool, words: str) -> None:
+    """What the system says reaches the one who waits for the copy."""
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite" if outward else "preadv", fail)
+    slot, tensor = slot_in(tmp_path, 8, 8), torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(WorkerFailed, match=rf"cannot be {words} the disk \(Input/output error\): move tensors to the"):
+        slot.carry([Part(tensor.untyped_storage(), 0, slot, 0, 8)], outward=outward)
+
+
+# -------------------------------------------------------------------- training
+
+
+def test_workers_move_to_the_disk_what_one_process_moves(tmp_path: Path) -> None:
+    """Losses are those of a plan that moves nothing, every sample of memory is that of one process and of the dry run,
+    and while they run each of two workers has one open file in the folder, which shows none.
+    """
+    plan = to_disk(emulated(tmp_path), place="disk*2+device1*1+host*1")
+    back = replace(plan.decisions[0], stage=1, subject=SavedTensors(tensors=((4, 0),)), place=parse_place("disk0"))
+    plan = replace(plan, decisions=(*plan.decisions, back))
+    seen: list[tuple[int, list[str]]] = []
+
+    def look(*_: Any) -> None:
+        seen.append((len(open_files(tmp_path)), os.listdir(tmp_path)))
+
+    losses, trace = pipefit.train(make_chain, plan, steps=2, on_step=look)
+    assert seen[0] == (2, [])
+    assert open_files(tmp_path) == []
+    assert samples(trace) == samples(certify(make_chain(), plan, steps=2))
+    trainers = [Trainer(make_chain(), one) for one in (plan, replace(plan, decisions=()))]
+    for step in range(2):
+        torch.manual_seed(step)
+        batch = make_chain().batch(plan.training.batch_size)
+        assert [trainer.step(batch) for trainer in trainers] == [losses[step]] * 2
+    assert samples(trainers[0].trace) == samples(trace)
+
+
+def test_without_a_named_folder_files_are_where_temporary_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that names no folder uses the system's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = to_disk(emulated())
+    trainer = Trainer(make_chain(), plan)
+    assert len(open_files(tmp_path)) == 1
+    trainer.step(batch_of(make_chain(), plan))
+
+
+@pytest.mark.parametrize("accident", ["killed", "raises"])
+def test_a_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path, accident: str) -> None:
+    """Killed or failing in the middle of a step: the folder is empty, and no process has a file of it open."""
+    with pytest.raises(WorkerFailed, match="worker 1"):
+        pipefit.train(partial(make_chain, accident), to_disk(emulated(tmp_path)), steps=2)
+    assert mp.active_children() == []
+    assert os.listdir(tmp_path) == [] and open_files(tmp_path) == []
+
+
+def test_copies_take_the_time_of_the_disk(tmp_path: Path) -> None:
+    """No copy ends before the slowest link on the way to the disk lets it, with the latencies of all of them."""
+    plan = plan_of(make_wide(), [4], microbatches=2, schedule="gpipe")
+    size = next(t for t in plan.measurement.costs[1].saved if t.index == 0).nbytes
+    links = (
+        Link.between("device0", "host0", bytes_per_second=1e12, latency_seconds=0.01),
+        Link.between("host0", "disk0", bytes_per_second=size / 0.03, latency_seconds=0.01),
+    )
+    cluster = replace(with_disk(plan.cluster, tmp_path), links=links)
+    moved = SavedTensors(tensors=((1, 0),))
+    decision = Decision(stage=0, subject=moved, what=What.OFFLOAD, place=parse_place("disk"))
+    _, trace = pipefit.train(make_wide, replace(plan, cluster=cluster, decisions=(decision,)), steps=1)
+    copies = [e for e in trace.devices[0].events if e.stream is Stream.COPY]
+    ends = {e.action.replace("WAIT_", ""): e.end_seconds for e in copies if "WAIT" in e.action}
+    assert min(ends[e.action] - e.start_seconds for e in copies if "WAIT" not in e.action) >= 0.05
+
+
+# -------------------------------------------------------------------- room
+
+
+@pytest.mark.parametrize(
+    ("room", "who"), [({"disk_bytes": 4 * SLOT}, "disk0"), ({"host_bytes": 4 * SLOT}, "host0")], ids=["disk", "host"]
+)
+def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int], who: str) -> None:
+    """Four microbatches need four slots on the disk, and on the host two buffers of a slot for each direction: with one
+    byte less than that, nothing begins.
+    """
+    tight = {name: nbytes - 1 for name, nbytes in room.items()}
+    certify(make_chain(), to_disk(emulated(**room)))
+    for run in (Trainer, certify):
+        with pytest.raises(OutOfMemory, match=rf"{who} has .* would have to keep 2.00 KiB of moved tensors, 1 B more"):
+            run(make_chain(), to_disk(emulated(**tight)))
+
+
+def test_buffers_are_bounded() -> None:
+    """Slots of 16 MiB pass through buffers of 4 MiB: 16 MiB of the host, however many slots there are."""
+    plan, host = to_disk(emulated()), Member.host(0)
+    for slots in (1, 9):
+        needed = room_needed(plan, [Arena(DISK, 0, slots, 16 << 20), Arena(host, 0, 1, 5)])
+        assert needed[DISK] == {0: slots * (16 << 20)} and needed[host] == {0: 4 * (4 << 20) + 5}
+
+
+def test_a_full_disk_is_refused_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launching process compares with what the folder's disk has free, and says how much is missing."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("pipefit.runtime.launch.start", never)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=4 * SLOT - 1, f_frsize=1))
+    with pytest.raises(OutOfMemory, match=r"need 2.00 KiB in '.*', whose disk has 2.00 KiB free, 1 B less: move fewer"):
+        pipefit.train(make_chain, to_disk(emulated(tmp_path)), steps=1)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """With the way out; a dry run, which writes nothing, does not look."""
+    plan = to_disk(emulated(tmp_path / "missing"))
+    certify(make_chain(), plan)
+    with pytest.raises(UsageError, match=r"cannot go to '.*missing': it is no folder .* disk_folder of the host"):
+        Trainer(make_chain(), plan)
+
+
+def test_a_disk_that_cannot_allocate_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may take the last room between the check and the file."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfMemory, match=r"disk0 cannot keep 2.00 KiB of device 0 in .* \(No space left on device\)"):
+        Trainer(make_chain(), to_disk(emulated(tmp_path)))
