@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from pipefit.cluster import Cluster
 from pipefit.cost.storages import StageStorages
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.devices import Link
+from pipefit.errors import UsageError
 from pipefit.places import Place, parse_place
 from pipefit.plans import Plan
 
@@ -28,9 +30,9 @@ def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
     place = plan.stages[stage]
     for layer in range(place.start, place.stop):
         for saved in plan.measurement.costs[layer].saved:
-            if saved.origin.kind in ("own", "input"):
-                subject = Subject(layer, saved.index)
-                if not again.intersection(storages.savers(subject)):
+            subject = Subject(layer, saved.index)
+            with suppress(UsageError):  # of a parameter, or of what autograd does not hold
+                if saved.origin.kind in ("own", "input") and not again.intersection(storages.savers(subject)):
                     names.setdefault(storages.storage(subject), (layer, saved.index))
     return list(names.values())
 

@@ -24,8 +24,9 @@ from made_up import (
     training,
     value,
 )
+from moving_plans import movable
 from pipefit.actions import Action, Kind, Subject
-from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
@@ -171,8 +172,8 @@ def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int
 
 
 def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
-    """Any split over up to four devices; parameters that stages would share are not; all or no microbatches of a run
-    are recomputed; versions hold the weights or everything.
+    """Any split over up to four devices; parameters that stages would share are not; runs are recomputed and saved
+    tensors moved for a share of the microbatches; versions hold the weights or everything.
     """
     stages = rng.randrange(1, min(4, len(model.layers)) + 1)
     how = training(schedule, rng.randrange(stages if schedule == "pipedream-2bw" else 1, 8))
@@ -180,9 +181,44 @@ def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
     plan = any_plan(rng, model, how, stages=stages, recompute=rng.choice(("never", "never", "always")))
     if plan.summed:
         plan = any_plan(rng, replace(model, shared=()), how, stages=stages, recompute="never")
-    if not plan.decisions:
-        plan = replace(plan, decisions=tuple(replace(d, microbatches=ALL_MICROBATCHES) for d in any_runs(rng, plan)))
-    return plan
+    runs = plan.decisions or tuple(replace(run, microbatches=any_share(rng, plan)) for run in any_runs(rng, plan))
+    plan = replace(plan, decisions=runs)
+    return moved(plan, tuple(any_moves(rng, plan))) if rng.random() < 0.6 else plan
+
+
+def moved(plan: Plan, moves: tuple[Decision, ...]) -> Plan:
+    """The plan with these moves, unless one names a copy that a recomputed layer in place was given, which none may."""
+    moving = replace(plan, decisions=(*plan.decisions, *moves))
+    try:
+        assert Simulation(moving, steps=1).effects
+    except UsageError as error:
+        assert "moves what is not there" in str(error)
+        return plan
+    return moving
+
+
+def any_share(rng: Random, plan: Plan) -> Microbatches:
+    """A share of the microbatches that is the same in every step."""
+    count = plan.training.microbatches
+    every = rng.choice([number for number in range(1, count + 1) if count % number == 0])
+    return Microbatches(rng.randint(1, every), every, rng.randrange(every))
+
+
+def any_moves(rng: Random, plan: Plan) -> Iterator[Decision]:
+    """In every stage, saved tensors that go to the host, alone or together."""
+    for number in range(len(plan.stages)):
+        names = movable(plan, number)
+        rng.shuffle(names)
+        for tensors in filter(None, (names[:1], names[1:3])):
+            yield Decision(
+                stage=number,
+                subject=SavedTensors(tensors=tuple(tensors)),
+                what=What.OFFLOAD,
+                place=parse_place("host"),
+                microbatches=any_share(rng, plan),
+                behind=rng.choice((0, 1, 1, 2, 4)),
+                ahead=rng.choice((0, 0, 1, 2, 3)),
+            )
 
 
 def in_steps(plan: Plan, account: Account, steps: int) -> Iterator[Sample]:

@@ -34,7 +34,7 @@ from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
-from pipefit.schedule import distinct_steps, is_endless, step_programs
+from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.trace import MemorySample, Trace
 from pipefit.validation import whole
 
@@ -65,7 +65,7 @@ def certify(
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
-    lending = Lending.dry(plan, programs[0])
+    lending = Lending.dry(plan, whole_run(plan))
     dry = _DryRun(task, plan, programs, lending, sample(task, plan.training.microbatch_size), steps, kernels)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         samples = (dry.endless(fake) if is_endless(plan) else dry.folded(fake)) if fold else dry.whole(fake)

@@ -35,7 +35,7 @@ from pipefit.runtime.lending import check_lending, lending_trace
 from pipefit.runtime.processes import Surroundings, forks, start
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
-from pipefit.schedule import lower_drain, step_programs
+from pipefit.schedule import lower_drain, step_programs, whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -85,7 +85,7 @@ def train(
     seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
-    check_lending(plan, step_programs(plan)[0])
+    check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, numbers, on_step), _pickled(task)
     try:
@@ -223,7 +223,7 @@ class _Supervisor:
     def trace(self) -> Trace:
         results = {worker.result[0].device: worker.result[0] for worker in self.workers if worker.result}
         seconds = [worker.result[1] for worker in self.workers if worker.result]
-        arenas = arenas_of(self.plan, self._programs[0])
+        arenas = arenas_of(self.plan, whole_run(self.plan))
         devices = tuple(
             results.get(n) or lending_trace(self.plan, n, arenas) for n in range(len(self.plan.cluster.devices))
         )

@@ -146,7 +146,7 @@ class Mover:
                     wanted[subject.layer].add(subject.what)
 
     def luggage(self, stage: int, microbatch: int) -> Luggage:
-        """What is moved of a microbatch in a stage; nothing has been found yet."""
+        """What the program moves of its microbatch of this number in a stage; nothing has been found yet."""
         return Luggage(self._wanted.get((stage, microbatch), {}))
 
     # ---------------------------------------------------------------- the four actions

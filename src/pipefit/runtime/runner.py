@@ -296,7 +296,7 @@ class DeviceRunner:
                 specialization.layers[stage],
                 specialization.boundaries,
                 self._weights[number],
-                self.mover.luggage(*key),
+                self.mover.luggage(stage, number),
             )
         return flight
 

@@ -51,7 +51,16 @@ from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport, connect
-from pipefit.schedule import loss_delay, lower, lower_drain, lower_evaluation, step_programs, updates_alone
+from pipefit.schedule import (
+    as_early,
+    loss_delay,
+    lower,
+    lower_drain,
+    lower_evaluation,
+    step_programs,
+    updates_alone,
+    whole_run,
+)
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -115,9 +124,9 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
-            lending = Lending.between(plan, program, plan.stages[plan.ranks[self.rank][0]].device)
+            lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device)
         else:
-            lending = Lending.within(plan, program)
+            lending = Lending.within(plan, whole_run(plan))
         self._lending = lending  # what others have borrowed stays ours
         self.not_compared = ""
         self.chain = chain = self._captured(seed, numbers)
@@ -270,7 +279,7 @@ class Trainer:
         """The program for so many microbatches, or the drain for none; each is made once, as runners keep what they
         ran.
         """
-        entered = min(self._entered, len(self.plan.stages))
+        entered = as_early(self.plan, self._entered)
         key = microbatches, update, entered
         if key not in self._programs:
             self._programs[key] = (

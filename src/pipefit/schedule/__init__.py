@@ -13,8 +13,10 @@ from pipefit.schedule.lower import (
     schedule_named,
     step_programs,
     updates_alone,
+    whole_run,
 )
 from pipefit.schedule.order import Compute, Endless, Schedule
+from pipefit.schedule.steps import as_early
 
 __all__ = [
     "ENDLESS",
@@ -22,6 +24,7 @@ __all__ = [
     "Compute",
     "Endless",
     "Schedule",
+    "as_early",
     "distinct_steps",
     "distinct_steps_of",
     "is_endless",
@@ -32,4 +35,5 @@ __all__ = [
     "schedule_named",
     "step_programs",
     "updates_alone",
+    "whole_run",
 ]

@@ -11,24 +11,56 @@ This is the last rewriting, because an offload is joined after the send of the s
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipefit.actions import COMPUTE, FORWARDS, Action, Bundle, Kind, Subject
+from pipefit.actions import COMPUTE, FORWARDS, UPDATES, Action, Bundle, Kind, Subject
 from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 
 Bundles = tuple[tuple[Subject, ...], ...]
+Inserted = defaultdict[int, list[Action]]  # by position
 
 
 def bundles_of(plan: Plan) -> Bundles:
-    """The saved tensors that move together, for every decision that moves more than one."""
-    moved = (d.subject for d in plan.decisions if isinstance(d.subject, SavedTensors) and len(d.subject.tensors) > 1)
-    return tuple(dict.fromkeys(_subjects(subject) for subject in moved))
+    """What moves together, for every decision that moves more than one subject."""
+    moved = (subjects_of(d.subject) for d in plan.decisions if not isinstance(d.subject, Run))
+    return tuple(dict.fromkeys(subjects for subjects in moved if len(subjects) > 1))
+
+
+def subjects_of(moved: SavedTensors | State) -> tuple[Subject, ...]:
+    """Saved tensors, or a state of every layer, as actions name them."""
+    if isinstance(moved, SavedTensors):
+        return tuple(Subject(layer, index) for layer, index in moved.tensors)
+    return tuple(Subject(layer, moved.kind) for layer in range(moved.start, moved.stop))
+
+
+def named(subjects: tuple[Subject, ...], bundles: Bundles) -> Subject | Bundle:
+    """What an action that moves these is about."""
+    return subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
+
+
+class Move(NamedTuple):
+    """When something is away: its OFFLOAD, and the positions of the actions between which it is.
+
+    The copy out starts behind `start` and is joined behind `freed`. The copy back starts before `back`, and is joined
+    before the first of `users`, which need it again.
+    """
+
+    offload: Action
+    start: int
+    freed: int
+    back: int
+    users: tuple[int, ...]
+
+    @property
+    def reload(self) -> Action:
+        """The action that starts to bring it back."""
+        return Action(Kind.RELOAD, *self.offload[1:])
 
 
 def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
@@ -37,16 +69,38 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     Raises:
         UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
     """
-    stages = {action.stage for action in actions}
+    moves = moves_of(Timeline(actions), plan, bundles)
+    before, behind = inserted(moves)
+    return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
+
+
+def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
+    """The copies of all moves that stand before, and behind, the action at each position."""
+    before: Inserted = defaultdict(list)
+    behind: Inserted = defaultdict(list)
+    for move in moves:
+        behind[move.start].append(move.offload)
+        behind[move.freed].append(move.offload.join)
+        before[move.back].append(move.reload)
+        before[move.users[0]].append(move.reload.join)
+    return before, behind
+
+
+def moves_of(timeline: Timeline, plan: Plan, bundles: Bundles) -> list[Move]:
+    """What one rank moves away and back by the decisions to offload saved tensors.
+
+    Raises:
+        UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
+    """
+    stages = {action.stage for action in timeline.actions}
     decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
-    if not decisions:
-        return list(actions)
-    copies, storages = _Copies(actions), {stage: StageStorages.of(plan, stage) for stage in stages}
+    storages = {stage: StageStorages.of(plan, stage) for stage in stages} if decisions else {}
+    found = list[Move | None]()
     for decision in decisions:
         users, subject = _users(storages[decision.stage], decision), _subject(decision, bundles)
-        for microbatch in filter(decision.microbatches.__contains__, copies.microbatches(decision.stage)):
-            copies.add(decision, microbatch, subject, users)
-    return list(copies.merged())
+        for microbatch in filter(decision.microbatches.__contains__, timeline.microbatches(decision.stage)):
+            found.append(_move(timeline, decision, microbatch, subject, users))
+    return [move for move in found if move is not None]
 
 
 class _Users(NamedTuple):
@@ -60,15 +114,14 @@ class _Users(NamedTuple):
     readers: frozenset[int]
 
 
-class _Copies:
-    """A rank's actions, and the copies to insert before and after each of them."""
+class Timeline:
+    """A rank's actions in their order, and where in it things are."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
-        self.before: dict[int, list[Action]] = defaultdict(list)
-        self.behind: dict[int, list[Action]] = defaultdict(list)
         self.units = _units(actions)
-        self.ends = [last for _, last in self.units]
+        self._starts = [first for first, _ in self.units]
+        self._ends = [last for _, last in self.units]
         self.computes: dict[int, dict[int, list[int]]] = defaultdict(dict)  # positions, by stage and microbatch
         self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and whether a WAIT
         for number, (kind, stage, microbatch, *_, wait) in enumerate(actions):
@@ -77,66 +130,68 @@ class _Copies:
             elif kind is Kind.SEND_FORWARD:
                 self.sends[stage, microbatch, wait] = number
 
-    def add(self, decision: Decision, microbatch: int, subject: Subject | Bundle, users: _Users) -> None:
-        """Insert the offload and the reload of one microbatch, unless the offload could not end before the reload.
-
-        The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It
-        is joined behind the join of that send, and `decision.behind` units later or more. The reload is joined just
-        before the backward, or the second forward, that needs it, and starts `decision.ahead` units earlier.
-        """
-        forward, user = self._positions(decision, microbatch, users)
-        last, first = self._unit(forward) + decision.behind, self._unit(user) - decision.ahead
-        if last >= first:
-            return
-        start = self.sends.get((decision.stage, microbatch, False), forward)
-        freed = max(self.units[last][1], self.sends.get((decision.stage, microbatch, True), 0))
-        begin = self._before_waiting(self.units[first][0]) if decision.ahead else user
-        if freed >= begin:
-            return
-        offload = Action(Kind.OFFLOAD, decision.stage, microbatch, None, subject, decision.place)
-        reload = Action(Kind.RELOAD, decision.stage, microbatch, None, subject, decision.place)
-        self.behind[start].append(offload)
-        self.behind[freed].append(offload.join)
-        self.before[begin].append(reload)
-        self.before[user].append(reload.join)
-
     def microbatches(self, stage: int) -> list[int]:
         """The microbatches of a stage, in rising order."""
         return sorted(self.computes[stage])
 
-    def merged(self) -> Iterator[Action]:
-        """The actions with the copies inserted."""
-        for number, action in enumerate(self.actions):
-            yield from self.before[number]
-            yield action
-            yield from self.behind[number]
+    def unit(self, position: int) -> int:
+        """The number of the unit (`_units`) that a position is in, or of the next one."""
+        return bisect_left(self._ends, position)
 
-    def _unit(self, position: int) -> int:
-        """The number of the unit (`_units`) that a position is in."""
-        return bisect_left(self.ends, position)
+    def unit_before(self, position: int) -> int:
+        """The number of the unit that a position is in, or of the one before."""
+        return bisect_right(self._starts, position) - 1
 
-    def _positions(self, decision: Decision, microbatch: int, users: _Users) -> tuple[int, int]:
-        """Where a stage's last forward is, and the first action after it that needs the moved tensors."""
-        forward = user = -1
-        for number in self.computes[decision.stage][microbatch]:
-            action = self.actions[number]
-            holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
-            if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
-                raise UsageError(
-                    f"{decision}: layer {users.last_saver} is recomputed for microbatch {microbatch}; do only one"
-                )
-            if action.kind in FORWARDS:
-                forward = number
-            starts = action.kind is Kind.RECOMPUTE and action.layers is not None and action.layers[0] in users.readers
-            if user < 0 and (starts or (holds and action.kind is Kind.BACKWARD)):
-                user = number
-        return forward, user
-
-    def _before_waiting(self, number: int) -> int:
-        """The position before the waits and the load that a compute action needs."""
-        while number and (self.actions[number - 1].wait or self.actions[number - 1].kind is Kind.LOAD):
+    def before_waiting(self, number: int) -> int:
+        """The position before the waits and the load that a compute action needs, and behind updates."""
+        while number:
+            action = self.actions[number - 1]
+            if action.kind is not Kind.LOAD and (not action.wait or action.kind in UPDATES):
+                break
             number -= 1
         return number
+
+
+def _move(
+    timeline: Timeline, decision: Decision, microbatch: int, subject: Subject | Bundle, users: _Users
+) -> Move | None:
+    """The offload and the reload of one microbatch, unless the offload could not end before the reload.
+
+    The offload starts behind the forward, or behind the send of its outputs, which may be in the same storage. It is
+    joined behind the join of that send, and `decision.behind` units later or more. The reload is joined just before the
+    backward, or the second forward, that needs it, and starts `decision.ahead` units earlier.
+    """
+    forward, needed = _positions(timeline, decision, microbatch, users)
+    if forward < 0 or not needed:  # in an earlier step, or a later one, than the timeline has
+        return None
+    last, first = timeline.unit(forward) + decision.behind, timeline.unit(needed[0]) - decision.ahead
+    if last >= first:
+        return None
+    start = timeline.sends.get((decision.stage, microbatch, False), forward)
+    freed = max(timeline.units[last][1], timeline.sends.get((decision.stage, microbatch, True), 0))
+    back = timeline.before_waiting(timeline.units[first][0]) if decision.ahead else needed[0]
+    offload = Action(Kind.OFFLOAD, decision.stage, microbatch, None, subject, decision.place)
+    return Move(offload, start, freed, back, needed) if freed < back else None
+
+
+def _positions(
+    timeline: Timeline, decision: Decision, microbatch: int, users: _Users
+) -> tuple[int, tuple[int, ...]]:
+    """Where a stage's last forward is, and the actions after it that need the moved tensors."""
+    forward, needed = -1, list[int]()
+    for number in timeline.computes[decision.stage][microbatch]:
+        action = timeline.actions[number]
+        holds = action.layers is None or action.layers[0] <= users.last_saver < action.layers[1]
+        if holds and action.kind in (Kind.FORWARD_ONLY, Kind.RECOMPUTE):
+            raise UsageError(
+                f"{decision}: layer {users.last_saver} is recomputed for microbatch {microbatch}; do only one"
+            )
+        if action.kind in FORWARDS:
+            forward = number
+        starts = action.kind is Kind.RECOMPUTE and action.layers is not None and action.layers[0] in users.readers
+        if starts or (holds and action.kind is Kind.BACKWARD):
+            needed.append(number)
+    return forward, tuple(needed)
 
 
 def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
@@ -161,8 +216,7 @@ def _units(actions: Sequence[Action]) -> list[tuple[int, int]]:
 def _subject(decision: Decision, bundles: Bundles) -> Subject | Bundle:
     """What the copies of a decision name: its saved tensor, or the bundle of all of them."""
     assert isinstance(decision.subject, SavedTensors)
-    subjects = _subjects(decision.subject)
-    return subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
+    return named(subjects_of(decision.subject), bundles)
 
 
 def _users(storages: StageStorages, decision: Decision) -> _Users:
@@ -173,11 +227,7 @@ def _users(storages: StageStorages, decision: Decision) -> _Users:
     """
     if not isinstance(decision.subject, SavedTensors):
         raise UsageError(f"{decision}: this can be written down, but it cannot be carried out yet")
-    subjects = _subjects(decision.subject)
+    subjects = subjects_of(decision.subject)
     moved = {storages.storage(subject) for subject in subjects}
     readers = (storages.start + n for n, layer in enumerate(storages.layers) if moved.intersection(layer.inputs))
     return _Users(max(saver for subject in subjects for saver in storages.savers(subject)), frozenset(readers))
-
-
-def _subjects(moved: SavedTensors) -> tuple[Subject, ...]:
-    return tuple(Subject(layer, index) for layer, index in moved.tensors)

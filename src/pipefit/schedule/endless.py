@@ -7,9 +7,9 @@ needs such a moment is refused here, with the ways out: it would train something
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from pipefit.actions import BACKGROUND, Action
-from pipefit.decisions import ALL_MICROBATCHES, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.schedule.order import check_alone
@@ -19,8 +19,8 @@ def check_endless(plan: Plan) -> None:
     """Check that every microbatch can be followed by an update of its own stages alone.
 
     Raises:
-        UsageError: several stages on a device, stages that share a parameter, or a decision for some microbatches only
-            or about what is moved away.
+        UsageError: several stages on a device, stages that share a parameter, or a decision for another share of the
+            microbatches in every step.
     """
     name = plan.training.schedule
     for stages in plan.ranks:
@@ -33,13 +33,37 @@ def check_endless(plan: Plan) -> None:
             "one stage, untie them, or use schedule 1f1b"
         )
     for decision in plan.decisions:
-        if decision.what is What.OFFLOAD:
-            raise UsageError(f"{decision}: this cannot be carried out under schedule {name} yet; recompute instead")
-        if decision.microbatches != ALL_MICROBATCHES:
+        every, count = decision.microbatches.every, plan.training.microbatches
+        if count % every:
             raise UsageError(
-                f"{decision}: under schedule {name} it is for all microbatches or for none, because their numbers go "
-                "on from step to step: recompute always, or never"
+                f"{decision}: it is for a share of every {every} microbatches, but under schedule {name} their numbers "
+                f"go on from step to step, and {every} does not divide the {count} of a step, so that steps would "
+                f"differ: take a share of every {_divisors(count)}, or all"
             )
+
+
+def check_in_turn(plan: Plan, entered: int) -> None:
+    """Check that a step after so many microbatches begins where shares of the microbatches begin, as a plan's steps do.
+
+    Raises:
+        UsageError: the batch before was a smaller one.
+    """
+    if entered % (turn := period(plan)):
+        raise UsageError(
+            f"the steps so far had {entered} microbatches, and the plan decides for shares of {turn}, which now would "
+            "lie across the ends of steps, where the plan's peaks do not hold: after a smaller batch end what is in "
+            "flight, as Trainer.finish does, leave that batch out, or decide for all microbatches alike"
+        )
+
+
+def period(plan: Plan) -> int:
+    """Of how many microbatches in a row every decision takes the same share."""
+    return lcm(*(decision.microbatches.every for decision in plan.decisions))
+
+
+def _divisors(count: int) -> str:
+    """The numbers that divide `count`, in words."""
+    return " or ".join(str(number) for number in range(2, count + 1) if count % number == 0) or "1"
 
 
 def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:

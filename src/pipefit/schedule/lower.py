@@ -13,20 +13,20 @@ which fill the pipeline; the body, which repeats; and one that drains it (`step_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from pipefit.actions import UPDATES, Action, Actions, Kind, Subject
+from pipefit.actions import Action, Actions, Kind, Subject
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Program, shifted
-from pipefit.schedule.communication import communicated, drained
+from pipefit.program import Program, joined
+from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import Bundles, bundles_of, copied
-from pipefit.schedule.endless import carried, check_endless
+from pipefit.schedule.endless import carried, check_endless, check_in_turn
 from pipefit.schedule.gpipe import gpipe, torchgpipe
 from pipefit.schedule.one_f_one_b import eager_1f1b, one_f_one_b
 from pipefit.schedule.order import Compute, Endless, Order, Schedule, computes
 from pipefit.schedule.pipedream import pipedream, two_buffered
 from pipefit.schedule.recomputation import recomputed
+from pipefit.schedule.steps import Stream, as_early, settled
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -63,7 +63,17 @@ def step_programs(plan: Plan) -> tuple[Program, ...]:
     if not is_endless(plan):
         return (lower(plan),)
     count = plan.training.microbatches
-    return tuple(lower(plan, entered=entered) for entered in range(0, len(plan.stages) + count, count))
+    return tuple(lower(plan, entered=entered) for entered in range(0, settled(plan) + count, count))
+
+
+def whole_run(plan: Plan) -> Program:
+    """All steps of training that differ as one program: what a run of any length uses of places is used here.
+
+    Raises:
+        UsageError: as `lower`.
+    """
+    programs = step_programs(plan)
+    return joined(programs) if is_endless(plan) else programs[0]
 
 
 def distinct_steps(plan: Plan) -> int:
@@ -72,11 +82,13 @@ def distinct_steps(plan: Plan) -> int:
     Under a synchronous schedule the first step differs, in which optimizer state is created. Under an endless one the
     pipeline fills first, and then the versions of weights grow apart.
     """
-    return distinct_steps_of(plan.training.schedule, len(plan.stages), plan.training.microbatches)
+    count = plan.training.microbatches
+    settling = -(-settled(plan) // count) + 1 if is_endless(plan) and plan.decisions else 0
+    return max(distinct_steps_of(plan.training.schedule, len(plan.stages), count), settling)
 
 
 def distinct_steps_of(schedule: str, stages: int, microbatches: int) -> int:
-    """The same of any plan with this schedule and so many stages and microbatches."""
+    """The same of any plan without decisions that has this schedule and so many stages and microbatches."""
     if schedule not in ENDLESS:
         return 2
     filling = 2 if schedule == "pipedream-2bw" else -(-2 * (stages - 1) // microbatches)
@@ -150,24 +162,14 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
     """One step of an endless schedule, after `entered` microbatches; of no microbatches, the drain."""
     check_endless(plan)
-    schedule, ranks, entered = ENDLESS[plan.training.schedule], len(plan.stages), min(entered, len(plan.stages))
-    orders = [list(schedule(rank, ranks, microbatches, entered)) for rank in range(ranks)]
-    before = [_last_before(schedule, rank, ranks, entered) for rank in range(ranks)]
     if microbatches:
-        pairs = zip(recomputed(orders, plan), before, strict=True)
-        actions = [list(communicated(order, plan, before=last, endless=True)) for order, last in pairs]
-    else:
-        just_in_time = replace(plan, decisions=tuple(replace(decision, ahead=0) for decision in plan.decisions))
-        pairs = zip(recomputed(orders, just_in_time), before, strict=True)
-        actions = [list(drained(order, plan, before=last)) for order, last in pairs]
-    return _program(plan, microbatches, actions, (), endless=True)
-
-
-def _last_before(schedule: Endless, rank: int, ranks: int, entered: int) -> Action | None:
-    """The last forward or backward of a rank in the steps before, whose sends are not joined yet."""
-    order = schedule(rank, ranks, entered, 0) if entered else ()
-    computes = [action for action in order if action.kind not in UPDATES]
-    return shifted(computes[-1], -entered) if computes else None
+        check_in_turn(plan, entered)
+    schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
+    streams = [
+        Stream(plan, schedule, rank, microbatches=microbatches, entered=entered) for rank in range(len(plan.stages))
+    ]
+    actions = [stream.step(bundles) if microbatches else stream.drain(bundles) for stream in streams]
+    return _program(plan, microbatches, actions, bundles, endless=True)
 
 
 def _check_shared(plan: Plan) -> None:

@@ -30,34 +30,40 @@ def recomputed(orders: Sequence[Order], plan: Plan) -> list[Order]:
         UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
             compute something else when it runs again.
     """
+    return [[action for unit in recomputed_units(order, plan) for action in unit] for order in orders]
+
+
+def recomputed_units(order: Order, plan: Plan) -> list[list[Action]]:
+    """The same of one rank: what every action of its order becomes, with the recomputations that stand before it.
+
+    Raises:
+        UsageError: as `recomputed`.
+    """
     if not any(decision.what is What.RECOMPUTE for decision in plan.decisions):
-        return list(orders)
-    return [_of_rank(order, plan) for order in orders]
-
-
-def _of_rank(order: Order, plan: Plan) -> Order:
-    """One rank's order with every forward and backward in pieces, and the recomputations inserted."""
+        return [[action] for action in order]
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
-    forward_of: dict[tuple[int, int | None], int] = {}
+    passes: list[int] = []  # the numbers of the forwards and backwards so far
+    forward_of: dict[tuple[int, int | None], int] = {}  # by stage and microbatch, how many came before its forward
     pieces_of = _Pieces(plan)
     for number, action in enumerate(order):
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
             units.append([action])
             continue
+        here = len(passes)
+        passes.append(number)
         stage, unit = plan.stages[action.stage], list[Action]()
         pieces = pieces_of(action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
-            forward_of[action.stage, action.microbatch] = number
+            forward_of[action.stage, action.microbatch] = here
             unit += [_piece(action, stage, p, Kind.FORWARD_ONLY if p[2] else Kind.FORWARD) for p in pieces]
         for piece in reversed(pieces) if action.kind is Kind.BACKWARD else ():
             if piece[2] is not None:
-                # the forward of a microbatch from an earlier step comes before everything here
-                place = max(number - piece[2].ahead, forward_of.get((action.stage, action.microbatch), -1) + 1)
-                (early[place] if place < number else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
+                place = max(here - piece[2].ahead, forward_of.get((action.stage, action.microbatch), -1) + 1)
+                (early[passes[place]] if place < here else unit).append(_piece(action, stage, piece, Kind.RECOMPUTE))
             unit.append(_piece(action, stage, piece, Kind.BACKWARD))
         units.append(unit)
-    return [action for before, unit in zip(early, units, strict=True) for action in (*before, *unit)]
+    return [[*before, *unit] for before, unit in zip(early, units, strict=True)]
 
 
 class _Pieces:

@@ -114,7 +114,14 @@ class Simulation:
     def arenas(self) -> tuple[Arena, ...]:
         """The memory that devices and hosts lend to devices."""
         hosts = [device.host for device in self.plan.cluster.devices]
-        return arenas([placed for _, placed in self._readings], self._moved_bytes, hosts)
+        return arenas([self._placed(device) for device in self._devices], self._moved_bytes, hosts)
+
+    def _placed(self, device: int) -> list[Action]:
+        """The actions of a device that name a place, in all steps that differ, however many are simulated."""
+        placed = self._readings[device][1]  # the ledger comes first: it refuses what moves nothing that is known
+        if not self.program.endless:
+            return placed
+        return [action for program in self._programs for action in program.actions[device] if action.place is not None]
 
     @cached_property
     def clock(self) -> Clock:

@@ -1,0 +1,124 @@
+"""One rank's step under an endless schedule, cut out of all that the rank does before it, in it and after it.
+
+The order of a rank's forwards and backwards is the same wherever steps end, unless it is drained. What stands next to a
+forward or backward may belong to a microbatch of another step: a recomputation that comes early, the end of a copy that
+began in the step before, the begin of one that the next step needs. So all of that is decided in a `Stream`, which has
+the steps around the own one too, and the step takes the part that stands next to its own actions.
+
+    step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
+
+A drain finds some of that done, and does the rest: copies on their way out are joined first, so that what is away never
+takes more than in a full pipeline; then everything comes back just before the backward that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+
+from pipefit.actions import SENDS, UPDATES, Action, Kind
+from pipefit.plans import Plan
+from pipefit.program import shifted
+from pipefit.schedule.communication import communicated, drained
+from pipefit.schedule.copies import Bundles, Inserted, Move, Timeline, inserted, moves_of
+from pipefit.schedule.endless import period
+from pipefit.schedule.order import Endless, Order
+from pipefit.schedule.recomputation import recomputed_units
+
+
+def settled(plan: Plan) -> int:
+    """After how many microbatches steps are all alike.
+
+    Without decisions that is as soon as the pipeline is full. With some, those that are still in flight must have gone
+    forward in a full pipeline too, and none of them through the first weights.
+    """
+    return 2 * len(plan.stages) - 1 if plan.decisions else len(plan.stages)
+
+
+def as_early(plan: Plan, entered: int) -> int:
+    """The fewest microbatches after which a step is like that after `entered`."""
+    least = settled(plan)
+    return entered if entered <= least else least + (entered - least) % period(plan)
+
+
+class Stream:
+    """What one rank does, from an empty pipeline on: `entered` microbatches of earlier steps, a step, and what follows.
+
+    Microbatches are counted from the first one in the pipeline.
+    """
+
+    def __init__(self, plan: Plan, schedule: Endless, rank: int, *, microbatches: int, entered: int) -> None:
+        self._plan, self._schedule, self._rank = plan, schedule, rank
+        self._microbatches, self._entered = microbatches, entered
+        self._earlier = self._order(entered, 0) if entered else []
+        self._own = self._order(microbatches, entered)
+
+    def step(self, bundles: Bundles) -> list[Action]:
+        """The actions of the step, its microbatches counted from its own first one."""
+        units = self._units if self._plan.decisions else [[action] for action in (*self._earlier, *self._own)]
+        own = chain(*units[len(self._earlier) : len(self._earlier) + len(self._own)])
+        actions = list(communicated(list(own), self._plan, before=self._last, endless=True))
+        if moves := self._moves(bundles):
+            before, behind = (self._by_action(places) for places in inserted(moves))
+            actions = [one for a in actions for one in (*before.get(a, ()), a, *behind.get(a, ()))]
+        return [shifted(action, -self._entered) for action in actions]
+
+    def drain(self, bundles: Bundles) -> list[Action]:
+        """The actions that end what is in flight after the earlier steps, in the place of a step."""
+        done = {action for unit in self._units[: len(self._earlier)] for action in unit}
+        soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
+        units = recomputed_units([*self._earlier, *self._own], soon)[len(self._earlier) :]
+        order = [action for unit in units for action in unit if action not in done]
+        actions = list(drained(order, self._plan, before=self._last))
+        if moves := self._moves(bundles):
+            actions = list(self._with_the_rest(actions, moves))
+        return [shifted(action, -self._entered) for action in actions]
+
+    def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
+        """The actions of a drain with what the earlier steps have left to do of their moves."""
+        earlier = list(chain(*self._units[: len(self._earlier)]))
+        done = set(communicated(earlier, self._plan, endless=True)) if earlier else set()
+        at, own = self._timeline.actions, {action: number for number, action in enumerate(actions)}
+        left = [move for move in moves if at[move.start] in done and at[move.users[0]] not in done]
+        joins = [move.offload.join for move in left if at[move.freed] not in done]
+        needed: dict[Action, list[Action]] = {}
+        for move in left:
+            reload = () if at[move.back] in done else (move.reload,)
+            first = min((at[user] for user in move.users), key=own.__getitem__)
+            needed.setdefault(first, []).extend((*reload, move.reload.join))
+        begun = next((n for n, a in enumerate(actions) if not (a.wait and a.kind in SENDS)), len(actions))
+        yield from (*actions[:begun], *joins)
+        for action in actions[begun:]:
+            yield from (*needed.get(action, ()), action)
+
+    def _order(self, microbatches: int, entered: int) -> Order:
+        """The order of compute actions in a step after `entered` microbatches."""
+        order = self._schedule(self._rank, len(self._plan.stages), microbatches, entered)
+        return [shifted(action, entered) for action in order]
+
+    @property
+    def _last(self) -> Action | None:
+        """The last forward or backward of the earlier steps, whose sends are not joined yet."""
+        return next((action for action in reversed(self._earlier) if action.kind not in UPDATES), None)
+
+    @cached_property
+    def _units(self) -> list[list[Action]]:
+        """What every action of the earlier steps, the own one and the next becomes if nothing is drained."""
+        entered = self._entered + self._microbatches
+        own = self._own if self._microbatches else []
+        return recomputed_units([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return Timeline(list(communicated(list(chain(*self._units)), self._plan, endless=True)))
+
+    def _moves(self, bundles: Bundles) -> list[Move]:
+        """All that is moved away and back in the stream."""
+        stage = self._rank
+        moved = any(d.stage == stage and d.place is not None for d in self._plan.decisions)
+        return moves_of(self._timeline, self._plan, bundles) if moved else []
+
+    def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:
+        return {self._timeline.actions[position]: copies for position, copies in places.items()}
