@@ -26,7 +26,6 @@ blocks in 8 stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,16 +34,12 @@ from numpy.typing import NDArray
 
 from pipefit.actions import Kind
 from pipefit.cluster import Cluster
-from pipefit.cost.time import Seconds, layer_seconds
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
-from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
+from pipefit.planner.prices import Floats, Prices, ranges
 from pipefit.planner.question import Question
 from pipefit.schedule import schedule_named
 
-Floats = NDArray[np.float64]
-
-_PRICES = 6  # classes of layers, by the seconds that a byte costs
 _CLOSE = 1e-4  # the part of the bound to which the bisection comes close
 _INFINITE = float("inf")
 
@@ -118,54 +113,15 @@ def step_bound(question: Question) -> float:
 
 
 class _Bound:
-    """Tables over ranges of blocks: row i and column j are the blocks from i to j - 1."""
+    """Tables over ranges of blocks, as `Prices` has them."""
 
     def __init__(self, question: Question) -> None:
         self.question, self.count = question, question.blocks
-        how = question.training
-        self.microbatches, self.endless = how.microbatches, how.endless
-        times = list(map(_fastest, zip(*self._times(), strict=True)))
-        self.forward, self.backward = (self._by_block(part) for part in list(zip(*times, strict=True))[:2])
-        self.update = self._by_block([time.update for time in times])
+        self.microbatches, self.endless = question.training.microbatches, question.training.endless
+        self.prices = Prices(question)
+        self.forward, self.backward, self.update = self.prices.forward, self.prices.backward, self.prices.update
         owned, gradients = question.ranges.owned()
         self.owned, self.gradients = owned.astype(float), gradients.astype(float)
-        self.prices = self._prices([time.forward for time in times])
-
-    def _times(self) -> list[tuple[Seconds, ...]]:
-        """Seconds of every layer and of the loss on every kind of device."""
-        kinds = {device.kind.key: device.kind for device in self.question.cluster.devices}
-        dtype = self.question.training.dtype
-        return [layer_seconds(self.question.measurement, kind, dtype) for kind in kinds.values()]
-
-    def _by_block(self, of_layers: Iterable[float]) -> Floats:
-        """Sums over the blocks before each edge; the loss counts with the last block."""
-        sums: Floats = np.concatenate([[0.0], np.cumsum(np.array(list(of_layers), float))])
-        edges = np.array(self.question.edges)
-        edges[-1] = len(sums) - 1
-        return sums[edges]
-
-    def _prices(self, forward: list[float]) -> list[tuple[float, Floats]]:
-        """Classes of layers by what a byte costs to recompute, cheapest first: that price, and sums of their bytes.
-
-        Bytes are those of storages that a block makes and saves, which any stage that holds the block keeps.
-        """
-        kept = self._kept()
-        price = np.array(forward) / np.maximum(kept, 1)
-        dear = np.unique(price[kept > 0])
-        parts = np.array_split(dear, min(_PRICES, len(dear))) if len(dear) else []
-        return [
-            (float(part[0]), self._by_block(np.where((price >= part[0]) & (price <= part[-1]), kept, 0.0)))
-            for part in parts
-        ]
-
-    def _kept(self) -> Floats:
-        """Of every layer and the loss, the bytes of its own storages that a layer of the same block saves."""
-        edges = np.array(self.question.edges)
-        edges[-1] += 1
-        model = lifetimes(self.question.measurement)
-        ends = edges[np.searchsorted(edges, np.arange(len(model.own)), side="right")]
-        pairs = zip(model.own, ends, strict=True)
-        return np.array([sum(s.nbytes for s in own if s.saver != NEVER and s.saver < end) for own, end in pairs], float)
 
     # ---------------------------------------------------------------- bisection
 
@@ -199,7 +155,7 @@ class _Bound:
         every = at.windows * self._recomputed(at.in_flight, at.windows, 1, step)
         late = at.late_windows * self._recomputed(at.in_flight, max(1, at.late_windows), 0, step)
         before, whole = self.forward + self.backward, float(self.forward[-1] + self.backward[-1])
-        work = Work(_ranges(self.forward), _ranges(self.backward), before[:-1, None], whole, every, late)
+        work = Work(ranges(self.forward), ranges(self.backward), before[:-1, None], whole, every, late)
         return highest_line(at, work)
 
     def _endless_line(self, stage: int, step: float) -> Floats:
@@ -208,8 +164,8 @@ class _Bound:
         in_flight = self.question.stages - stage
         windows = self.microbatches / in_flight
         recomputed = windows * self._recomputed(in_flight, windows, windows, step)
-        passes = self.microbatches * _ranges(self.forward + self.backward)
-        return passes + recomputed + updates * _ranges(self.update)
+        passes = self.microbatches * ranges(self.forward + self.backward)
+        return passes + recomputed + updates * ranges(self.update)
 
     @cached_property
     def _valid(self) -> NDArray[np.bool_]:
@@ -219,7 +175,7 @@ class _Bound:
     @cached_property
     def _fits(self) -> NDArray[np.bool_]:
         """Ranges whose parameters and optimizer state fit the largest device."""
-        return _ranges(self.owned) <= max(self.question.cluster.budgets)
+        return ranges(self.owned) <= max(self.question.cluster.budgets)
 
     # ---------------------------------------------------------------- recomputation
 
@@ -228,17 +184,14 @@ class _Bound:
 
         In `without_gradients` of the windows the stage has no gradients yet.
         """
-        owned, gradients = _ranges(self.owned), _ranges(self.gradients)
-        kept = sum((_ranges(sums) for _, sums in self.prices), np.zeros_like(owned))
+        owned, gradients = ranges(self.owned), ranges(self.gradients)
         room = max(self.question.cluster.budgets) - owned - gradients * (1 - without_gradients / windows)
         away = self._peers + (self._host_rate * step / windows if self._host_rate else 0.0)
-        need = in_flight * kept - room - away
-        seconds = np.zeros_like(owned)
-        for price, sums in self.prices:
-            taken = np.clip(need, 0.0, in_flight * _ranges(sums))
-            seconds += price * taken
-            need = need - taken
-        return seconds
+        return self.prices.seconds(in_flight * self._kept - room - away, in_flight)
+
+    @cached_property
+    def _kept(self) -> Floats:
+        return self.prices.kept
 
     @cached_property
     def _host_rate(self) -> float:
@@ -255,17 +208,6 @@ class _Bound:
         budgets = sorted(self.question.cluster.budgets)
         held = min(float(self.owned[-1]), float(budgets[-1]))
         return max(0.0, sum(budgets[:-1]) - (float(self.owned[-1]) - held))
-
-
-def _fastest(of_kinds: tuple[Seconds, ...]) -> Seconds:
-    """The seconds of a layer, each on the kind of device that is fastest at it."""
-    return Seconds(*map(min, zip(*of_kinds, strict=True)))
-
-
-def _ranges(sums: Floats) -> Floats:
-    """Of sums over the blocks before each edge, the sums over all ranges of blocks."""
-    found: Floats = sums[None, :] - sums[:-1, None]
-    return found
 
 
 def _rate(cluster: Cluster, one: Member, other: Member) -> float:
