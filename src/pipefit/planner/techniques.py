@@ -1,0 +1,109 @@
+"""The cost rule: which technique frees the memory of one tensor for the fewest seconds.
+
+A tensor that a forward keeps for its backward has a live interval, the time between the two. It can be
+
+    kept          nothing is added
+    recomputed    its forward runs again, and nothing else computes meanwhile: all of that time is added
+    swapped       to the host, or to peers: copies run beside computing, and what exceeds the live interval is added
+
+Two rules choose by these numbers. `mpress_choice` is that of the MPress paper: the host if the live interval hides
+the copies; otherwise recomputation if it adds less than the host does; and then peers, while they have memory, if they
+add less than that. `joint_choice` asks for the fewest added seconds, and between techniques that add the same for the
+one that takes the least of what other tensors want: the host has memory to spare, recomputation takes computing time
+that a copy does not, and the spare memory of peers is the scarcest. They differ where added times nearly tie: what a
+technique gains has to be worth the memory of peers (`worth_seconds`).
+
+Both are rules for one tensor alone. What many tensors do to each other on one link is for the simulator to say.
+(Zhou et al., "MPress", HPCA 2023, and its table of six tensors.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipefit.errors import UsageError
+from pipefit.validation import check_types
+
+
+class Technique(StrEnum):
+    """What is done with a tensor between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    HOST = "host"
+    PEER = "peers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCosts:
+    """What the techniques cost for one tensor, in seconds; None where a technique is not to be had.
+
+    `recompute_seconds` is the time of its second forward, `host_seconds` and `peer_seconds` those of the way out and
+    back together, and `interval_seconds` how long it waits for its backward.
+
+    Raises:
+        UsageError: a negative time.
+    """
+
+    nbytes: int
+    interval_seconds: float
+    recompute_seconds: float | None = None
+    host_seconds: float | None = None
+    peer_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if any(seconds is not None and seconds < 0 for seconds in (self.interval_seconds, *self._seconds.values())):
+            raise UsageError("a tensor's costs are times of zero or more")
+
+    @property
+    def _seconds(self) -> dict[Technique, float | None]:
+        return {
+            Technique.RECOMPUTE: self.recompute_seconds,
+            Technique.HOST: self.host_seconds,
+            Technique.PEER: self.peer_seconds,
+        }
+
+    @property
+    def added_seconds(self) -> dict[Technique, float]:
+        """What every technique that is to be had adds to a step."""
+        found = {}
+        for technique, seconds in self._seconds.items():
+            if seconds is not None:
+                hidden = 0.0 if technique is Technique.RECOMPUTE else self.interval_seconds
+                found[technique] = max(0.0, seconds - hidden)
+        return found
+
+
+def mpress_choice(costs: TensorCosts) -> Technique:
+    """The technique by the rule of the MPress paper, if peers have memory to spare.
+
+    Raises:
+        UsageError: no technique is to be had.
+    """
+    added = _some(costs)
+    if added.get(Technique.HOST) == 0:
+        return Technique.HOST
+    first = [t for t in (Technique.RECOMPUTE, Technique.HOST) if t in added]
+    without_peers = min(first, key=added.__getitem__, default=Technique.PEER)
+    return Technique.PEER if added.get(Technique.PEER, float("inf")) < added[without_peers] else without_peers
+
+
+def joint_choice(costs: TensorCosts, *, worth_seconds: float = 0.0) -> Technique:
+    """The technique that adds the fewest seconds; peers only where that is more than `worth_seconds` fewer.
+
+    Raises:
+        UsageError: no technique is to be had.
+    """
+    added = _some(costs)
+    order = [t for t in (Technique.HOST, Technique.RECOMPUTE, Technique.PEER) if t in added]
+    price = {t: added[t] + (worth_seconds if t is Technique.PEER else 0.0) for t in order}
+    return min(order, key=price.__getitem__)
+
+
+def _some(costs: TensorCosts) -> dict[Technique, float]:
+    """What techniques add; at least one is to be had."""
+    if not costs.added_seconds:
+        raise UsageError(f"{costs} leaves no technique to choose")
+    return costs.added_seconds

@@ -1,0 +1,132 @@
+"""The bound against every plan of small questions, and its lines against simulated steps."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from made_up import layer, measurement, profile, training, value
+from pipefit.planner import Question
+from pipefit.planner.bounds import Work, highest_line, position_of, step_bound
+from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
+
+SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
+ENDLESS = ("pipedream", "pipedream-2bw")
+
+
+def bound(case: Case) -> float:
+    return step_bound(Question(profile=case.profile, cluster=case.cluster, training=case.training))
+
+
+def never_above(seed: int, schedules: tuple[str, ...]) -> None:
+    case = random_case(Random(seed), schedules)
+    techniques = (KEEP, RECOMPUTE, JOINED) if case.training.endless else (KEEP, RECOMPUTE, JOINED, HOST)
+    best = fastest(case, techniques)
+    if best is not None:
+        assert bound(case) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
+    """Of all splits, recomputed runs and moves to the host, with everything just in time or early."""
+    never_above(seed, SCHEDULES)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_holds_where_steps_never_end(seed: int) -> None:
+    """The same of PipeDream's schedules, in the last step that differs."""
+    never_above(seed, ENDLESS)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(24, 324))
+def test_the_bound_is_never_above_the_best_of_many_plans(seed: int) -> None:
+    """300 more questions, synchronous and endless in turn."""
+    never_above(seed, ENDLESS if seed % 3 == 0 else SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bound_of_equal_stages_without_messages_is_the_step(schedule: str) -> None:
+    """With ample memory and stages of equal time, a step is the first line: (P - 1 + M) (f + b)."""
+    layers = [keeping_layer(1, 1, 0, 1.0) for _ in range(3)]
+    loss = layer((value(1), value(1)), (value(4),), seconds=0.0)
+    case = Case(
+        profile(measurement(layers, loss)),
+        cluster([1 << 30] * 3, host_rate=1e12, peer_rate=1e12),
+        training(schedule, 5),
+    )
+    update = 1.0
+    assert bound(case) == pytest.approx((3 - 1 + 5) * 2.0 + update)
+    assert fastest(case, (KEEP,)) == pytest.approx((3 - 1 + 5) * 2.0 + update)
+
+
+def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
+    """Infinity says that nothing done with saved tensors would help."""
+    case = Case(
+        profile(measurement([keeping_layer(1, 1, 100, 1.0)] * 2, layer((value(1), value(1)), (value(4),)))),
+        cluster([150, 150], host_rate=1.0, peer_rate=1.0),
+        training("1f1b", 2),
+    )
+    assert bound(case) == float("inf")
+
+
+def test_what_must_be_recomputed_counts() -> None:
+    """One device that can keep half of what its only layer keeps, with links that carry nothing worth mentioning."""
+    case = Case(
+        profile(measurement([keeping_layer(0, 100, 0, 2.0)], layer((value(0), value(1)), (value(4),), seconds=0.0))),
+        cluster([50], host_rate=1e-9, peer_rate=1.0),
+        training("1f1b", 4),
+    )
+    assert bound(case) == pytest.approx(4 * (2.0 + 2.0) + 4 * 0.5 * 2.0 + 2.0, rel=1e-3)
+
+
+def test_positions_are_those_of_the_drawings() -> None:
+    """Of four stages and eight microbatches: what is in flight, and what goes backward before the last forward."""
+    drawn = {"1f1b": [(4, 4), (3, 5), (2, 6), (1, 7)], "gpipe": [(8, 0)] * 4}
+    for schedule, stages in drawn.items():
+        found = [position_of(schedule, stage, 4, 8) for stage in range(4)]
+        assert [(at.in_flight, at.before_last) for at in found] == stages
+        assert [at.apart for at in found] == [schedule == "gpipe"] * 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_lines_are_never_above_a_step_of_any_stages(seed: int) -> None:
+    """Stages of random seconds, by a walk through the schedule's order without messages, memory or recomputation."""
+    rng = Random(seed)
+    schedule, stages, count = rng.choice(SCHEDULES), rng.randrange(1, 5), rng.randrange(1, 9)
+    forward, backward = ([rng.random() for _ in range(stages)] for _ in range(2))
+    step, whole = walked(schedule, forward, backward, count), sum(forward) + sum(backward)
+    for stage in range(stages):
+        before = np.array(sum(forward[:stage]) + sum(backward[:stage]))
+        none = np.array(0.0)
+        work = Work(np.array(forward[stage]), np.array(backward[stage]), before, whole, none, none)
+        assert highest_line(position_of(schedule, stage, stages, count), work) <= step + 1e-9
+
+
+def walked(schedule: str, forward: list[float], backward: list[float], count: int) -> float:
+    """When the last stage ends, if each computes in its order as soon as what it needs is there."""
+    from pipefit.actions import Kind
+    from pipefit.schedule import SCHEDULES as KNOWN
+
+    stages = len(forward)
+    orders = [list(KNOWN[schedule](s, stages, 1, count)) for s in range(stages)]
+    ended: dict[tuple[object, int, int], float] = {}
+    now, at = [0.0] * stages, [0] * stages
+    while any(at[s] < len(orders[s]) for s in range(stages)):
+        for s in range(stages):
+            while at[s] < len(orders[s]):
+                kind, _, m = orders[s][at[s]]
+                there = s - 1 if kind is Kind.FORWARD else s + 1
+                needs = (kind, there, m) if 0 <= there < stages else (Kind.FORWARD, s, m)
+                if kind is Kind.FORWARD and s == 0:
+                    ready = 0.0
+                elif needs in ended:
+                    ready = ended[needs]
+                else:
+                    break
+                now[s] = max(now[s], ready) + (forward[s] if kind is Kind.FORWARD else backward[s])
+                ended[kind, s, m] = now[s]
+                at[s] += 1
+    return max(now)

@@ -1,0 +1,145 @@
+"""Small questions whose caps bind, and every plan that answers one: the oracle of bounds and of planners for speed.
+
+It shares nothing with any planner: plans are written down one by one, and simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from random import Random
+from typing import NamedTuple
+
+from made_up import layer, measurement, profile, training, value
+from pipefit.cluster import Cluster
+from pipefit.cost.stage import Costs
+from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.devices import Device, DeviceKind, Host, Link
+from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost, Origin
+from pipefit.places import Member, parse_place
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiles import ModelProfile
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+
+INPUT = Origin(kind="input", index=0)
+KEEP, RECOMPUTE, JOINED, HOST = "keep", "recompute", "joined", "host"  # joined: in one run with the layer before
+KIND = DeviceKind(name="tight", flops={"float32": 1.0}, memory_bandwidth=1.0)
+
+
+class Case(NamedTuple):
+    """A profile, a cluster and a training."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    training: Training
+
+
+def keeping_layer(width: int, kept: int, weight: int, seconds: float) -> LayerCost:
+    """A layer that saves its input and `kept` bytes of its own."""
+    return layer(
+        (value(width),),
+        (value(width),),
+        storages=(width, kept),
+        saved=(INPUT, Origin(kind="own", index=1)),
+        parameter_bytes=weight,
+        state_bytes=weight,
+        seconds=seconds,
+    )
+
+
+def cluster(budgets: Sequence[int], *, host_rate: float, peer_rate: float) -> Cluster:
+    """Devices with a link of their own to the host, and one to every other device."""
+    numbers = range(len(budgets))
+    up = [Link(members=(Member.device(n), Member.host(0)), bytes_per_second=host_rate) for n in numbers]
+    across = [
+        Link(members=(Member.device(a), Member.device(b)), bytes_per_second=peer_rate)
+        for a, b in combinations(numbers, 2)
+    ]
+    return Cluster(
+        name="tight",
+        backend="emulated",
+        devices=tuple(Device(kind=KIND, memory_bytes=budget) for budget in budgets),
+        hosts=(Host(memory_bytes=1 << 30),),
+        links=(*up, *across),
+    )
+
+
+def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most: int = 4) -> Case:
+    """Layers that keep several times their input, on devices that cannot keep everything."""
+    width = rng.randrange(1, 4)
+    costs = [
+        keeping_layer(width, rng.randrange(40), rng.randrange(8), float(rng.randrange(1, 5))) for _ in range(layers)
+    ]
+    found = profile(measurement(costs, layer((value(width), value(1)), (value(4),), seconds=0.5)))
+    devices = rng.randrange(1, 3) if layers < 4 else 2
+    count = rng.randrange(devices, most + 1)
+    ample = cluster([1 << 30] * devices, host_rate=10.0, peer_rate=10.0)
+    how = training(rng.choice(schedules), count)
+    kept = [simulated(plan).peak_bytes for plan in plans(Case(found, ample, how), (KEEP,))]
+    most_bytes = min(max(peaks) for peaks in kept)
+    rate = rng.choice((1.0, 5.0, 20.0, 100.0))
+    budgets = [round(most_bytes * rng.uniform(0.45, 1.1))] * devices
+    return Case(found, cluster(budgets, host_rate=rate, peer_rate=4 * rate), how)
+
+
+def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
+    """Every split of the layers over all devices in their order, with every technique for every layer."""
+    count, devices = len(case.profile.layers), len(case.cluster.devices)
+    for cuts in combinations(range(1, count), devices - 1):
+        stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, *cuts, count))))
+        for chosen in product(techniques, repeat=count):
+            decisions = _decisions(stages, chosen)
+            if decisions is not None:
+                yield Plan(
+                    profile=case.profile,
+                    cluster=case.cluster,
+                    training=case.training,
+                    stages=stages,
+                    decisions=decisions,
+                )
+
+
+def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision, ...] | None:
+    """What is done with each layer; None where a run would be joined to nothing."""
+    found = list[Decision]()
+    for number, stage in enumerate(stages):
+        for n in range(stage.start, stage.stop):
+            if chosen[n] == RECOMPUTE:
+                found.append(Decision(stage=number, subject=Run(start=n, stop=n + 1), what=What.RECOMPUTE))
+            elif chosen[n] == JOINED:
+                if n == stage.start or chosen[n - 1] not in (RECOMPUTE, JOINED):
+                    return None
+                run = found[-1].subject
+                assert isinstance(run, Run)
+                found[-1] = replace(found[-1], subject=Run(start=run.start, stop=n + 1))
+            elif chosen[n] == HOST:
+                tensors, place = SavedTensors(tensors=((n, 1),)), parse_place("host")
+                found.append(Decision(stage=number, subject=tensors, what=What.OFFLOAD, place=place))
+    return tuple(found)
+
+
+def simulated(plan: Plan, costs: Costs | None = None) -> Simulation:
+    """The plan, simulated."""
+    return Simulation(plan, costs=costs)
+
+
+def fastest(case: Case, techniques: Sequence[str] = (KEEP, RECOMPUTE, JOINED, HOST)) -> float | None:
+    """Seconds of the fastest plan that fits, with everything brought back in time or one action early; None if none."""
+    best: float | None = None
+    costs = Costs(case.profile.measurements[0], case.training)
+    for plan in plans(case, techniques):
+        for ahead in (0, 1):
+            early = replace(plan, decisions=tuple(replace(d, ahead=ahead) for d in plan.decisions))
+            try:
+                found = simulated(early, costs)
+                fits = all(p <= d.memory_bytes for p, d in zip(found.peak_bytes, case.cluster.devices, strict=True))
+            except UsageError:  # what this schedule does not carry out
+                continue
+            if fits and (best is None or found.step_seconds[-1] < best):
+                best = found.step_seconds[-1]
+            if not plan.decisions:
+                break
+    return best
