@@ -1,0 +1,219 @@
+"""Settings of CUDA's caching allocator, as people write them in `PYTORCH_CUDA_ALLOC_CONF`.
+
+    AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:64")
+
+What is taken, with which bounds, is what torch 2.13 takes (`c10/core/AllocatorConfig.cpp` and
+`c10/cuda/CUDAAllocatorConfig.h`), and the tests ask torch itself. Torch passes over keys that it does not know; here
+they are refused, and so are those whose effect on memory is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipefit.errors import UsageError
+from pipefit.units import MIB
+
+ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
+MIN_BLOCK = 512  # every block is a multiple of it
+SMALL = MIB  # the largest request that the small pool serves
+SMALL_SEGMENT = 2 * MIB  # what the small pool takes from the driver at once
+MIN_LARGE = 10 * MIB  # from here on a request gets a segment of its own size...
+ROUND_LARGE = 2 * MIB  # ...rounded up to a multiple of this
+PAGE = 2 * MIB  # of a GPU: physical memory is mapped in multiples of it
+
+_INTERVALS = 16  # of sizes from 1 MiB to 64 GiB, each with its own divisions of the powers of two
+_ON_HOST = frozenset(
+    {
+        "graph_capture_record_stream_reuse",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+    }
+)  # they concern host memory, locks and graphs, so that a device's bytes are the same with them
+_NOT_SIMULATED = {
+    "garbage_collection_threshold": "frees cached blocks by their age",
+    "throw_on_cudamalloc_oom": "gives up before cached blocks are freed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """What the allocator does with sizes.
+
+    Args:
+        expandable: one segment for each pool and stream, which grows by pages, instead of many of fixed size.
+        large_segment_bytes: what requests above 1 MiB and below 10 MiB share; the page of an expandable segment.
+        max_split_bytes: free blocks of this size or more are neither split nor given to smaller requests; None splits
+            all.
+        non_split_rounding_bytes: by less than this such a block may be larger than a request that gets it; None for
+            `large_segment_bytes`.
+        roundup_divisions: for sizes from 1, 2, 4 ... MiB on, into how many steps each doubling is divided, to which
+            requests are rounded up; 0 and 1 round to 512 bytes.
+        memory_fraction: of the device's memory that may be reserved.
+    """
+
+    expandable: bool = False
+    large_segment_bytes: int = 20 * MIB
+    max_split_bytes: int | None = None
+    non_split_rounding_bytes: int | None = None
+    roundup_divisions: tuple[int, ...] = (0,) * _INTERVALS
+    memory_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        large, split = self.large_segment_bytes, self.max_split_bytes
+        if large <= MIN_LARGE:
+            raise UsageError(f"large_segment_size_mb must be above 10, not {large / MIB:g}")
+        if self.expandable and large % PAGE:
+            raise UsageError(
+                f"large_segment_size_mb must be even with expandable_segments, whose pages are multiples of 2 MiB, not "
+                f"{large / MIB:g}"
+            )
+        for name, nbytes in (
+            ("max_split_size_mb", split),
+            ("max_non_split_rounding_mb", self.non_split_rounding_bytes),
+        ):
+            if nbytes is not None and nbytes < large:
+                raise UsageError(
+                    f"{name} must be at least large_segment_size_mb, {large / MIB:g}, not {nbytes / MIB:g}"
+                )
+        if not 0 < self.memory_fraction <= 1:
+            raise UsageError(f"per_process_memory_fraction is above 0 and at most 1, not {self.memory_fraction:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """The settings that `text` stands for, such as `expandable_segments:True,max_split_size_mb:64`.
+
+        Raises:
+            UsageError: an unknown key, one that is not simulated, or a value that torch refuses; names it.
+        """
+        found: dict[str, Any] = {}
+        for key, value in _pairs(text):
+            if key in _NOT_SIMULATED:
+                raise UsageError(
+                    f"the allocator setting {key} is not simulated: it {_NOT_SIMULATED[key]}; leave it out of the "
+                    "simulated settings, or compare requested bytes"
+                )
+            if key == "backend" and value != "native":
+                raise UsageError(f"the allocator backend {value!r} is not simulated, only torch's own: native")
+            if key in _KEYS:
+                field, read = _KEYS[key]
+                found[field] = read(key, value)
+            elif key != "backend" and key not in _ON_HOST:
+                known = ", ".join(sorted((*_KEYS, *_ON_HOST, "backend")))
+                raise UsageError(f"{key!r} is no setting of CUDA's caching allocator (known: {known})")
+        return replace(cls(), **found)
+
+    def divisions(self, nbytes: int) -> int:
+        """Into how many steps the doubling that `nbytes` lies in is divided."""
+        return self.roundup_divisions[min(max(nbytes.bit_length() - MIB.bit_length(), 0), _INTERVALS - 1)]
+
+    def rounded(self, nbytes: int) -> int:
+        """The size of the block that a request of `nbytes` gets (`round_size` in CUDACachingAllocator.cpp)."""
+        if nbytes <= MIN_BLOCK:
+            return MIN_BLOCK
+        divisions = self.divisions(nbytes)
+        if divisions > 1 and nbytes > MIN_BLOCK * divisions:
+            return _divided(nbytes, divisions)
+        return -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+
+    def segment(self, nbytes: int) -> int:
+        """The size of the segment that is taken from the driver for a block of `nbytes` (`get_allocation_size`)."""
+        if nbytes <= SMALL:
+            return SMALL_SEGMENT
+        if nbytes < MIN_LARGE:
+            return self.large_segment_bytes
+        return -(-nbytes // ROUND_LARGE) * ROUND_LARGE
+
+
+def _divided(nbytes: int, divisions: int) -> int:
+    """`nbytes`, rounded up to a multiple of its power of two divided by `divisions`."""
+    step = (1 << nbytes.bit_length() - 1) // divisions
+    return -(-nbytes // step) * step
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    """The keys of a text with their values; brackets hold commas and colons together."""
+    written, depth, start = "".join(text.split()), 0, 0
+    for place, sign in enumerate(f"{written},"):
+        depth += (sign == "[") - (sign == "]")
+        if sign == "," and depth <= 0:
+            if place > start:
+                key, colon, value = written[start:place].partition(":")
+                if not colon or not value or depth:
+                    raise UsageError(
+                        f"{written[start:place]!r} is no allocator setting: write key:value, with a comma between"
+                    )
+                yield key, value
+            start = place + 1
+    if depth:
+        raise UsageError(f"{text!r} has a bracket that is not closed")
+
+
+def _mib(key: str, value: str) -> int:
+    return _whole(key, value) * MIB
+
+
+def _whole(key: str, value: str) -> int:
+    if not value.isdecimal():
+        raise UsageError(f"{key} takes a whole number, not {value!r}")
+    return int(value)
+
+
+def _flag(key: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise UsageError(f"{key} takes True or False, not {value!r}")
+    return value == "True"
+
+
+def _part(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError(f"{key} takes a number, not {value!r}") from None
+
+
+def _divisions(key: str, value: str) -> tuple[int, ...]:
+    """`4`, for all sizes, or `[64:8,128:2,>:1]`: the first holds for all smaller sizes, `>` for all larger ones."""
+    if not value.startswith("["):
+        return (_power(key, value, least=1),) * _INTERVALS
+    found, last = [0] * _INTERVALS, None
+    for entry in filter(None, value.removeprefix("[").removesuffix("]").split(",")):
+        size, _, number = entry.partition(":")
+        divisions = _power(key, number, least=0)
+        if size == ">":
+            start = 1 if last is None else last + 1
+            found[start:] = [divisions] * (_INTERVALS - start)
+            continue
+        place = min(_power(key, size, least=1).bit_length() - 1, _INTERVALS - 1)
+        if last is None:
+            found[:place] = [divisions] * place
+        found[place], last = divisions, place
+    return tuple(found)
+
+
+def _power(key: str, value: str, *, least: int) -> int:
+    number = _whole(key, value)
+    if number < least or number & (number - 1):
+        raise UsageError(f"{key} takes powers of two, not {value!r}")
+    return number
+
+
+_KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "expandable_segments": ("expandable", _flag),
+    "large_segment_size_mb": ("large_segment_bytes", _mib),
+    "max_non_split_rounding_mb": ("non_split_rounding_bytes", _mib),
+    "max_split_size_mb": ("max_split_bytes", _mib),
+    "per_process_memory_fraction": ("memory_fraction", _part),
+    "roundup_power2_divisions": ("roundup_divisions", _divisions),
+}

@@ -1,0 +1,239 @@
+"""The simulated caching allocator: against its rules said plainly, torch's own tests, and closed forms."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.allocator import AllocatorSettings, Block, CachingAllocator, describe
+from pipefit.errors import OutOfMemory, UsageError
+from plain_allocator import Pages, Plain
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+CONFIGURATIONS = {
+    "": Plain(),
+    "max_split_size_mb:20": Plain(max_split=20 * MIB),
+    "large_segment_size_mb:32": Plain(large=32 * MIB),
+    "expandable_segments:True": Pages(),
+    "expandable_segments:True,large_segment_size_mb:12": Pages(large=12 * MIB),
+}
+
+
+def allocator(text: str = "", capacity: int | None = None, **options: int) -> CachingAllocator:
+    return CachingAllocator(AllocatorSettings.parse(text), capacity, **options)
+
+
+def fresh(text: str, capacity: int = 1 << 60, taken: int = 0) -> Plain | Pages:
+    model = CONFIGURATIONS[text]
+    if isinstance(model, Plain):
+        return Plain(max_split=model.max_split, large=model.large, capacity=capacity, taken=taken)
+    return Pages(large=model.large, capacity=capacity, taken=taken)
+
+
+def drawn_size(rng: Random) -> int:
+    """Sizes of every pool, often repeated, some on the edges of the rules."""
+    edges = [1, 512, 513, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB, 20 * MIB, 21 * MIB]
+    return rng.choice([rng.choice(edges), int(2 ** rng.uniform(6, 26)), rng.randint(1, 40) * 512 * KIB])
+
+
+def check_invariants(found: CachingAllocator, live: dict[int, Block]) -> None:
+    """Blocks tile their segments, no two free ones are neighbours, and sums are those that are kept."""
+    segments = found.snapshot()
+    for before, behind in itertools.pairwise(segments):
+        assert before.address + before.nbytes <= behind.address
+    for segment in segments:
+        states = [block.allocated for block in segment.blocks]
+        assert not any(not a and not b for a, b in itertools.pairwise(states))
+        assert all(block.nbytes % 512 == 0 and block.nbytes > 0 for block in segment.blocks)
+    spans = sorted((block.address, block.address + block.size) for block in live.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert found.reserved == sum(segment.nbytes for segment in segments)
+    assert found.allocated == sum(block.size for block in live.values())
+    assert found.requested == sum(block.requested for block in live.values())
+    assert found.requested <= found.allocated <= found.reserved
+    if found.settings.expandable:
+        pages = [2 * MIB if segment.small else found.settings.large_segment_bytes for segment in segments]
+        assert all(segment.nbytes % page == 0 for segment, page in zip(segments, pages, strict=True))
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_it_does_what_its_rules_say(text: str, seed: int) -> None:
+    """After each of 400 allocations and frees on two streams all three numbers are those of the plain model."""
+    rng, found, model = Random(seed), allocator(text), fresh(text)
+    live: dict[int, Block] = {}
+    for name in range(400):
+        if live and rng.random() < 0.48:
+            gone = rng.choice(list(live))
+            found.free(live.pop(gone))
+            model.free(gone)
+        else:
+            nbytes, stream = drawn_size(rng), int(rng.random() < 0.2)
+            live[name] = found.allocate(nbytes, stream)
+            model.allocate(name, nbytes, stream)
+        assert (found.requested, found.allocated, found.reserved) == (model.requested, model.allocated, model.reserved)
+        if name % 40 == 0:
+            check_invariants(found, live)
+        if name % 97 == 0:
+            found.empty_cache()
+            model.give_back()
+            assert found.reserved == model.reserved
+    assert found.peak.reserved_bytes == model.peak
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("seed", range(4))
+def test_before_it_runs_out_of_memory_it_gives_back_its_cache(text: str, seed: int) -> None:
+    """Where the driver has little left, it reserves what the plain model does, which gives back once all has failed."""
+    rng, capacity, taken = Random(seed), 500 * MIB, 402 * MIB
+    found, model = allocator(text, capacity, taken=taken), fresh(text, capacity, taken)
+    live: dict[int, Block] = {}
+    for name in range(300):
+        nbytes = drawn_size(rng)
+        while found.allocated + nbytes > 70 * MIB:
+            gone = rng.choice(list(live))
+            found.free(live.pop(gone))
+            model.free(gone)
+        try:
+            live[name] = found.allocate(nbytes)
+        except OutOfMemory:
+            with pytest.raises(MemoryError):
+                model.allocate(name, nbytes, 0)
+            continue
+        model.allocate(name, nbytes, 0)
+        assert found.reserved == model.reserved <= capacity - taken
+    assert found.retries
+
+
+@given(st.integers(1, 1 << 34))
+def test_one_tensor_reserves_its_segment(nbytes: int) -> None:
+    """2 MiB up to 1 MiB, 20 MiB below 10 MiB, then multiples of 2 MiB; expandable, pages of 2 and of 20 MiB."""
+    size = -(-nbytes // 512) * 512
+    fixed, growing = allocator(), allocator("expandable_segments:True")
+    fixed.allocate(nbytes)
+    growing.allocate(nbytes)
+    if size <= MIB:
+        assert fixed.reserved == growing.reserved == 2 * MIB
+    else:
+        assert fixed.reserved == (20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB)
+        assert growing.reserved == -(-size // (20 * MIB)) * 20 * MIB
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_all_that_was_freed_can_be_given_back(text: str) -> None:
+    """When no tensor is left, emptying the cache leaves nothing reserved, and no segment."""
+    rng, found = Random(0), allocator(text)
+    blocks = [found.allocate(drawn_size(rng), rng.randint(0, 2)) for _ in range(200)]
+    rng.shuffle(blocks)
+    for block in blocks:
+        found.free(block)
+    assert (found.requested, found.allocated) == (0, 0)
+    found.empty_cache()
+    assert found.reserved == 0
+    assert found.snapshot() == ()
+
+
+def test_a_large_block_keeps_up_to_one_mebibyte() -> None:
+    """20.5 MiB in a segment of 22 MiB leave 1.5, which is split off; 21 MiB leave one, which is not."""
+    found = allocator()
+    found.allocate(20 * MIB + 512 * KIB)
+    assert (found.allocated, found.reserved) == (20 * MIB + 512 * KIB, 22 * MIB)
+    found = allocator()
+    found.allocate(21 * MIB)
+    assert (found.allocated, found.reserved) == (22 * MIB, 22 * MIB)
+
+
+# ---------------------------------------------------------------- what torch's test_cuda.py expects
+
+
+def test_as_torch_rounds_up_by_divisions() -> None:
+    """`test_allocator_settings`: 84 MiB of floats take 84 MiB, or with four divisions the next of them."""
+    nbytes = 21 * MIB * 4
+    for text, expected in {
+        "": nbytes,
+        "roundup_power2_divisions:4": 96 * MIB,
+        "roundup_power2_divisions:[64:8,128:2,256:2,512:2,1024:1,>:1]": 88 * MIB,
+    }.items():
+        found = allocator(text)
+        found.allocate(nbytes)
+        assert (found.requested, found.allocated) == (nbytes, expected)
+    found = allocator("roundup_power2_divisions:[64:8,128:2,256:2,512:2,1024:1,>:1]")
+    found.allocate(400 * MIB)
+    assert found.allocated == 512 * MIB
+
+
+def test_as_torch_caps_a_process() -> None:
+    """`test_set_per_process_memory_fraction`: 0.499 of the memory is there, and 0.5 and a byte is not."""
+    total = 8 * GIB
+    found = allocator("per_process_memory_fraction:0.5", total)
+    found.free(found.allocate(int(total * 0.499)))
+    found.empty_cache()
+    with pytest.raises(OutOfMemory, match=r"no room for 4\.00 GiB: 0 B are allocated"):
+        found.allocate(total // 2 + 1)
+
+
+def test_as_torch_reuses_oversize_blocks() -> None:
+    """`test_max_split_expandable`, without its changes of settings: 120 MiB allowed, oversize blocks of 40 MiB."""
+    found = allocator("max_split_size_mb:40", 120 * MIB)
+    blocks = [found.allocate(40 * MIB) for _ in range(3)]
+    with pytest.raises(OutOfMemory):
+        found.allocate(40 * MIB)
+    for block in blocks:
+        found.free(block)
+    found.allocate(120 * MIB)
+    assert found.reserved == 120 * MIB
+    assert found.retries == 1  # of the request that failed: for the last one oversize blocks are given back before
+
+
+def test_as_torch_tells_segments_in_a_snapshot() -> None:
+    """`test_memory_snapshot`: a freed tensor leaves its segment, whole and free, beside a small one in use."""
+    found = allocator()
+    found.free(found.allocate(311 * 411 * 4))
+    kept = found.allocate(77)
+    large = found.allocate(3 * MIB)
+    assert describe(found.snapshot()).splitlines() == [
+        "2 segments, 22.00 MiB reserved, 3.00 MiB allocated",
+        "2.00 MiB, small pool: 512 B in use, 2.00 MiB free",
+        "20.00 MiB, large pool: 3.00 MiB in use, 17.00 MiB free",
+    ]
+    assert (kept.size, large.size) == (512, 3 * MIB)
+
+
+def test_expandable_segments_tile_what_grows() -> None:
+    """The case that they were made for: sizes that grow a little leave slivers in fixed segments, none in one."""
+    held = {}
+    for text in ("", "expandable_segments:True"):
+        found = allocator(text)
+        for batch in range(20, 30):
+            blocks = [found.allocate(batch * MIB) for _ in range(50)]
+            for block in blocks:
+                found.free(block)
+        held[text] = found.peak.reserved_bytes
+    assert held["expandable_segments:True"] <= 50 * 29 * MIB + 20 * MIB < held[""]
+
+
+# ---------------------------------------------------------------- edges
+
+
+def test_an_empty_tensor_gets_no_block() -> None:
+    """As in torch, which returns a null pointer."""
+    with pytest.raises(UsageError, match="at least one byte"):
+        allocator().allocate(0)
+
+
+def test_what_others_take_is_not_there() -> None:
+    """A context of 512 MiB leaves 512 MiB of 1 GiB, by the driver's count and not by the fraction's."""
+    found = allocator(capacity=GIB, taken=512 * MIB)
+    found.allocate(512 * MIB)
+    with pytest.raises(OutOfMemory, match="0 B are left"):
+        found.allocate(1)
+
+
+def test_a_fraction_needs_the_memory_that_it_is_of() -> None:
+    """Refused where the device's memory is not said."""
+    with pytest.raises(UsageError, match="capacity"):
+        allocator("per_process_memory_fraction:0.5")
