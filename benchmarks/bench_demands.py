@@ -16,9 +16,9 @@ A minute. What is assumed, because the paper does not say it:
 - PipeDream is the schedule `pipedream` with versions of the weights, in float32 with Adam. The other reading, that its
   implementation keeps gradients and optimizer state for each version too, is printed beside, and is above the paper.
 
-- the paper's figures are what devices are seen to use. So each has a CUDA context on top of the allocated bytes: 0.4 GB,
-  as people found on V100 with the torch of that time (300 to 400 MB, github.com/pytorch/pytorch/issues/20532). Without it
-  the emptiest device of Bert needs 13 % less than the paper says, all else up to 4 % less.
+- the paper's figures are what devices are seen to use. So each has a CUDA context on top of the allocated bytes: 0.4
+  GB, as people found on a V100 with the torch of that time (300 to 400 MB, github.com/pytorch/pytorch/issues/20532).
+  Without it the emptiest device of Bert needs 13 % less than the paper says, all else up to 4 % less.
 """
 
 from __future__ import annotations
