@@ -148,7 +148,8 @@ class StageStorages:
         found = self._named.get(subject)
         if found is None:
             raise UsageError(
-                f"saved tensor {subject} cannot be moved: layers {self.start} to {self.stop - 1} keep no such tensor"
+                f"saved tensor {subject} cannot be moved: layers {self.start} to {self.stop - 1} keep no such tensor, "
+                "or one that autograd's hooks do not see"
             )
         return found
 
@@ -168,7 +169,7 @@ class StageStorages:
         for position, layer in enumerate(self.layers[: self.stop - self.start]):
             places = self._saved_places[position]
             for tensor in layer.cost.saved:
-                if tensor.origin in places and places[tensor.origin] not in fixed:
+                if tensor.origin in places and places[tensor.origin] not in fixed and not tensor.hidden:
                     found[Subject(self.start + position, tensor.index)] = places[tensor.origin]
         return found
 

@@ -215,10 +215,9 @@ class LayerMeter:
         saved += lasting
         origins = tuple(map(storages.origin, values))
         hidden = self.meter.total - before - sum(storages.own) - sum(t.untyped_storage().nbytes() for t in inputs)
-        if hidden > 0:  # numbers that are kept as tensors, which the hooks do not see
-            saved.append(
-                SavedTensor(index=len(packed) + len(lasting), nbytes=hidden, dtype="uint8", origin=storages.add(hidden))
-            )
+        if hidden > 0:
+            index, origin = len(packed) + len(lasting), storages.add(hidden)
+            saved.append(SavedTensor(index=index, nbytes=hidden, dtype="uint8", origin=origin, hidden=True))
         kept = _Kept(tuple(storages.own), tuple(saved), origins, tuple(map(_like, values)))
         leave(graph, values)
         graph.root = None

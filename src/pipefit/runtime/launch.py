@@ -5,16 +5,14 @@ Workers wait for each other without a timeout; the parent decides that one hangs
 one is, and whether that is an action that waits for others. The parent reports only the root cause of a failure
 (`pipefit.runtime.root_cause`), and stops all other workers.
 
-The workers find each other through a file in a new directory, so that no port is needed that another program may use.
-For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
+The workers find each other through a file without a name in memory, so that no port is needed that another program may
+use, and nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,7 @@ from pipefit.program import Program
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
-from pipefit.runtime.processes import Surroundings, forks, start
+from pipefit.runtime.processes import Passed, Surroundings, forks, start
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import lower_drain, step_programs, whole_run
@@ -111,6 +109,16 @@ def _pickled(task: Callable[[], Task]) -> bytes:
         ) from error
 
 
+def _nameless() -> int:
+    """A file in memory, which ends with the last process that has it open."""
+    if not hasattr(os, "memfd_create"):
+        raise UsageError(
+            "worker processes need Linux: here, train in one process with pipefit.Trainer, or under torchrun with a "
+            "script of your own around it"
+        )
+    return os.memfd_create("pipefit-meeting")
+
+
 def _obstacle(error: OSError) -> str:
     """What keeps a process from starting, and what to try."""
     try:
@@ -153,7 +161,7 @@ class _Supervisor:
     on_step: OnStep | None
     workers: list[_Worker] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    directory: str | None = None  # of the file through which the workers find each other
+    meeting: int | None = None  # the file through which the workers find each other
 
     def start(self, task: bytes, seed: int) -> None:
         """Start all workers.
@@ -170,11 +178,11 @@ class _Supervisor:
 
     def _start(self, task: bytes, rank: int, seed: int) -> None:
         """Start one worker; `stop` will find it, whatever happens meanwhile."""
-        if self.directory is None:
-            self.directory = tempfile.mkdtemp(prefix="pipefit-")
-        store, context = os.path.join(self.directory, "store"), forks()
+        if self.meeting is None:
+            self.meeting = _nameless()
+        meeting, context = Passed(self.meeting), forks()
         assignment = Assignment(
-            task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, numbers=self.numbers, store=store
+            task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, numbers=self.numbers, meeting=meeting
         )
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
@@ -206,7 +214,7 @@ class _Supervisor:
                 raise self._hang(hangs)
 
     def stop(self) -> None:
-        """Stop all workers, and remove their file. No worker outlives the call."""
+        """Stop all workers, and close their file. No worker outlives the call."""
         for worker in self.workers:
             if worker.result is None:
                 worker.process.kill()
@@ -215,10 +223,8 @@ class _Supervisor:
             worker.process.kill()  # in case it has delivered its trace but does not end
             worker.process.join()
             worker.pipe.close()
-        if self.directory is not None:
-            with suppress(OSError):
-                os.rmdir(self.directory)  # empty if no worker came; unlike rmtree it needs no file descriptor
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.meeting is not None:
+            os.close(self.meeting)
 
     def trace(self) -> Trace:
         results = {worker.result[0].device: worker.result[0] for worker in self.workers if worker.result}

@@ -17,8 +17,8 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -26,9 +26,11 @@ from multiprocessing.reduction import DupFd
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
+from pipefit.runtime.fork_server import FOLDER, PARENT
+
 _ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
 _LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")  # Linux allows 107 bytes in the path of a socket
-_IMPORTED = ["pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
+_IMPORTED = ["pipefit.runtime.fork_server", "pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
 
 
 def forks() -> ForkServerContext:
@@ -47,7 +49,11 @@ def start(process: BaseProcess) -> None:
     Raises:
         OSError: the system does not let us.
     """
-    _make_folder()
+    with _told({PARENT: str(os.getpid()), FOLDER: _folder()}):
+        _start(process)
+
+
+def _start(process: BaseProcess) -> None:
     lost = False
     for _ in range(round(_ENDING_SECONDS / _PAUSE_SECONDS)):
         try:
@@ -65,27 +71,49 @@ def start(process: BaseProcess) -> None:
     process.start()
 
 
-def _make_folder() -> None:
-    """Make multiprocessing's folder for its sockets, unless it has one: it is below TMPDIR, and below /tmp if the path
+@contextmanager
+def _told(words: dict[str, str]) -> Iterator[None]:
+    """Inside, processes start with these words in their environment too."""
+    os.environ.update(words)
+    try:
+        yield
+    finally:
+        for word in words:
+            del os.environ[word]
+
+
+def _folder() -> str:
+    """multiprocessing's folder for its sockets, made if there is none: it is below TMPDIR, and below /tmp if the path
     of TMPDIR is too long for sockets.
     """
     usual, long = tempfile.tempdir, len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PATH
     try:
         tempfile.tempdir = "/tmp" if long else usual  # noqa: S108 - the folder has a name of its own, and is private
-        get_temp_dir()
+        return get_temp_dir()
     finally:
         tempfile.tempdir = usual
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A file descriptor. Pickled as an argument of a process that starts, it becomes one of that process."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Callable[..., Passed], tuple[Any, ...]]:
+        return _arrived, (DupFd(self.number),)
+
+
+def _arrived(file: Any) -> Passed:
+    return Passed(file.detach())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """A process's environment and the descriptor of its standard error, if that is open.
-
-    Pickled as an argument of a process that starts, it holds a descriptor of that process.
-    """
+    """A process's environment and the descriptor of its standard error, if that is open."""
 
     environment: dict[str, str]
-    stderr: int | None
+    stderr: Passed | None
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -93,7 +121,7 @@ class Surroundings:
         stderr = None
         with suppress(OSError):
             os.fstat(2)
-            stderr = 2
+            stderr = Passed(2)
         return cls(environment=dict(os.environ), stderr=stderr)
 
     def take_over(self) -> None:
@@ -101,12 +129,5 @@ class Surroundings:
         os.environ.clear()
         os.environ.update(self.environment)
         if self.stderr is not None:
-            os.dup2(self.stderr, 2)
-            os.close(self.stderr)
-
-    def __reduce__(self) -> tuple[Callable[..., Surroundings], tuple[Any, ...]]:
-        return _arrived, (self.environment, None if self.stderr is None else DupFd(self.stderr))
-
-
-def _arrived(environment: dict[str, str], stderr: Any) -> Surroundings:
-    return Surroundings(environment=environment, stderr=None if stderr is None else stderr.detach())
+            os.dup2(self.stderr.number, 2)
+            os.close(self.stderr.number)

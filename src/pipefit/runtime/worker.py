@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -29,7 +28,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
 from pipefit.plans import Plan
 from pipefit.runtime.hardware import backend_of
-from pipefit.runtime.processes import Surroundings
+from pipefit.runtime.processes import Passed, Surroundings
 from pipefit.runtime.trainer import Trainer
 from pipefit.trace import DeviceTrace
 
@@ -53,7 +52,7 @@ class Assignment:
     steps: int
     seed: int
     numbers: bool
-    store: str  # a file that does not exist yet, through which the workers find each other
+    meeting: Passed  # an empty file, through which the workers find each other
 
 
 class Heartbeat:
@@ -93,7 +92,7 @@ class Heartbeat:
 def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
-    threading.Thread(target=_end_with_parent, args=(os.path.dirname(assignment.store),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     surroundings.take_over()
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
@@ -110,12 +109,11 @@ def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, h
         os._exit(1)
 
 
-def _end_with_parent(directory: str) -> None:
-    """End when the parent has ended, and remove what it can no longer remove."""
+def _end_with_parent() -> None:
+    """End when the parent has ended."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
@@ -179,7 +177,8 @@ class _Rendezvous:
 
     def __init__(self, assignment: Assignment) -> None:
         self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
-        self.store = dist.FileStore(assignment.store, self.world)  # type: ignore[attr-defined]  # exported without its name
+        path = f"/proc/self/fd/{assignment.meeting.number}"
+        self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported without its name
         plan = assignment.plan
         os.environ["LOCAL_RANK"] = str(plan.stages[plan.ranks[self.rank][0]].device)  # whatever we have inherited
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine

@@ -1,0 +1,187 @@
+"""However training with moves under way ends, nothing is left of it: no process, no memory, no file and no folder."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+import pipefit
+from ends import HOW, make_ending
+from moving_plans import make_chain
+from pipefit.actions import Action, Kind
+from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.devices import Link
+from pipefit.errors import WorkerFailed
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.schedule import lower
+from tiny import plan_of
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60  # for a loaded machine
+COPY = 0.01  # seconds of a copy, so that some are always under way
+THEIRS = ("pymp-", "torchinductor_")  # multiprocessing's until this process ends; torch's for good
+
+
+@cache
+def plan() -> Plan:
+    """Two workers that lend to each other and move to the host, one of which also recomputes."""
+    still = plan_of(make_chain(), [3, 3], microbatches=3, schedule="gpipe")
+    link = Link.between("device0", "device1", "host0", bytes_per_second=512 / COPY)
+    moves = [(0, ((1, 0),), "device1*1+host*1"), (1, ((4, 0),), "device0")]
+    decisions = [
+        Decision(stage=stage, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place(place), ahead=1)
+        for stage, tensors, place in moves
+    ]
+    decisions.append(Decision(stage=1, subject=Run(start=3, stop=4), what=What.RECOMPUTE))
+    return replace(still, cluster=replace(still.cluster, links=(link,)), decisions=tuple(decisions))
+
+
+def points(device: int) -> list[Action]:
+    """Every action of a device for the middle microbatch, and for none."""
+    return [action for action in lower(plan()).actions[device] if action.microbatch in (None, 1)]
+
+
+# -------------------------------------------------------------------- what is left
+
+
+def descendants(of: int) -> list[int]:
+    """The processes that one has started, and theirs."""
+    try:
+        own = Path(f"/proc/{of}/task/{of}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return [number for child in map(int, own) for number in (child, *descendants(child))]
+
+
+def helpers() -> set[int]:
+    """multiprocessing's own two processes, which stay."""
+    words = (b"multiprocessing.forkserver import main", b"resource_tracker")
+    return {n for n in descendants(os.getpid()) if any(w in Path(f"/proc/{n}/cmdline").read_bytes() for w in words)}
+
+
+def nameless(process: int) -> list[str]:
+    """The files in memory of pipefit that a process has open or mapped."""
+    found = [line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:pipefit" in line]
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            found += [name for name in (os.readlink(file),) if "memfd:pipefit" in name]
+        except OSError:  # the one that lists them
+            continue
+    return found
+
+
+def left(folder: Path, shared: set[str]) -> list[str]:
+    """What is left: processes, files in memory, shared memory with a name, files and folders."""
+    mine = [os.getpid(), *helpers()]
+    found = [f"process {number}" for number in descendants(os.getpid()) if number not in mine]
+    found += [name for process in mine for name in nameless(process)]
+    found += sorted(set(os.listdir("/dev/shm")) - shared)
+    return found + [path.name for path in folder.iterdir() if not path.name.startswith(THEIRS)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    assert_nothing_left(tmp_path, shared)
+
+
+def assert_nothing_left(folder: Path, shared: set[str]) -> None:
+    """Processes at once, and all else soon, because other programs have shared memory too."""
+    assert mp.active_children() == []
+    until = time.monotonic() + SECONDS
+    while found := left(folder, shared):
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+
+
+# -------------------------------------------------------------------- ends
+
+
+def train_to_the_end(how: str, device: int, action: str) -> None:
+    """Train until it ends there, as it should."""
+    error = KeyboardInterrupt if how == "interrupted" else WorkerFailed
+    with pytest.raises(error) as caught:
+        pipefit.train(partial(make_ending, how, device, action), plan(), steps=1000)
+    if how != "interrupted":
+        assert f"worker {device}" in str(caught.value) and f"at {action}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("killed", Kind.RELOAD), ("raises", Kind.BACKWARD), ("interrupted", Kind.OFFLOAD)]
+)
+def test_whoever_ends_leaves_nothing(how: str, kind: Kind) -> None:
+    """A worker that is killed or raises, or Ctrl-C, while copies to the host and to each other are under way."""
+    train_to_the_end(how, 0, str(next(action for action in points(0) if action.kind is kind)))
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("how", HOW)
+def test_at_whatever_action_it_ends_nothing_is_left(how: str, device: int, tmp_path: Path) -> None:
+    """Every action of a microbatch, and of a step, on every device."""
+    shared = set(os.listdir("/dev/shm"))
+    for action in points(device):
+        train_to_the_end(how, device, str(action))
+        assert_nothing_left(tmp_path, shared)
+
+
+SCRIPT = f"""
+import sys
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
+import pipefit, test_leaks
+from moving_plans import make_chain
+if __name__ == "__main__":
+    plan = test_leaks.plan()
+    print("ready", flush=True)
+    pipefit.train(make_chain, plan, steps=100000, on_step=lambda step, loss: step or print("going", flush=True))
+"""
+
+
+@pytest.mark.parametrize("word", ["ready", "going"])
+def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what forks its workers still imports torch, and in the middle of a step: all processes follow it, and the
+    last one removes what it can no longer remove.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="left-"))  # noqa: S108 - a short path, for sockets
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            assert word in iter(lambda: parent.stdout.readline().strip(), "")
+            until = time.monotonic() + SECONDS
+            while not (started := descendants(parent.pid)) or not list(folder.glob("pymp-*")):
+                assert time.monotonic() < until
+        finally:
+            parent.kill()
+    until = time.monotonic() + SECONDS
+    while found := [*filter(alive, started), *(p.name for p in folder.iterdir() if not p.name.startswith(THEIRS[1]))]:
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+    for path in folder.iterdir():
+        path.rmdir()
+    folder.rmdir()
+
+
+def alive(number: int) -> bool:
+    """Whether that process runs; one that ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
