@@ -1,4 +1,4 @@
-"""A task whose training ends at one action of one device: its worker is killed or raises, or Ctrl-C reaches the parent."""
+"""A task whose training ends at one action: the worker is killed or raises, or Ctrl-C reaches the parent."""
 
 from __future__ import annotations
 

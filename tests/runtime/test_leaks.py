@@ -39,12 +39,19 @@ def plan() -> Plan:
     still = plan_of(make_chain(), [3, 3], microbatches=3, schedule="gpipe")
     link = Link.between("device0", "device1", "host0", bytes_per_second=512 / COPY)
     moves = [(0, ((1, 0),), "device1*1+host*1"), (1, ((4, 0),), "device0")]
+    again = Decision(stage=1, subject=Run(start=3, stop=4), what=What.RECOMPUTE)
     decisions = [
-        Decision(stage=stage, subject=SavedTensors(tensors=tensors), what=What.OFFLOAD, place=parse_place(place), ahead=1)
+        replace(
+            again,
+            stage=stage,
+            subject=SavedTensors(tensors=tensors),
+            what=What.OFFLOAD,
+            place=parse_place(place),
+            ahead=1,
+        )
         for stage, tensors, place in moves
     ]
-    decisions.append(Decision(stage=1, subject=Run(start=3, stop=4), what=What.RECOMPUTE))
-    return replace(still, cluster=replace(still.cluster, links=(link,)), decisions=tuple(decisions))
+    return replace(still, cluster=replace(still.cluster, links=(link,)), decisions=(*decisions, again))
 
 
 def points(device: int) -> list[Action]:
@@ -152,13 +159,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("word", ["ready", "going"])
+@pytest.mark.parametrize("word", [pytest.param("ready", marks=pytest.mark.gallery), "going"])
 def test_a_parent_that_is_killed_leaves_nothing(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While what forks its workers still imports torch, and in the middle of a step: all processes follow it, and the
     last one removes what it can no longer remove.
     """
     monkeypatch.setattr(tempfile, "tempdir", None)
-    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="left-"))  # noqa: S108 - a short path, for sockets
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="left-"))  # a short path, for sockets
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:

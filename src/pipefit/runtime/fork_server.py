@@ -1,8 +1,8 @@
 """Imported by the process that forks workers: it removes the folder of its socket as it ends.
 
-multiprocessing gives the socket a name in a folder, which the parent removes as it ends; a parent that is killed cannot.
-The process that forks ends when the parent and all workers have ended, and removes the folder then. If the parent is
-killed while it still imports torch, it ends after that.
+multiprocessing gives the socket a name in a folder, which the parent removes as it ends; a parent that is killed
+cannot. The process that forks ends when the parent and all workers have ended, and removes the folder then. If the
+parent is killed while it still imports torch, it ends after that.
 
 `pipefit.runtime.processes` says whose folder this is in the environment that the process starts with. Imported by any
 other process, this module does nothing.

@@ -5,8 +5,9 @@ Workers wait for each other without a timeout; the parent decides that one hangs
 one is, and whether that is an action that waits for others. The parent reports only the root cause of a failure
 (`pipefit.runtime.root_cause`), and stops all other workers.
 
-The workers find each other through a file without a name in memory, so that no port is needed that another program may
-use, and nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around `pipefit.Trainer`.
+The workers find each other through a file without a name in memory: no port is needed that another program may use, and
+nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around
+`pipefit.Trainer`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection, wait

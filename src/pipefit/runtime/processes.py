@@ -30,7 +30,8 @@ from pipefit.runtime.fork_server import FOLDER, PARENT
 
 _ENDING_SECONDS, _PAUSE_SECONDS = 20, 0.05
 _LONGEST_PATH = 107 - len("/pymp-12345678/listener-12345678")  # Linux allows 107 bytes in the path of a socket
-_IMPORTED = ["pipefit.runtime.fork_server", "pipefit.runtime.worker", "torch._dynamo.config"]  # making an optimizer imports the second
+# What the fork server imports; making an optimizer imports the last
+_IMPORTED = ["pipefit.runtime.fork_server", "pipefit.runtime.worker", "torch._dynamo.config"]
 
 
 def forks() -> ForkServerContext:

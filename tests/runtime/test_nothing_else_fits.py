@@ -1,0 +1,121 @@
+"""Models that fit under no split of a cluster train on it once their memory is compacted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import isqrt
+
+import pytest
+import torch
+
+import gallery
+import pipefit
+from pipefit.actions import Subject
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.cost.storages import StageStorages
+from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.errors import InfeasibleError
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import Simulation
+from pipefit.trace import Trace
+from pipefit.training import Training
+from tiny import batch_of
+
+DEVICES, SIZE, MICROBATCHES, STEPS = 2, 8, 6, 3
+LEAST_SAVED = 0.1  # of the lowest peak of all splits
+MODELS = ("keywords", "masked", "resnet", "diagonal", "vit", "unet", "conformer")
+SCHEDULES = ("gpipe", "1f1b")
+SAMPLE = (("keywords", "gpipe"), ("masked", "1f1b"))  # for every run of the tests
+
+# Sums, and what kernels take, do not depend on the number of cores
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def planned(found: ModelProfile, memory_bytes: int, schedule: str, *, stages: int = DEVICES) -> Plan:
+    """The split with the lowest peak of all that there are.
+
+    Raises:
+        InfeasibleError: not even that one fits.
+    """
+    cluster = Cluster.emulated((DEVICES, memory_bytes))
+    training = Training(batch_size=SIZE * MICROBATCHES, microbatches=MICROBATCHES, schedule=schedule)
+    return pipefit.plan(found, cluster, training, planner="exhaustive", stages=stages)
+
+
+def compacted(plan: Plan) -> Plan:
+    """Under GPipe, where all microbatches are in flight, what every stage saves goes to the host as soon as it can.
+    Under 1F1B, where a stage holds few, every stage is recomputed in several runs, and keeps little more than one.
+    """
+    written = _moves if plan.training.schedule == "gpipe" else _runs
+    decisions = [decision for stage in range(len(plan.stages)) for decision in written(plan, stage)]
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _runs(plan: Plan, stage: int) -> Iterator[Decision]:
+    """Runs of as many layers as there are runs."""
+    first, end = plan.stages[stage].start, plan.stages[stage].stop
+    every = isqrt(end - first)
+    for start in range(first, end, every):
+        run = Run(start=start, stop=min(start + every, end))
+        yield Decision(stage=stage, subject=run, what=What.RECOMPUTE)
+
+
+def _moves(plan: Plan, stage: int) -> Iterator[Decision]:
+    """A decision for each storage that the stage saves."""
+    storages, seen = StageStorages.of(plan, stage), set[int]()
+    for layer in range(plan.stages[stage].start, plan.stages[stage].stop):
+        for saved in plan.measurement.costs[layer].saved:
+            if saved.origin.kind == "parameter" or saved.hidden or saved.lasting:
+                continue
+            number = storages.storage(Subject(layer, saved.index))
+            if number not in seen:
+                tensor = SavedTensors(tensors=((layer, saved.index),))
+                yield Decision(stage=stage, subject=tensor, what=What.OFFLOAD, place=parse_place("host"), behind=0)
+            seen.add(number)
+
+
+def assert_trains_where_no_split_fits(name: str, schedule: str) -> None:
+    """On a cluster with just the memory that the compacted plan takes no split fits, into one stage or two, and that
+    plan trains, in no more memory; the losses are those of the split with memory to spare.
+    """
+    task = gallery.task(name)
+    found = profile(task, microbatch_size=SIZE)
+    roomy = planned(found, 1 << 40, schedule)
+    lean = compacted(roomy)
+    cap, least = (max(Simulation(plan).peak_bytes) for plan in (lean, roomy))
+    assert cap < (1 - LEAST_SAVED) * least
+    for stages in range(1, DEVICES + 1):
+        with pytest.raises(InfeasibleError):
+            planned(found, cap, schedule, stages=stages)
+    tight = replace(lean, cluster=Cluster.emulated((DEVICES, cap)))
+    losses, trace = trained(task, tight)
+    assert losses == trained(task, roomy)[0]
+    assert max(trace.peak_bytes) <= cap
+    assert trace.peak_bytes == certify(task, tight).peak_bytes
+
+
+def trained(task: Task, plan: Plan) -> tuple[list[float], Trace]:
+    """The losses of some steps on emulated devices, and their trace."""
+    torch.manual_seed(0)
+    trainer = Trainer(task, plan)
+    return [trainer.step(batch_of(task, plan, step)) for step in range(STEPS)], trainer.trace
+
+
+@pytest.mark.parametrize(("name", "schedule"), SAMPLE)
+def test_what_fits_under_no_split_trains_compacted(name: str, schedule: str) -> None:
+    """Every split needs more memory than the cluster has; with decisions about it the model trains there."""
+    assert_trains_where_no_split_fits(name, schedule)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_so_do_models_of_other_kinds(name: str, schedule: str) -> None:
+    """The same of networks with convolutions, attention, recurrence, skips and scans."""
+    assert_trains_where_no_split_fits(name, schedule)
