@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +31,8 @@ from pipefit.runtime.copying import Part, Slot
 from pipefit.runtime.cuda_copying import OnStream
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
-from pipefit.runtime.lending import check_lending
+from pipefit.runtime.lending import Lending, check_lending
+from pipefit.runtime.memory import HostMemory
 from pipefit.schedule import lower
 from pipefit.schedule.arenas import Arena, arenas_of
 from pipefit.schedule.room import pinned_sizes, room_needed
@@ -358,6 +360,19 @@ def test_gpus_move_nothing_to_disks() -> None:
         UsageError, match="device 0 moves tensors to disk0, which GPUs cannot do yet: move them to the host"
     ):
         check_lending(plan, lower(plan))
+
+
+def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First for its own GPU, then for the other workers; workers on the CPU, which join copies, wait for nobody."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("own GPU"))
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("all workers"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    plan = on_gpus("device1")
+    Lending(memory=HostMemory(plan.cluster, ())).settle()
+    assert not calls
+    Lending(memory=CudaMemory(lambda _: torch.device("cpu"), FakeDriver())).settle()
+    assert calls == ["own GPU", "all workers"]
 
 
 def test_without_a_plan_for_gpus_nothing_of_cuda_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,15 @@ class Lending:
         """The slots that a device may use."""
         return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
 
+    def settle(self) -> None:
+        """Return when no GPU copies to or from another process's memory any more. All workers must call it.
+
+        Processes on GPUs run ahead of them: a lender that ended would take back memory that is still being read.
+        """
+        if isinstance(self.memory, CudaMemory) and dist.is_initialized():
+            torch.cuda.synchronize()
+            dist.barrier()
+
     def _slots(self, arena: Arena) -> list[Slot]:
         if self.memory is None:
             return [Slot(arena.slot_bytes) for _ in range(arena.slots)]

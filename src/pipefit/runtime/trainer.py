@@ -294,6 +294,7 @@ class Trainer:
         if self._entered:
             with undisturbed():  # the caller may be evaluating
                 self._run_program(self._program(0, update=True), inputs=[], targets=[])
+            self._lending.settle()
             self._entered = 0
 
     def _evaluation(self, microbatches: int) -> Program:
