@@ -40,7 +40,7 @@ class CudaMemory:
         if arena.lender.kind is MemberKind.HOST:
             return pinned_slots(arena, _pinned)
         lent = self._allocated(arena)
-        torch.empty(1, device=self._device(arena.borrower)).copy_(lent[:1])  # torch lets the two reach each other
+        self._touched(arena).copy_(lent[:1])  # from here on torch lets the two GPUs reach each other
         return _slots(arena, lent.data_ptr(), lent)
 
     def lend(self, arena: Arena) -> tuple[Told, Callable[[], None]]:
@@ -52,9 +52,14 @@ class CudaMemory:
         if arena in self._lent:  # a process cannot map what is its own
             return _slots(arena, self._lent[arena].data_ptr(), self._lent[arena])
         handle, offset = told
+        self._touched(arena)
         with _shared(arena):
             opened = Opened(self._driver, handle)
         return _slots(arena, opened.start + offset, opened)
+
+    def _touched(self, arena: Arena) -> Tensor:
+        """A byte of the GPU that borrows, which has a context of this process from here on: the driver needs it."""
+        return torch.empty(1, dtype=torch.uint8, device=self._device(arena.borrower))
 
     def _allocated(self, arena: Arena) -> Tensor:
         """An arena as memory of the GPU that lends it."""

@@ -184,6 +184,8 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
     arenas, cluster = arenas_of(plan, program), plan.cluster
     for arena in arenas:
         kind, number = arena.lender
+        if arena.lender == Member.device(arena.borrower):
+            raise UsageError(f"device {arena.borrower} cannot move a tensor to itself: name other members")
         host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
         if host != cluster.devices[arena.borrower].host:
             raise UsageError(
