@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import combinations_with_replacement, pairwise
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -178,30 +178,6 @@ def test_copies_of_1f1b_alternate_on_their_stream() -> None:
 
 
 # -------------------------------------------------------------------- pinned memory
-
-
-@given(st.integers(1, 3000), st.integers(1, 60))
-def test_pinned_sizes_hold_all_slots_in_powers_of_two(slot_bytes: int, slots: int) -> None:
-    """Pieces are powers of two, hold every slot in one piece each, and are together less than twice the slots."""
-    sizes = pinned_sizes(slot_bytes, slots)
-    assert all(size & (size - 1) == 0 for size in sizes)
-    assert sum(size // slot_bytes for size in sizes) >= slots
-    assert sum(sizes) < 2 * slot_bytes * slots
-    assert len(sizes) <= (slot_bytes * slots).bit_length()
-
-
-@pytest.mark.parametrize("slot_bytes", [1, 3, 5, 7, 8, 12])
-@pytest.mark.parametrize("slots", range(1, 9))
-def test_no_other_powers_of_two_are_fewer_bytes(slot_bytes: int, slots: int) -> None:
-    """All ways to choose so many powers of two or fewer, none of them smaller than a slot."""
-    powers = [1 << n for n in range(8) if 1 << n >= slot_bytes]
-    fewest = min(
-        sum(sizes)
-        for count in range(1, slots + 1)
-        for sizes in combinations_with_replacement(powers, count)
-        if sum(size // slot_bytes for size in sizes) >= slots
-    )
-    assert sum(pinned_sizes(slot_bytes, slots)) == fewest
 
 
 def test_slots_lie_apart_in_their_pieces() -> None:
