@@ -26,6 +26,7 @@ from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import Member, MemberKind, parse_place
 from pipefit.plans import Plan
+from pipefit.program import Program
 from pipefit.runtime import Trainer
 from pipefit.runtime.copying import Part, Slot
 from pipefit.runtime.cuda_copying import OnStream
@@ -36,7 +37,7 @@ from pipefit.runtime.memory import HostMemory
 from pipefit.schedule import lower
 from pipefit.schedule.arenas import Arena, arenas_of
 from pipefit.schedule.room import pinned_sizes, room_needed
-from tiny import batch_of, plan_of
+from tiny import alone, batch_of, plan_of
 
 BYTES = 64
 HOST = Member.host(0)
@@ -336,6 +337,35 @@ def test_gpus_move_nothing_to_disks() -> None:
         UsageError, match="device 0 moves tensors to disk0, which GPUs cannot do yet: move them to the host"
     ):
         check_lending(plan, lower(plan))
+
+
+class AtOnce(FakeDriver):
+    """Copies as it is asked to, as if no stream had anything else to do."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+
+def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
+    pieces and on a peer are enough, and all are free at the end.
+    """
+    monkeypatch.setattr("pipefit.runtime.cuda_memory._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
+    driver, queue = AtOnce(), Stream(0)
+    task, plan = make_chain(), replace(on_gpus("device1*2+host*1"), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
+
+    def within(plan: Plan, program: Program) -> Lending:
+        memory = CudaMemory(lambda _: torch.device("cpu"), driver)
+        return Lending(arenas_of(plan, program), lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
+
+    monkeypatch.setattr(Lending, "within", within)
+    trainer = Trainer(task, plan)
+    for step in range(3):
+        trainer.step(batch_of(task, plan, step))
+    state = alone(task, plan, 3)[1]
+    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
+    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
+    assert queue.work  # it has been used
 
 
 def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
