@@ -301,16 +301,17 @@ class Mover:
         outward: bool,
     ) -> Any:
         """Start copying between storages and slots, one after the other as if each were one row of bytes."""
-        here, seconds = Member.device(self.number), 0.0
+        here = Member.device(self.number)
         parts = [
             Part(storages[tensor][0], offset, there[block][1], within, nbytes)
             for tensor, offset, block, within, nbytes in pieces(
                 [nbytes for _, nbytes in storages], [slot.nbytes for _, slot in there]
             )
         ]
-        for member, slot in there:
-            route = self.cluster.route(here, member) if outward else self.cluster.route(member, here)
-            seconds = max(seconds, route.seconds(sum(part.nbytes for part in parts if part.slot is slot)))
+        seconds = self.cluster.seconds(
+            (*((here, member) if outward else (member, here)), sum(part.nbytes for part in parts if part.slot is slot))
+            for member, slot in there
+        )
         paced = self.cluster.backend == "emulated"
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
 
