@@ -177,3 +177,23 @@ def test_a_disk_has_the_number_of_its_host() -> None:
             UsageError, match=f"a place of cluster 'c' names disk{missing}; it has 1 disks, of hosts .1."
         ):
             cluster.check(Member(MemberKind.DISK, missing), "a place")
+
+
+def test_a_tier_is_that_of_the_devices_own_host() -> None:
+    """A host or disk without a number is that of the device; one with a number is itself, by way of that host."""
+    hosts = tuple(Host(memory_bytes=n, disk_bytes=10 * n) for n in (1, 2))
+    devices = tuple(Device(kind=KIND, memory_bytes=5, host=n) for n in (0, 1))
+    links = (
+        link("device0", "host0", speed=4.0),
+        link("device1", "host1", speed=8.0),
+        link("host0", "host1", speed=2.0),
+        link("host1", "disk1", speed=3.0),
+    )
+    cluster = Cluster(name="c", backend="cpu", devices=devices, hosts=hosts, links=links)
+    host, disk = Member.host(), Member(MemberKind.DISK, None)
+    assert [cluster.tier(n, host)[:2] for n in (0, 1)] == [(1, 4.0), (2, 8.0)]
+    assert cluster.tier(1, disk)[:2] == (20, 3.0)
+    assert cluster.tier(0, Member.host(1))[:2] == (2, 2.0)
+    assert cluster.tier(0, Member.device(1))[:2] == (5, 2.0)
+    with pytest.raises(UsageError, match="no link joins host0 and disk0"):
+        cluster.tier(0, disk)

@@ -7,7 +7,7 @@ A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -140,6 +140,18 @@ class Cluster:
             UsageError: nothing joins them.
         """
         return _route(self.links, tuple(device.host for device in self.devices), source, target)
+
+    def seconds(self, transfers: Iterable[tuple[Member, Member, int]]) -> float:
+        """Seconds until transfers from one member to another, of so many bytes, have all ended on wires that were free.
+
+        They begin at once, and take common wires in this order.
+        """
+        free: dict[str, float] = {}
+        for source, target, nbytes in transfers:
+            route = self.route(source, target)
+            begin = max((free.get(wire, 0.0) for wire in route.wires), default=0.0)
+            free |= dict.fromkeys(route.wires, begin + route.seconds(nbytes))
+        return max(free.values(), default=0.0)
 
     def capacity(self, member: Member) -> int:
         """Bytes of memory of a device or host, or of a disk.

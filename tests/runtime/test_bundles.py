@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from pipefit.capture import Task
 from pipefit.cost.residency import Whereabouts
 from pipefit.cost.storages import StageStorages
 from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.devices import Link
 from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -27,6 +28,7 @@ from pipefit.runtime import Trainer, certify
 from pipefit.runtime.block_table import BlockTable
 from pipefit.runtime.copying import AtOnce, Part
 from pipefit.simulator import simulate
+from pipefit.trace import Stream
 from tiny import alone, batch_of, plan_of, task_of
 
 OFFLOAD = parse_action("0OFFLOAD3#1@device1*2+host*1")
@@ -81,10 +83,12 @@ class Counting(AtOnce):
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int, int]] = []
+        self.seconds: list[float] = []
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
         tensors, slots = {part.storage._cdata for part in parts}, {id(part.slot) for part in parts}
         self.copies.append((len(parts), len(tensors), len(slots)))
+        self.seconds.append(seconds)
         super().start(parts, outward=outward, seconds=seconds)
 
 
@@ -128,6 +132,42 @@ def test_a_bundle_is_few_copies() -> None:
         assert pieces <= tensors + blocks - 1
 
 
+SLOW = {"bytes_per_second": 1e3, "latency_seconds": 1e-3}
+OWN_LINKS = (
+    Link.between("device0", "device1", **SLOW),
+    Link.between("device0", "device2", lanes=2, **SLOW),
+    Link.between("device0", "host0", **SLOW),
+    Link.between("device1", "host0", **SLOW),
+    Link.between("host0", "disk0", bytes_per_second=5e2, latency_seconds=1e-2),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "links"),
+    [
+        ("device1*1+device2*2", OWN_LINKS),
+        ("device1*2+device2*1", OWN_LINKS),
+        ("host*1+disk*1+device2*1", OWN_LINKS),  # bytes to the disk take the host's wire too
+        ("device1*1+device2*1", (Link.between("device0", "device1", "device2", "host0", **SLOW),)),  # one port
+    ],
+)
+def test_a_copy_is_paced_as_long_as_it_is_simulated(place: str, links: tuple[Link, ...]) -> None:
+    """A device's only copy takes the simulator's seconds there and back, over wires of its own and over common ones."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 4)])
+    plan = plan_of(task, [3], microbatches=1, schedule="gpipe")
+    cluster = with_disk(replace(plan.cluster, devices=plan.cluster.devices * 3))
+    decision = Decision(
+        stage=0, subject=SavedTensors(tensors=((1, 0),)), what=What.OFFLOAD, place=parse_place(place), behind=0
+    )
+    plan = replace(plan, cluster=replace(cluster, links=links), decisions=(decision,))
+    trainer = Trainer(task, plan)
+    copier = trainer.runners[0].mover.copier = Counting()
+    trainer.step(batch_of(task, plan))
+    simulated = [e for e in simulate(plan, steps=1).devices[0].events if e.stream is Stream.COPY]
+    assert len(simulated) == len(copier.seconds) == 2
+    assert copier.seconds == [pytest.approx(e.end_seconds - e.start_seconds) for e in simulated]
+
+
 def test_the_table_is_written_before_a_bundle_leaves_and_updated_after() -> None:
     """While a copy starts the table says that the bundle is leaving; when it is joined, that it is away; and so on. It
     is dropped when the bundle is back.
@@ -161,6 +201,7 @@ def test_a_table_prints_its_blocks() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=6), st.lists(st.integers(0, 60), max_size=5), st.integers(0, 10**6))
 def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], seed: int) -> None:
     """Byte n of the row of tensors is byte n of the row of blocks, in at most k + m - 1 pieces."""
@@ -176,4 +217,3 @@ def test_a_table_places_every_byte_once(tensors: list[int], blocks: list[int], s
     }
     assert found == dict(zip(row, there, strict=False))
     assert sum(piece.nbytes for piece in table.pieces) == sum(tensors) == len(found)
-    assert sum(table.bytes_in(number) for number in range(len(blocks))) == sum(tensors)

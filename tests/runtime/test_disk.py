@@ -23,13 +23,12 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.devices import Link
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
-from pipefit.places import Member, parse_place
+from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.copying import Part
 from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
 from pipefit.schedule.arenas import Arena
-from pipefit.schedule.room import room_needed
 from pipefit.trace import Stream, Trace
 from tiny import batch_of, plan_of
 
@@ -230,14 +229,6 @@ def test_a_disk_counts_its_slots_and_its_host_four_buffers(room: dict[str, int],
     for run in (Trainer, certify):
         with pytest.raises(OutOfMemory, match=rf"{who} has .* would have to keep 2.00 KiB of moved tensors, 1 B more"):
             run(make_chain(), to_disk(emulated(**tight)))
-
-
-def test_buffers_are_bounded() -> None:
-    """Slots of 16 MiB pass through buffers of 4 MiB: 16 MiB of the host, however many slots there are."""
-    plan, host = to_disk(emulated()), Member.host(0)
-    for slots in (1, 9):
-        needed = room_needed(plan, [Arena(DISK, 0, slots, 16 << 20), Arena(host, 0, 1, 5)])
-        assert needed[DISK] == {0: slots * (16 << 20)} and needed[host] == {0: 4 * (4 << 20) + 5}
 
 
 def test_a_full_disk_is_refused_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,10 +242,11 @@ def test_a_device_without_a_stage_lends_what_it_has() -> None:
         ("disk1", "to disk1, which is on another host: only simulated yet; use members of the same host"),
         ("device2", "to device2, which is on another host: only simulated yet; use members of the same host"),
         ("disk0", "no link joins host0 and disk0: add one to the cluster"),
+        ("host*1+device0*1", "device 0 cannot move a tensor to itself: name other members"),
     ],
 )
 def test_places_that_cannot_be_reached_are_named(run: Callable[[Task, Plan], object], place: str, words: str) -> None:
-    """Members of another host, and a disk that no link reaches, are refused before anything runs."""
+    """Members of another host, a disk that no link reaches and the device itself are refused before anything runs."""
     cluster = on_hosts(*(Host(memory_bytes=1 << 30, disk_bytes=1 << 30) for _ in range(2)))
     cluster = replace(cluster, devices=(*cluster.devices, replace(cluster.devices[0], host=1)))
     with pytest.raises(UsageError, match=words):

@@ -62,6 +62,7 @@ def test_all_blocks_end_at_once_and_no_others_end_earlier(lanes: list[int], unit
             assert max(Fraction(share, count) for share, count in zip(dealt, lanes, strict=True)) > 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e9, 6e11), min_size=1, max_size=7))
 def test_blocks_on_links_of_any_rates_end_within_a_per_cent(rates: list[float]) -> None:
     """Shares are whole numbers of parts: where rates are not, the last block ends at most 1 % behind the bound, at

@@ -132,7 +132,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
         plan.cluster,
         {stage: runner.storages for stage, runner in runners.items()},
         borrowed=site.lending.borrowed_by(number),
-        copier=site.lending.copier(),
+        copier=site.lending.copier(device),
         resized=meter.resized if meter is not None else lambda storage: None,
     )
     return DeviceRunner(

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """What one OFFLOAD moves of one microbatch: bytes of its tensors, the blocks and their pieces, where they are now.
+    """What one OFFLOAD moves of one microbatch: bytes of its tensors, the blocks that take them, and where they are.
 
     A last microbatch may be smaller than the plan's, and then does not fill its blocks.
     """
@@ -45,27 +45,22 @@ class BlockTable:
     action: Action
     tensors: tuple[int, ...]
     blocks: tuple[Block, ...]
-    pieces: tuple[Piece, ...]
     state: Whereabouts
 
     @classmethod
     def of(cls, action: Action, tensors: Sequence[int], blocks: Sequence[tuple[Member, int]]) -> BlockTable:
         """The table of tensors of these bytes that begin to leave for blocks of these members and bytes."""
-        return cls(
-            action=action,
-            tensors=tuple(tensors),
-            blocks=tuple(Block(*block) for block in blocks),
-            pieces=tuple(_pieces(tensors, [nbytes for _, nbytes in blocks])),
-            state=Whereabouts.LEAVING,
-        )
+        found = tuple(Block(*block) for block in blocks)
+        return cls(action=action, tensors=tuple(tensors), blocks=found, state=Whereabouts.LEAVING)
 
     def now(self, state: Whereabouts) -> BlockTable:
         """The table after the tensors have got somewhere."""
         return replace(self, state=state)
 
-    def bytes_in(self, block: int) -> int:
-        """Bytes of the tensors that are in a block."""
-        return sum(piece.nbytes for piece in self.pieces if piece.block == block)
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Which bytes of the tensors are in which blocks."""
+        return tuple(pieces(self.tensors, [nbytes for _, nbytes in self.blocks]))
 
     def __str__(self) -> str:
         blocks = (f"{member} {nbytes} B:{self._held(number)}" for number, (member, nbytes) in enumerate(self.blocks))
@@ -77,8 +72,8 @@ class BlockTable:
         return "".join(f" {piece.tensor}[{piece.offset}:{piece.offset + piece.nbytes}]" for piece in held)
 
 
-def _pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
-    """Which bytes of the tensors are in which blocks: every block is filled before the next one."""
+def pieces(tensors: Sequence[int], blocks: Sequence[int]) -> Iterator[Piece]:
+    """Which bytes of tensors of these sizes are in which of these blocks: each block is filled before the next one."""
     block, within = 0, 0
     for tensor, nbytes in enumerate(tensors):
         offset = 0

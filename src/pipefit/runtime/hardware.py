@@ -37,12 +37,22 @@ def local_device(cluster: Cluster, number: int) -> torch.device:
     """
     if cluster.backend != "cuda":
         return torch.device("cpu")
+    device = gpu(cluster, number)
+    torch.cuda.set_device(number)
+    return device
+
+
+def gpu(cluster: Cluster, number: int) -> torch.device:
+    """This machine's GPU of that number.
+
+    Raises:
+        UsageError: it has no such GPU.
+    """
     if number >= torch.cuda.device_count():
         raise UsageError(
             f"{cluster.name} needs GPU {number} of this machine, which shows {torch.cuda.device_count()}: choose a "
             "cluster of fewer devices, or emulated ones"
         )
-    torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipefit.errors import OutOfMemory, UsageError
@@ -19,7 +21,11 @@ from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.copying import AtOnce, Beside, Copier, NoCopier, Slot
+from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_driver import CudaDriver
+from pipefit.runtime.cuda_memory import CudaMemory
 from pipefit.runtime.disk import check_folder, folder_of
+from pipefit.runtime.hardware import gpu
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.memory import HostMemory, Memory
 from pipefit.schedule.arenas import Arena, arenas_of, lent_bytes
@@ -68,7 +74,7 @@ class Lending:
     """
 
     arenas: tuple[Arena, ...] = ()
-    copier: Callable[[], Copier] = NoCopier
+    copier: Callable[[torch.device], Copier] = lambda device: NoCopier()
     memory: Memory | None = None
     mapped: Mapping[Arena, list[Slot]] = field(default_factory=dict)
 
@@ -79,16 +85,25 @@ class Lending:
 
     @staticmethod
     def within(plan: Plan, program: Program) -> Lending:
-        """The arenas of a run in one process. A device that has it to itself copies beside computing."""
+        """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
         arenas = _checked_here(plan, program)
-        return Lending(arenas, Beside if len(plan.ranks) == 1 else AtOnce, HostMemory(plan.cluster, arenas))
+        if plan.cluster.backend == "cuda":
+            return _on_gpus(arenas, partial(gpu, plan.cluster))
+        memory, alone = HostMemory(plan.cluster, arenas), len(plan.ranks) == 1
+        return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
 
     @staticmethod
-    def between(plan: Plan, program: Program, device: int) -> Lending:
-        """The arenas of a run of one worker for each device, of which this one is for `device`. All must call it."""
+    def between(plan: Plan, program: Program, device: int, here: torch.device) -> Lending:
+        """The arenas of a run of one worker for each device, of which this one is for `device` and runs `here`.
+
+        All must call it.
+        """
         arenas = _checked_here(plan, program)
-        memory = HostMemory(plan.cluster, arenas)
-        return Lending(arenas, Beside, memory, _exchanged(memory, device, _shared(plan, arenas)))
+        if plan.cluster.backend == "cuda":
+            lending = _on_gpus(arenas, lambda number: here if number == device else gpu(plan.cluster, number))
+        else:
+            lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
+        return replace(lending, mapped=_exchanged(lending.memory, device, _shared(plan, arenas)))
 
     def lent_by(self, device: int) -> int:
         """Bytes that a device lends in all."""
@@ -98,10 +113,24 @@ class Lending:
         """The slots that a device may use."""
         return Borrowed((a.lender, slot) for a in self.arenas if a.borrower == device for slot in self._slots(a))
 
+    def settle(self) -> None:
+        """Return when no GPU copies to or from another process's memory any more. All workers must call it.
+
+        Processes on GPUs run ahead of them: a lender that ended would take back memory that is still being read.
+        """
+        if isinstance(self.memory, CudaMemory) and dist.is_initialized():
+            torch.cuda.synchronize()
+            dist.barrier()
+
     def _slots(self, arena: Arena) -> list[Slot]:
         if self.memory is None:
             return [Slot(arena.slot_bytes) for _ in range(arena.slots)]
         return self.mapped.get(arena) or self.memory.own(arena)
+
+
+def _on_gpus(arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
+    """The arenas of GPUs, which `device` finds by their numbers; without any, nothing of CUDA is touched."""
+    return Lending(arenas, OnStream.of, CudaMemory(device, CudaDriver())) if arenas else Lending()
 
 
 def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
@@ -110,9 +139,9 @@ def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
     return [arena for arena in arenas if arena.lender in workers]
 
 
-def _exchanged(memory: Memory, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
+def _exchanged(memory: Memory | None, device: int, shared: Sequence[Arena]) -> dict[Arena, list[Slot]]:
     """The slots of those arenas that this device lends or borrows. All workers must call it."""
-    if not shared:
+    if memory is None or not shared:
         return {}
     lent = {arena: memory.lend(arena) for arena in shared if arena.lender == Member.device(device)}
     told: list[Any] = [None] * dist.get_world_size()
@@ -131,7 +160,7 @@ def check_lending(plan: Plan, program: Program) -> None:
 
     Raises:
         OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to another host, or to a folder that cannot be used, or the plan is for GPUs.
+        UsageError: it goes to another host, to a folder that cannot be used, or from a GPU to a disk.
     """
     _checked_here(plan, program)
 
@@ -155,6 +184,8 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
     arenas, cluster = arenas_of(plan, program), plan.cluster
     for arena in arenas:
         kind, number = arena.lender
+        if arena.lender == Member.device(arena.borrower):
+            raise UsageError(f"device {arena.borrower} cannot move a tensor to itself: name other members")
         host = cluster.devices[number or 0].host if kind is MemberKind.DEVICE else number
         if host != cluster.devices[arena.borrower].host:
             raise UsageError(
@@ -169,9 +200,11 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
 def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The same, if this machine can make them."""
     arenas = _checked(plan, program)
-    if arenas and plan.cluster.backend == "cuda":
+    on_disks = [arena for arena in arenas if arena.lender.kind is MemberKind.DISK]
+    if on_disks and plan.cluster.backend == "cuda":
         raise UsageError(
-            "the plan moves saved tensors away, which GPUs cannot do yet: certify it, and train on emulated devices"
+            f"device {on_disks[0].borrower} moves tensors to {on_disks[0].lender}, which GPUs cannot do yet: move them "
+            "to the host, or certify the plan and train on emulated devices"
         )
     needed, on_disk = 0, Counter[str]()
     for member, shares in room_needed(plan, arenas).items():

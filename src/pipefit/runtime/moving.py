@@ -28,7 +28,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.program import Program
-from pipefit.runtime.block_table import BlockTable
+from pipefit.runtime.block_table import BlockTable, pieces
 from pipefit.runtime.copying import Copier, Part, Slot
 from pipefit.runtime.lending import Borrowed
 from pipefit.schedule.arenas import slots
@@ -50,8 +50,8 @@ class Move:
 
     table: BlockTable
     storages: Sequence[ref[torch.UntypedStorage]]
-    slots: Sequence[Slot]
-    copy: Any = None
+    slots: Sequence[tuple[Member, Slot]]
+    copy: Any
 
     @property
     def action(self) -> Action:
@@ -173,10 +173,9 @@ class Mover:
         """Start copying storages away."""
         storages = self._storages(action, luggage, smaller=smaller)
         table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
-        taken = [self.borrowed.take(*block) for block in table.blocks]
-        move = Move(table, [ref(storage) for storage, _ in storages], taken)
-        move.copy = self._copy(storages, move, outward=True)
-        luggage.moves[_subject(action)] = move
+        taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
+        copy = self._copy(storages, taken, outward=True)
+        luggage.moves[_subject(action)] = Move(table, [ref(storage) for storage, _ in storages], taken, copy)
 
     def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
         """The copies have arrived: the storages lose their memory."""
@@ -202,15 +201,15 @@ class Mover:
         for storage, nbytes in storages:
             storage.resize_(nbytes)
             self._resized(storage)
-        move.copy = self._copy(storages, move, outward=False)
+        move.copy = self._copy(storages, move.slots, outward=False)
         move.table = move.table.now(Whereabouts.RETURNING)
 
     def _reloaded(self, action: Action, luggage: Luggage) -> None:
         """The bytes are back, and the slots are free again."""
         move = luggage.moves.pop(_subject(action))
         self.copier.join(move.copy)
-        for block, slot in zip(move.table.blocks, move.slots, strict=True):
-            self.borrowed.give_back(block.member, slot)
+        for member, slot in move.slots:
+            self.borrowed.give_back(member, slot)
 
     def abandon(self) -> None:
         """No copy is under way and no slot in use, after a step has failed."""
@@ -294,16 +293,25 @@ class Mover:
         nbytes = sum(stage.sizes[stage.storage(subject)] for subject in self._moved(action))
         return slots(action.place, nbytes, self.cluster.devices[self.number].host)
 
-    def _copy(self, storages: Sequence[tuple[torch.UntypedStorage, int]], move: Move, *, outward: bool) -> Any:
-        """Start copying between storages and slots what the move's table says."""
-        here, seconds = Member.device(self.number), 0.0
+    def _copy(
+        self,
+        storages: Sequence[tuple[torch.UntypedStorage, int]],
+        there: Sequence[tuple[Member, Slot]],
+        *,
+        outward: bool,
+    ) -> Any:
+        """Start copying between storages and slots, one after the other as if each were one row of bytes."""
+        here = Member.device(self.number)
         parts = [
-            Part(storages[tensor][0], offset, move.slots[block], within, nbytes)
-            for tensor, offset, block, within, nbytes in move.table.pieces
+            Part(storages[tensor][0], offset, there[block][1], within, nbytes)
+            for tensor, offset, block, within, nbytes in pieces(
+                [nbytes for _, nbytes in storages], [slot.nbytes for _, slot in there]
+            )
         ]
-        for number, (member, _) in enumerate(move.table.blocks):
-            route = self.cluster.route(here, member) if outward else self.cluster.route(member, here)
-            seconds = max(seconds, route.seconds(move.table.bytes_in(number)))
+        seconds = self.cluster.seconds(
+            (*((here, member) if outward else (member, here)), sum(part.nbytes for part in parts if part.slot is slot))
+            for member, slot in there
+        )
         paced = self.cluster.backend == "emulated"
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
 

@@ -124,7 +124,7 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = _device(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
-            lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device)
+            lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here)
         else:
             lending = Lending.within(plan, whole_run(plan))
         self._lending = lending  # what others have borrowed stays ours
@@ -294,6 +294,7 @@ class Trainer:
         if self._entered:
             with undisturbed():  # the caller may be evaluating
                 self._run_program(self._program(0, update=True), inputs=[], targets=[])
+            self._lending.settle()
             self._entered = 0
 
     def _evaluation(self, microbatches: int) -> Program:

@@ -1,0 +1,395 @@
+"""Copies of GPUs, without one: streams that run in any order their events allow, a driver that copies plain memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moving_plans import make_chain, with_disk
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.devices import Host
+from pipefit.errors import OutOfMemory, UsageError
+from pipefit.places import Member, MemberKind, parse_place
+from pipefit.plans import Plan
+from pipefit.program import Program
+from pipefit.runtime import Trainer
+from pipefit.runtime.copying import Part, Slot
+from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_driver import CudaDriver
+from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
+from pipefit.runtime.lending import Lending, check_lending
+from pipefit.runtime.memory import HostMemory
+from pipefit.schedule import lower
+from pipefit.schedule.arenas import Arena, arenas_of
+from pipefit.schedule.room import pinned_sizes, room_needed
+from tiny import alone, batch_of, plan_of
+
+BYTES = 64
+HOST = Member.host(0)
+
+
+@dataclass(eq=False)
+class Event:
+    """Set when its stream has come to it."""
+
+    is_set: bool = False
+
+
+@dataclass(eq=False)
+class Stream:
+    """A queue of work, and of events to wait for."""
+
+    cuda_stream: int
+    work: deque[Event | Callable[[], object]] = field(default_factory=deque)
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.work.append(lambda: setattr(event, "is_set", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.work.append(event)
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host was stopped")
+
+    @property
+    def may_run(self) -> bool:
+        return bool(self.work) and (not isinstance(self.work[0], Event) or self.work[0].is_set)
+
+    def run_one(self) -> None:
+        work = self.work.popleft()
+        if not isinstance(work, Event):
+            work()
+
+
+class Gpu:
+    """A stream that computes and one that copies, and a driver that queues copies of plain memory."""
+
+    def __init__(self) -> None:
+        self.computing, self.copies = Stream(1), Stream(2)
+        self.order: list[bool] = []  # of every copy, whether it went out
+        self.copier = OnStream(self.copies, lambda: self.computing, self, nullcontext)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        assert stream == self.copies.cuda_stream
+        self.copies.work.append(lambda: ctypes.memmove(target, source, nbytes))
+
+    def run(self, rng: Random) -> None:
+        """Run all that is queued, in an order that is allowed."""
+        streams = [self.computing, self.copies]
+        while able := [stream for stream in streams if stream.may_run]:
+            rng.choice(able).run_one()
+        assert not any(stream.work for stream in streams), "the streams wait for each other"
+
+
+def memory(nbytes: int = BYTES) -> Slot:
+    """Plain memory."""
+    held = ctypes.create_string_buffer(nbytes)
+    return Slot(nbytes, ctypes.addressof(held), held)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_whatever_the_streams_run_first_the_bytes_come_back(seed: int) -> None:
+    """Tensors are computed, copied out, overwritten as their freed memory would be, copied back over what was there,
+    and read; slots are used again. In every order that the events allow, each read finds its tensor.
+    """
+    rng, gpu = Random(seed), Gpu()
+    tensors = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
+    slots, away = [memory(), memory()], dict[int, tuple[Slot, int]]()
+    wrong: list[int] = []
+
+    def compute(do: Callable[[], object]) -> None:
+        gpu.computing.work.append(do)
+
+    def check(tensor: Tensor, value: int) -> None:
+        wrong.extend([value] * bool((tensor != value).any()))
+
+    for value in range(1, 12):
+        number = rng.randrange(2)
+        tensor = tensors[number]
+        if number not in away and slots:
+            slot = slots.pop()
+            compute(lambda tensor=tensor, value=value: tensor.fill_(value))
+            copy = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0)
+            compute(lambda tensor=tensor, value=value: check(tensor, value))
+            gpu.copier.join(copy)
+            compute(lambda tensor=tensor: tensor.fill_(255))  # what is allocated there next
+            away[number] = slot, value
+        elif number in away:
+            slot, was = away.pop(number)
+            copy = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=False, seconds=0.0)
+            gpu.copier.join(copy)
+            compute(lambda tensor=tensor, was=was: check(tensor, was))
+            slots.append(slot)
+    gpu.run(rng)
+    assert not wrong
+
+
+def test_starting_and_joining_stops_nobody() -> None:
+    """The host queues a copy and goes on; a copy waits for what was launched before it, not for what comes after."""
+    gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
+    gpu.computing.work.append(lambda: tensor.fill_(7))
+    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=60.0)
+    gpu.computing.work.append(lambda: tensor.fill_(9))
+    assert not gpu.copies.may_run
+    for _ in range(2):  # the fill and the event behind it
+        gpu.computing.run_one()
+    while gpu.copies.may_run:
+        gpu.copies.run_one()
+    assert ctypes.string_at(slot.address, BYTES) == b"\7" * BYTES
+    gpu.copier.join(handle)
+    gpu.run(Random(0))
+
+
+def test_a_join_lets_go_of_the_storages() -> None:
+    """While a copy is under way it holds what it copies; afterwards whoever owns it does."""
+    gpu, tensor = Gpu(), torch.ones(BYTES, dtype=torch.uint8)
+    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0)
+    assert handle.parts
+    gpu.copier.join(handle)
+    assert not handle.parts
+
+
+def test_copies_of_1f1b_alternate_on_their_stream() -> None:
+    """All copies are on one stream in the program's order: where forwards and backwards alternate, so do they."""
+    plan = moved(plan_of(make_chain(), [3, 3], microbatches=8), "host")
+    starts = [a for a in lower(plan).actions[0] if a.kind.value in ("OFFLOAD", "RELOAD") and not a.wait]
+    directions = [action.kind.value for action in starts]
+    steady = directions[directions.index("RELOAD") :]
+    while steady[-2:] == ["RELOAD", "RELOAD"]:
+        steady.pop()
+    assert len(steady) > 6 and all(a != b for a, b in pairwise(steady))
+
+
+# -------------------------------------------------------------------- pinned memory
+
+
+def test_slots_lie_apart_in_their_pieces() -> None:
+    """Five slots of three bytes are in pieces that are asked for once, inside of them and over no other slot."""
+    pieces: list[Tensor] = []
+
+    def pinned(nbytes: int) -> Tensor:
+        pieces.append(torch.empty(nbytes, dtype=torch.uint8))
+        return pieces[-1]
+
+    slots = pinned_slots(Arena(HOST, 0, 5, 3), pinned)
+    assert tuple(map(len, pieces)) == pinned_sizes(3, 5)
+    bytes_of = {byte for slot in slots for byte in range(slot.address, slot.address + 3)}
+    assert len(slots) == 5 and len(bytes_of) == 15
+    for slot in slots:
+        assert isinstance(slot.owner, Tensor)
+        start = slot.owner.data_ptr()
+        assert start <= slot.address and slot.address + 3 <= start + slot.owner.nbytes
+
+
+def test_memory_that_cannot_be_pinned_is_out_of_memory() -> None:
+    """torch's words are repeated, with who was to give how much to whom."""
+
+    def pinned(nbytes: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(
+        OutOfMemory, match=r"host0 cannot give 15 B to device 0 \(CUDA error: out of memory\): move fewer"
+    ):
+        pinned_slots(Arena(HOST, 0, 5, 3), pinned)
+
+
+# -------------------------------------------------------------------- memory of other processes
+
+
+class FakeDriver:
+    """The memory of one machine: what a process exports is at another address in those that open it."""
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        raise AssertionError("nothing is copied here")
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        return b"handle", 512
+
+    def open(self, handle: bytes) -> int:
+        if handle != b"handle":
+            raise RuntimeError("cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
+        return 1 << 20
+
+    def close(self, start: int) -> None:
+        self.closed.append(start)
+
+
+def test_what_another_process_lends_begins_where_its_handle_says() -> None:
+    """A handle names a whole allocation, of which the arena is a part. It is closed when no slot is left; the lender
+    itself uses its own memory.
+    """
+    driver, arena = FakeDriver(), Arena(Member.device(1), 0, 3, 100)
+    lender, borrower = (CudaMemory(lambda _: torch.device("cpu"), driver) for _ in range(2))
+    told, mapped = lender.lend(arena)
+    mapped()
+    slots = borrower.borrow(arena, told)
+    assert [slot.address for slot in slots] == [(1 << 20) + 512 + n * 100 for n in range(3)]
+    (own,) = {slot.owner.data_ptr() for slot in lender.borrow(arena, told) if isinstance(slot.owner, Tensor)}
+    assert lender.borrow(arena, told)[0].address == own
+    assert driver.closed == []
+    del slots
+    gc.collect()
+    assert driver.closed == [1 << 20]
+
+
+def test_memory_that_cannot_be_shared_is_named_with_the_way_out() -> None:
+    """The driver's own words, and what usually is the reason."""
+    memory_of = CudaMemory(lambda _: torch.device("cpu"), FakeDriver())
+    with pytest.raises(
+        UsageError, match=r"device 0 cannot use what device1 lends \(cuIpc.*INVALID_VALUE\): .* expandable"
+    ):
+        memory_of.borrow(Arena(Member.device(1), 0, 3, 100), (b"other", 0))
+
+
+class Library:
+    """Stands for libcuda: notes calls, and fails where it is told to."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, arguments))
+            if name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_MADE_UP"
+            elif name == "cuMemGetAddressRange_v2":
+                arguments[0]._obj.value = 4096
+            elif name == "cuIpcGetMemHandle":
+                arguments[0]._obj.reserved = b"a handle"
+            elif name == "cuIpcOpenMemHandle_v2":
+                arguments[0]._obj.value = 8192 + (arguments[1].reserved == b"a handle")
+            return int(name == self.failing)
+
+        return call
+
+
+def test_the_driver_is_called_by_its_own_names() -> None:
+    """Handles are 64 bytes, for whole allocations; addresses are 64 bits; failures are told in the driver's words."""
+    library = Library()
+    driver = CudaDriver(library)
+    handle, offset = driver.export(5000)
+    assert (len(handle), offset) == (64, 904)
+    assert driver.open(handle) == 8193
+    driver.close(8193)
+    driver.copy(1 << 40, 1 << 41, 10, 3)
+    name, arguments = library.calls[-1]
+    assert name == "cuMemcpyAsync"
+    assert [argument.value for argument in arguments] == [1 << 40, 1 << 41, 10, 3]
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync: CUDA_ERROR_MADE_UP"):
+        CudaDriver(Library("cuMemcpyAsync")).copy(1, 2, 3, 4)
+
+
+# -------------------------------------------------------------------- plans
+
+
+def moved(plan: Plan, place: str) -> Plan:
+    """The plan with the sigmoid's result of stage 0 moved."""
+    subject = SavedTensors(tensors=((1, 0),))
+    decision = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place(place), ahead=1)
+    return replace(plan, decisions=(decision,))
+
+
+def on_gpus(place: str, host_bytes: int = 1 << 30) -> Plan:
+    """Two stages on two GPUs, of which the first moves what its sigmoid keeps of four microbatches: 512 bytes each."""
+    plan = plan_of(make_chain(), [3, 3], microbatches=4, schedule="gpipe")
+    cluster = with_disk(replace(Cluster.emulated((2, 1 << 30)), backend="cuda", hosts=(Host(memory_bytes=host_bytes),)))
+    return moved(replace(plan, cluster=cluster), place)
+
+
+def test_pinned_memory_counts_as_it_is_allocated() -> None:
+    """Slots of 341 bytes in powers of two: the host is asked for those, and refused with a byte less."""
+    plan = on_gpus("host*2+device1*1")
+    (arena,) = (a for a in arenas_of(plan, lower(plan)) if a.lender.kind is MemberKind.HOST)
+    needed = sum(pinned_sizes(arena.slot_bytes, arena.slots))
+    assert needed > arena.nbytes
+    assert room_needed(plan, [arena]) == {HOST: {0: needed}}
+    check_lending(on_gpus("host*2+device1*1", needed), lower(plan))
+    with pytest.raises(OutOfMemory, match=r"host0 has .* more: .* of device 0"):
+        check_lending(on_gpus("host*2+device1*1", needed - 1), lower(plan))
+
+
+def test_gpus_move_nothing_to_disks() -> None:
+    """That is refused before a launch, with the way out."""
+    plan = on_gpus("disk")
+    with pytest.raises(
+        UsageError, match="device 0 moves tensors to disk0, which GPUs cannot do yet: move them to the host"
+    ):
+        check_lending(plan, lower(plan))
+
+
+class AtOnce(FakeDriver):
+    """Copies as it is asked to, as if no stream had anything else to do."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+
+def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
+    pieces and on a peer are enough, and all are free at the end.
+    """
+    monkeypatch.setattr("pipefit.runtime.cuda_memory._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
+    driver, queue = AtOnce(), Stream(0)
+    task, plan = make_chain(), replace(on_gpus("device1*2+host*1"), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
+
+    def within(plan: Plan, program: Program) -> Lending:
+        memory = CudaMemory(lambda _: torch.device("cpu"), driver)
+        return Lending(arenas_of(plan, program), lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
+
+    monkeypatch.setattr(Lending, "within", within)
+    trainer = Trainer(task, plan)
+    for step in range(3):
+        trainer.step(batch_of(task, plan, step))
+    state = alone(task, plan, 3)[1]
+    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
+    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
+    assert queue.work  # it has been used
+
+
+def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First for its own GPU, then for the other workers; workers on the CPU, which join copies, wait for nobody."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("own GPU"))
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("all workers"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    plan = on_gpus("device1")
+    Lending(memory=HostMemory(plan.cluster, ())).settle()
+    assert not calls
+    Lending(memory=CudaMemory(lambda _: torch.device("cpu"), FakeDriver())).settle()
+    assert calls == ["own GPU", "all workers"]
+
+
+def test_without_a_plan_for_gpus_nothing_of_cuda_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with moves on emulated devices neither loads the driver nor makes a stream."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("CUDA was touched")
+
+    for kind in (CudaDriver, OnStream, CudaMemory):
+        monkeypatch.setattr(kind, "__init__", never)
+    for name in ("Stream", "current_stream", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, never)
+    plan = moved(plan_of(make_chain(), [3, 3], microbatches=4), "host")
+    Trainer(make_chain(), plan).step(batch_of(make_chain(), plan))

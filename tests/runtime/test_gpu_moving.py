@@ -1,0 +1,140 @@
+"""On a CUDA device: tensors moved to pinned memory, and to another process of the same GPU. Skipped without one."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu_lender import lend
+from moving_plans import movable
+from pipefit.capture import Task
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.places import MemberKind, parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.copying import Part
+from pipefit.runtime.cuda_copying import OnStream
+from pipefit.runtime.cuda_driver import CudaDriver
+from pipefit.runtime.cuda_memory import CudaMemory
+from pipefit.runtime.lending import Lending
+from pipefit.schedule import lower
+from pipefit.schedule.arenas import Arena, arenas_of
+from pipefit.zoo import build
+from tiny import batch_of, plan_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """The memory of earlier tests is free."""
+    for moment in range(2):
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not moment:
+            yield
+
+
+def gpt() -> Task:
+    """A small GPT, whose layers keep megabytes."""
+    return build("gpt", layers=4, hidden=256, heads=8, vocabulary=5000, sequence=256)
+
+
+def moving_to(place: str) -> tuple[Plan, Plan]:
+    """All layers on the one GPU of two, and the same with every other storage that the stage keeps moved away."""
+    task = gpt()
+    layers = len(list(task.build().children()))
+    found = profile(task, microbatch_size=8, target="cuda")
+    still = plan_of(task, [layers], size=8, microbatches=4, schedule="gpipe", memory_bytes=1 << 34, profiled=found)
+    still = replace(still, cluster=replace(still.cluster, backend="cuda", devices=still.cluster.devices * 2))
+    link = replace(still.cluster.links[0], members=parse_place("device0*1+device1*1+host0*1").members)
+    still = replace(still, cluster=replace(still.cluster, links=(link,)))
+    subject = SavedTensors(tensors=tuple(movable(still, 0)[::2]))
+    decision = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place(place), ahead=1)
+    return still, replace(still, decisions=(decision,))
+
+
+def trained(plan: Plan) -> tuple[list[float], int]:
+    """The losses, and the allocator's peak in the last step beside what was there before."""
+    task = gpt()
+    base = torch.cuda.memory_allocated(DEVICE)
+    trainer = Trainer(task, plan)
+    losses = []
+    for step in range(STEPS):
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        losses.append(trainer.step(batch_of(task, plan, step)))
+    torch.cuda.synchronize(DEVICE)
+    assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
+    return losses, torch.cuda.max_memory_allocated(DEVICE) - base
+
+
+def warm() -> None:
+    """Let libraries take the memory that they keep."""
+    trained(moving_to("host")[0])
+    gc.collect()
+
+
+def test_what_is_moved_to_pinned_memory_comes_back() -> None:
+    """Losses are bitwise those of the plan that moves nothing; the allocator's peaks are those certified to 1 %."""
+    warm()
+    still, moved = moving_to("host")
+    (expected, high), (losses, low) = trained(still), trained(moved)
+    assert losses == expected
+    peaks = [certify(gpt(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
+    assert [high, low] == [pytest.approx(peak, rel=0.01) for peak in peaks]
+    assert low < high
+
+
+def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over memory that a second process of this GPU lends: it was written there, and nothing of it is counted
+    here.
+    """
+    warm()
+    still, moved = moving_to("device1*2+host*1")
+    arenas = arenas_of(moved, lower(moved))
+    lent = [arena for arena in arenas if arena.lender.kind is MemberKind.DEVICE]
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    lender = context.Process(target=lend, args=(lent, there), daemon=True)
+    lender.start()
+    memory = CudaMemory(lambda number: DEVICE, CudaDriver())
+    mapped = {arena: memory.borrow(arena, told) for arena, told in zip(lent, here.recv(), strict=True)}
+    expected, high = trained(still)
+    monkeypatch.setattr(Lending, "within", lambda *_: Lending(arenas, OnStream.of, memory, mapped))
+    losses, low = trained(moved)
+    assert losses == expected
+    assert low < high
+    here.send("what is there?")
+    assert here.recv() == [True] * len(lent)
+    mapped.clear()
+    here.send("that is all")
+    lender.join(60)
+    assert lender.exitcode == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, (1 << 24) + 3])
+def test_bytes_make_the_round_trip(nbytes: int) -> None:
+    """Odd sizes too; memory that is freed at the join and given to others meanwhile does not spoil them."""
+    slot, other = CudaMemory(lambda number: DEVICE, CudaDriver()).own(
+        Arena(parse_place("host0").members[0], 0, 2, nbytes)
+    )
+    copier, tensor = OnStream.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
+    wanted, storage = tensor.clone(), tensor.untyped_storage()
+    copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))
+    storage.resize_(0)
+    spoils = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
+    copier.join(copier.start([Part(spoils[0].untyped_storage(), 0, other, 0, nbytes)], outward=True, seconds=0.0))
+    storage.resize_(nbytes)
+    copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=False, seconds=0.0))
+    assert torch.equal(tensor, wanted)
