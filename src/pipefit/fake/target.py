@@ -56,7 +56,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
-from pipefit.fake.autocast import as_on_cuda
+from pipefit.fake.autocast import autocast_of
 from pipefit.fake.by_value import assumed, unknown
 from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
@@ -93,7 +93,7 @@ class FakeTarget:
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
             if self.target == "cuda":
-                stack.enter_context(as_on_cuda(FAKE_CUDA))
+                stack.enter_context(autocast_of(FAKE_CUDA))
                 stack.enter_context(counting_as_cuda(FAKE_CUDA))
             # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
