@@ -31,6 +31,7 @@ from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.endings import everything, the_loss
 from pipefit.capture.foreign_draws import refuse_foreign_draws
+from pipefit.capture.no_gpu import without_gpus
 from pipefit.capture.pretrained import configure
 from pipefit.capture.random_state import put_back
 from pipefit.capture.records import closed
@@ -64,6 +65,7 @@ def export(
         _disable_current_modes(),
         torch.enable_grad(),
         put_back(),
+        without_gpus(),
         casting_for(target),
         _autocasting(autocast),
     ):

@@ -59,13 +59,14 @@ def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "c
     return replace(found, layers=layers, autocast=task.autocast)
 
 
-def built(task: Task, *, seed: int = 0) -> Task:
+def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
     """`task` with its module as it trains; the caller's random generator is left as it was.
 
-    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same.
+    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same. What is not for GPUs
+    leaves their generators alone.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        (torch.manual_seed if target == "cuda" else torch.default_generator.manual_seed)(seed)
         return replace(task, module=in_mode(task.build(), True))
 
 
@@ -75,7 +76,7 @@ def build_chain(task: Task, microbatch_size: int, *, seed: int = 0, target: Targ
     Raises:
         UsageError: the module cannot be captured, or a batch is not as it should be.
     """
-    return capture(built(task, seed=seed), *sample(task, microbatch_size), target=target)
+    return capture(built(task, seed=seed, target=target), *sample(task, microbatch_size), target=target)
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:

@@ -54,6 +54,7 @@ from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.no_gpu import without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
 from pipefit.fake.autocast import autocast_of
@@ -90,6 +91,7 @@ class FakeTarget:
 
     def __enter__(self) -> FakeTarget:
         with ExitStack() as stack:
+            stack.enter_context(without_gpus())
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
             if self.target == "cuda":
@@ -147,11 +149,6 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         register_missing_shapes()
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
         self.assumes, self.by_value = True, dict[Any, None]()
-
-    @property
-    def avoid_device_init(self) -> bool:
-        """Whether tensors are made without a look at the GPU; torch's own answer is no where there is one."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         check_product(func, args)

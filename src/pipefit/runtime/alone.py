@@ -88,7 +88,8 @@ class LoneStages:
         together = next(stages for stages in plan.ranks if stage in stages)
         runner = assemble(site, together, device=device, meter=meter)
         try:
-            with recording("profiling"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            devices = [device] if device.type == "cuda" else []
+            with recording("profiling"), torch.random.fork_rng(devices, device_type="cuda"):
                 torch.manual_seed(self.seed)
                 for step in range(distinct_steps(plan) if steps is None else steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")

@@ -241,9 +241,10 @@ class Trainer:
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
-            whole = built(task, seed=seed)
+            target = target_of(plan.cluster)
+            whole = built(task, seed=seed, target=target)
             first = sample(task, plan.training.microbatch_size)
-            chain = capture(whole, *first, target=target_of(plan.cluster))
+            chain = capture(whole, *first, target=target)
         check_model(plan, task, chain)
         if numbers and chain.traced:
             second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
@@ -311,7 +312,8 @@ class Trainer:
 
     def _run_program(self, program: Program, **options: Any) -> None:
         """Run all devices of this process."""
-        with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
+        devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
+        with torch.random.fork_rng(devices, device_type="cuda"):
             try:
                 run_in_turn(self.runners, program=program, **options)
             except BaseException:
