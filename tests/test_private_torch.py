@@ -16,13 +16,16 @@ import torch
 SOURCE = Path(__file__).parent.parent / "src" / "pipefit"
 
 # Fake tensors and their devices
-FAKES = {f"fake/{name}.py" for name in ("target", "attention_choice", "missing_shapes", "chain", "fingerprint")}
+FAKES = {
+    f"fake/{name}.py"
+    for name in ("target", "attention_choice", "autocast", "cuda_choices", "missing_shapes", "chain", "fingerprint")
+}
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {
     f"capture/{name}.py"
-    for name in ("aliases", "binding", "comparison", "constants", "copying", "custom_functions", "eager_masks",
-                 "endings", "exporting", "flat", "flow", "graph_layer", "records", "refusals", "refused_calls",
-                 "sample", "stand_ins", "structure", "task", "traced")
+    for name in ("aliases", "binding", "comparison", "constants", "copying", "cuda_autocast", "cuda_casts",
+                 "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer", "records",
+                 "refusals", "refused_calls", "sample", "stand_ins", "structure", "task", "traced")
 }  # fmt: skip
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}

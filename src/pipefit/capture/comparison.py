@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain, autocasting
 from pipefit.capture.copying import copied
+from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.exporting import arguments
 from pipefit.capture.numbers import Numbers, Run, compared, same
 from pipefit.capture.random_state import put_back, seed_all
@@ -31,12 +32,15 @@ from pipefit.capture.refusals import REMEDY
 from pipefit.capture.sample import Sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
+from pipefit.profiles import Target
 
 _REVEALING = 0.02  # what stands, at most, where a parameter is zero throughout
 
 
-def compare(task: Task, chain: Chain, batches: Sequence[Sample]) -> Numbers:
+def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Target = "cpu") -> Numbers:
     """Compare `task.module`, a module, with `chain`, which was made of it and holds its tensors, on `batches`.
+
+    Both run on the CPU, under the casts of the target for which the chain was made.
 
     Raises:
         NotComparable: the module itself fails on a batch.
@@ -44,7 +48,7 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample]) -> Numbers:
     """
     module = task.module
     assert isinstance(module, nn.Module)
-    with put_back(), recording("comparing numbers"):
+    with put_back(), recording("comparing numbers"), casting_for(target):
         with _put_back(module):
             plain = _plain_run(task, module, chain, batches)
         with _put_back(module):

@@ -26,10 +26,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.changed_attributes import ChangedAttributes
 from pipefit.capture.copying import copied
+from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.custom_functions import call_them, kept_whole
 from pipefit.capture.eager_masks import eager_masks
 from pipefit.capture.endings import everything, the_loss
 from pipefit.capture.foreign_draws import refuse_foreign_draws
+from pipefit.capture.no_gpu import without_gpus
 from pipefit.capture.pretrained import configure
 from pipefit.capture.random_state import put_back
 from pipefit.capture.records import closed
@@ -37,22 +39,36 @@ from pipefit.capture.refusals import Refusal, refuse_export
 from pipefit.capture.refused_calls import RefusingStrangers, refuse_hooks, refusing
 from pipefit.capture.storages import storage_key
 from pipefit.errors import PipefitError, UsageError
+from pipefit.profiles import Target
 
 _IN_INIT = "register it in __init__, with a tensor of the shape that it is going to have"
 
 
 def export(
-    module: nn.Module, name: str, inputs: Any, *, own_loss: bool, autocast: torch.dtype | None = None
+    module: nn.Module,
+    name: str,
+    inputs: Any,
+    *,
+    own_loss: bool,
+    autocast: torch.dtype | None = None,
+    target: Target = "cpu",
 ) -> ExportedProgram:
     """The program of `module` on `inputs` (one tensor, a tuple of positional arguments, a dictionary of keywords).
 
     It returns the loss that the module computes, if `own_loss` says so, else all that the module returns. Under
-    `autocast` tensors have the types that they will have; its casts are no part of the program.
+    `autocast` tensors have the types that they will have on the target; its casts are no part of the program.
 
     Raises:
         UsageError: it cannot be exported; says which part, where and why.
     """
-    with _disable_current_modes(), torch.enable_grad(), put_back(), _autocasting(autocast):
+    with (
+        _disable_current_modes(),
+        torch.enable_grad(),
+        put_back(),
+        without_gpus(),
+        casting_for(target),
+        _autocasting(autocast),
+    ):
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         own = _fake_copy(module, mode)
         configure(own, own_loss=own_loss)

@@ -25,10 +25,13 @@ from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.capture.traced import traced_chain
 from pipefit.errors import UsageError
+from pipefit.profiles import Target
 
 
-def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
+def capture(task: Task, inputs: Any, targets: Any = None, *, target: Target = "cpu") -> Chain:
     """The chain of a task's module, built here and now, for microbatches like `inputs` and `targets`.
+
+    `target` is where it will run: what a traced module casts under autocast depends on that.
 
     Raises:
         UsageError: without layers; or not an `nn.Sequential`, and torch.export cannot follow it; or a parameter that
@@ -48,7 +51,7 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
         layers = (replace(layers[0], packing=packing_of(inputs)), *layers[1:])
         found = Chain(task.name, layers, inputs=given, targets=wanted, criterion=task.loss)
     else:
-        found = traced_chain(task, module, inputs, wanted)
+        found = traced_chain(task, module, inputs, wanted, target)
     _refuse_shared_hooks(found)
     if task.autocast is None:
         return found
@@ -56,23 +59,24 @@ def capture(task: Task, inputs: Any, targets: Any = None) -> Chain:
     return replace(found, layers=layers, autocast=task.autocast)
 
 
-def built(task: Task, *, seed: int = 0) -> Task:
+def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
     """`task` with its module as it trains; the caller's random generator is left as it was.
 
-    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same.
+    A factory builds it after `torch.manual_seed(seed)`, so that every worker builds the same. What is not for GPUs
+    leaves their generators alone.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        (torch.manual_seed if target == "cuda" else torch.default_generator.manual_seed)(seed)
         return replace(task, module=in_mode(task.build(), True))
 
 
-def build_chain(task: Task, microbatch_size: int, *, seed: int = 0) -> Chain:
-    """The chain of a task's module as it trains, for microbatches of so many samples; see `built`.
+def build_chain(task: Task, microbatch_size: int, *, seed: int = 0, target: Target = "cpu") -> Chain:
+    """The chain of a task's module as it trains, for microbatches of so many samples; see `built` and `capture`.
 
     Raises:
         UsageError: the module cannot be captured, or a batch is not as it should be.
     """
-    return capture(built(task, seed=seed), *sample(task, microbatch_size))
+    return capture(built(task, seed=seed, target=target), *sample(task, microbatch_size), target=target)
 
 
 def chain(parts: Sequence[nn.Module | tuple[str, nn.Module]]) -> nn.Sequential:

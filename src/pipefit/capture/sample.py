@@ -30,7 +30,7 @@ def sample(task: Task, size: int, *, seed: int = 0) -> Sample:
             gradient.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         batch = _made(task, size)
     inputs, targets = pair(batch, f"the batch function of {task.name} must return")
     refuse_gradients((inputs, targets), task.name)

@@ -23,16 +23,17 @@ from pipefit.capture.graph_layer import GraphLayer, layer_class, write
 from pipefit.capture.structure import Tree
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.profiles import Target
 
 
-def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | None) -> Chain:
-    """The chain of `module`, traced on `inputs`.
+def traced_chain(task: Task, module: nn.Module, inputs: Any, targets: Tree | None, target: Target) -> Chain:
+    """The chain of `module`, traced on `inputs`, with the types that its values have on the target.
 
     Raises:
         UsageError: it cannot be traced, or returns no loss where it should.
     """
     shape = Tree.of("the inputs", inputs)
-    program = export(module, task.name, inputs, own_loss=task.loss is None, autocast=task.autocast)
+    program = export(module, task.name, inputs, own_loss=task.loss is None, autocast=task.autocast, target=target)
     graph = flatten(program, task.name, autocasts=task.autocast is not None)
     outputs = _end(task, program, graph)
     flow = Flow(graph, task.name)

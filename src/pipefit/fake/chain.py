@@ -13,20 +13,22 @@ from pipefit.capture import Chain, capture
 from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
-from pipefit.fake.target import FakeTarget
+from pipefit.fake.target import FakeTarget, Target
 
 
-def fake_chain(task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True) -> Chain:
+def fake_chain(
+    task: Task, fake: FakeTarget, sample: Sample, *, training: bool = True, target: Target | None = None
+) -> Chain:
     """The task's chain for microbatches like `sample`, over fake tensors on `fake.device`. Call it inside `fake`.
 
-    An existing module is copied, not changed.
+    An existing module is copied, not changed. `target` is where the chain will run, by default that of `fake`.
     """
     with fake.assuming_nothing():
         module = task.module if isinstance(task.module, nn.Module) else _built(task)
     refuse_module(module, task.name)  # before it is copied, for a copy does not show all
     module = copy_of(module, task.name, fake.fake)
     _start_counting(module, fake)
-    return capture(replace(task, module=in_mode(module, training)), *sample)
+    return capture(replace(task, module=in_mode(module, training)), *sample, target=target or fake.target)
 
 
 def _built(task: Task) -> nn.Module:

@@ -9,28 +9,28 @@ Target `cpu` is `FakeTensorMode` over CPU tensors: the CPU's kernels. Target `cu
 boolean mask, normalisations float32 statistics, attention is fused (`attention_choice`), RNN cells are fused,
 optimizers and gradient clipping take their foreach path.
 
-- Without a GPU, fake tensors are on `fakecuda:0`. This is the one device type that torch leaves open for others
-  (PrivateUse1), registered from Python. Torch's C++ code treats such a device like CUDA almost everywhere, which could
-  not be achieved by replacing Python functions. Only attention needs an override, registered with the dispatcher.
-- With a GPU, they are fake `cuda:0` tensors, and torch chooses kernels for that GPU by itself. The open device type is
-  not registered then: it would become `torch.accelerator`, and autograd would use its streams instead of CUDA's.
+Its fake tensors are on `fakecuda:0`. This is the one device type that torch leaves open for others (PrivateUse1),
+registered from Python. Torch's C++ code treats such a device like CUDA almost everywhere, which could not be achieved
+by replacing Python functions. What it does for CUDA alone is done here too: the choices of `attention_choice` and
+`cuda_choices`, and autocast (`autocast`). Where the machine has a GPU nothing is asked of it: the answers are the same
+on every machine, no context is made there, and no random generator of the caller's changes.
 
-The first `cuda` target without a GPU registers the device type for the rest of the process.
-`torch.accelerator.is_available()` stays false and `device_count()` zero, but `current_accelerator()` is `fakecuda`.
+The first `cuda` target registers the device type for the rest of the process. Then `torch.accelerator.is_available()`
+is false and `device_count()` zero, and `current_accelerator()` is `fakecuda`. Autograd follows the streams of that
+accelerator alone: in such a process backwards on a GPU run on its default stream, whatever stream their forward was on.
 
 Not imitated:
 
 - memory that a GPU kernel allocates and frees in one call: flash backward's float32 accumulators, cuDNN's, cuBLAS's;
 - reserves of kernels that last until backward: in place of cuDNN's, RNNs save what the fused cells save, and batch norm
   nothing; that of oneDNN for an LSTM on the CPU is measured by a meter with `Kernels`;
-- branches on `tensor.is_cuda`, false on `fakecuda`; autocast, which warns on `fakecuda` that it is off; the fused
-  choice of attention under `torch.inference_mode`.
+- branches of torch's C++ code on `tensor.is_cuda`, which is false there on `fakecuda`, but for those that are known to
+  matter; the choices for CUDA under `torch.inference_mode`.
 
 An operator whose shapes torch does not know is refused by name (`UnsupportedOperatorException`): nothing is computed.
 Of operations that depend on values something is assumed (`by_value`).
 
-Torch's private interfaces to fake devices are used only here, in `attention_choice` and in `missing_shapes`;
-`tests/fake/test_target.py` lists each of them.
+`tests/test_private_torch.py` tells which files use torch's private interfaces to fake devices.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.no_gpu import without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
+from pipefit.fake.autocast import autocast_of
 from pipefit.fake.by_value import assumed, unknown
+from pipefit.fake.cuda_choices import counting_as_cuda, log_softmax, softmax
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.products import check_product
 from pipefit.kernels import KernelMemory
@@ -65,6 +68,7 @@ Target = Literal["cpu", "cuda"]
 
 FAKE_CUDA = "fakecuda"
 _FREE_SLOT = "privateuseone"  # torch's name for the open device slot while nobody has taken it
+_CHOICES = {"scaled_dot_product_attention": cuda_attention, "softmax.int": softmax, "log_softmax.int": log_softmax}
 _FOREACH_TYPES = (optim_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
 
 
@@ -87,10 +91,12 @@ class FakeTarget:
 
     def __enter__(self) -> FakeTarget:
         with ExitStack() as stack:
+            stack.enter_context(without_gpus())
             for types in _FOREACH_TYPES:
                 stack.enter_context(_Listed(types))
-            if self.device.type == "cuda":  # cuDNN's RNNs report a reserve of no bytes; the fused cells' is visible
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if self.target == "cuda":
+                stack.enter_context(autocast_of(FAKE_CUDA))
+                stack.enter_context(counting_as_cuda(FAKE_CUDA))
             # Backward on the calling thread: autograd counts devices at a process's first backward, and may know none.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._mode)
@@ -183,26 +189,25 @@ class _Listed:
 def _device_of(target: Target) -> torch.device:
     if target == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
     _fill_slot()
     return torch.device(FAKE_CUDA, 0)
 
 
 @functools.cache
 def _fill_slot() -> torch.library.Library:
-    """Registers `fakecuda`, once per process; the library returned keeps the attention override alive."""
+    """Registers `fakecuda`, once per process; the library returned keeps the overrides alive."""
     holder = torch._C._get_privateuse1_backend_name()
     if holder != _FREE_SLOT:
         raise UsageError(
-            f"target 'cuda' without a GPU needs torch's one open device slot, which {holder!r} holds: "
+            f"target 'cuda' needs torch's one open device slot, which {holder!r} holds: "
             f"use a process that does not import that extension, or target 'cpu'"
         )
     backend_registration._setup_privateuseone_for_python_backend(
         FAKE_CUDA, backend_module=_DeviceModule(), hook=_Hooks()
     )
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("scaled_dot_product_attention", cuda_attention, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
+    for name, choice in _CHOICES.items():
+        library.impl(name, choice, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
     return library
 
 
@@ -228,7 +233,7 @@ class _DeviceModule:
         return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return []  # no dtype: autocast warns and turns itself off, where it would otherwise do nothing, silently
+        return [torch.float16, torch.bfloat16]
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):

@@ -42,7 +42,7 @@ def profile(
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()
-    with recording("profiling"), torch.random.fork_rng(generators):
+    with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
         found = profile_fake(task, microbatch_size=microbatch_size, target=followed, threads=threads, progress=progress)
         if real is None:
             return found

@@ -24,7 +24,7 @@ from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
 from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
-from pipefit.profiles import Measurement, ModelProfile
+from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
 
@@ -54,7 +54,8 @@ class _Clock:
         self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.inputs, self.targets = sample(task, measurement.microbatch_size)
-        self.chain = capture(task, self.inputs, self.targets).measured(measurement)
+        target: Target = "cuda" if device.type == "cuda" else "cpu"
+        self.chain = capture(task, self.inputs, self.targets, target=target).measured(measurement)
 
     def measure(self) -> Measurement:
         """The measurement, with seconds."""

@@ -16,10 +16,11 @@ from pipefit.capture.sample import pair
 from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
+from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
-from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 
@@ -46,16 +47,18 @@ class NoPeers:
 
 
 class LoneStages:
-    """A model of which single stages are trained alone. It is built once; an existing module is copied, not changed.
+    """A model of which single stages are trained alone, on devices with the kernels of `target`.
+
+    It is built once; an existing module is copied, not changed.
 
     Raises:
         UsageError: the module cannot be captured.
     """
 
-    def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0) -> None:
+    def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0, target: Target = "cpu") -> None:
         self.task, self.seed = task, seed_number(seed)
         with recording("profiling"):
-            self.chain = build_chain(on_a_copy(task), microbatch_size, seed=seed)
+            self.chain = build_chain(on_a_copy(task), microbatch_size, seed=seed, target=target)
         self.shared = self.chain.shared  # before a stage is given copies of its own
 
     def train(
@@ -69,6 +72,7 @@ class LoneStages:
             OutOfMemory: the stage passed the meter's cap.
             FileError: the plan was made for another task; says what differs.
         """
+        check_casts(plan, self.task)
         check_model(plan, self.task, self.chain)
         programs = step_programs(plan)
         site = Site(
@@ -84,7 +88,8 @@ class LoneStages:
         together = next(stages for stages in plan.ranks if stage in stages)
         runner = assemble(site, together, device=device, meter=meter)
         try:
-            with recording("profiling"), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            devices = [device] if device.type == "cuda" else []
+            with recording("profiling"), torch.random.fork_rng(devices, device_type="cuda"):
                 torch.manual_seed(self.seed)
                 for step in range(distinct_steps(plan) if steps is None else steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")

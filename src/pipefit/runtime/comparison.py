@@ -24,7 +24,7 @@ from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
-from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.plan_check import check_model, target_of
 from pipefit.units import format_bytes
 from pipefit.validation import seed_number
 
@@ -54,9 +54,10 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
     with recording("comparing numbers"):
         whole = built(task if task.dtype is None else on_a_copy(task), seed=seed)
         batches = [sample(task, plan.training.microbatch_size, seed=number) for number in range(_MICROBATCHES)]
-        chain = capture(whole, *batches[0])
+        target = plan.profile.assumptions.target
+        chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
-    return compare(whole, chain.measured(plan.measurement), batches)
+    return compare(whole, chain.measured(plan.measurement), batches, target=target)
 
 
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -68,7 +69,7 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
     reason = _obstacle(plan.measurement)
     if not reason:
         try:
-            compare(whole, chain.measured(plan.measurement), batches).check()
+            compare(whole, chain.measured(plan.measurement), batches, target=target_of(plan.cluster)).check()
         except NotComparable as error:
             reason = str(error)
         else:

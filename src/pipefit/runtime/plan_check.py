@@ -1,13 +1,15 @@
-"""The check that a plan belongs to a task, made before training and dry runs."""
+"""The checks that a plan belongs to a task, made before training and dry runs, and to the devices it trains on."""
 
 from __future__ import annotations
 
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
-from pipefit.errors import FileError
+from pipefit.cluster import Cluster
+from pipefit.errors import FileError, UsageError
 from pipefit.fake.fingerprint import fingerprint, with_loss
 from pipefit.fingerprints import differences
 from pipefit.plans import Plan
+from pipefit.profiles import Target
 
 
 def check_model(plan: Plan, task: Task, chain: Chain) -> None:
@@ -25,4 +27,24 @@ def check_model(plan: Plan, task: Task, chain: Chain) -> None:
         raise FileError(
             f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(found)}: "
             "profile and plan this task again"
+        )
+
+
+def target_of(cluster: Cluster) -> Target:
+    """Whose kernels train on these devices."""
+    return "cuda" if cluster.backend == "cuda" else "cpu"
+
+
+def check_casts(plan: Plan, task: Task) -> None:
+    """Check that autocast casts on the plan's devices what it casts in its profile, so that values have those types.
+
+    Raises:
+        UsageError: it casts others.
+    """
+    made, trained = plan.profile.assumptions.target, target_of(plan.cluster)
+    if task.autocast is not None and made != trained:
+        raise UsageError(
+            f"the plan of {plan.profile.model} has the types of values that autocast makes for the target {made}, and "
+            f"{plan.cluster.name} would train with the kernels of {trained}, for which it casts other operators: "
+            f"profile with --target {trained} and plan again"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.sample import sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
@@ -23,6 +24,7 @@ from pipefit.fake.target import FakeTarget
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
+from pipefit.runtime.plan_check import target_of
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
 Layers = tuple[ChainLayer, ...]
@@ -59,8 +61,10 @@ class Specializations:
 
     def _make(self, size: int, *, training: bool) -> Specialization:
         like = sample(self.task, size)
-        with torch.inference_mode(mode=False), FakeTarget("cpu") as fake:  # an evaluation may run inside it
-            chain = fake_chain(self.task, fake, like, training=training)
+        target = target_of(self.plan.cluster)
+        with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
+            # An evaluation may run in inference mode; and a GPU that trains is left alone.
+            chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
             found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
         values = tuple(

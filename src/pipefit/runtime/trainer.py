@@ -45,7 +45,7 @@ from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import backend_of, local_device, meter_of
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
-from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.plan_check import check_casts, check_model, target_of
 from pipefit.runtime.results import Result, tell
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
@@ -248,10 +248,12 @@ class Trainer:
     def _captured(self, seed: int, numbers: bool) -> Chain:
         """The chain of the task's module, as the plan has it; a traced one has been compared with the module."""
         task, plan = self.task, self.plan
+        check_casts(plan, task)
         with recording("training"):
-            whole = built(task, seed=seed)
+            target = target_of(plan.cluster)
+            whole = built(task, seed=seed, target=target)
             first = sample(task, plan.training.microbatch_size)
-            chain = capture(whole, *first)
+            chain = capture(whole, *first, target=target)
         check_model(plan, task, chain)
         if numbers and chain.traced:
             second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
@@ -320,7 +322,8 @@ class Trainer:
 
     def _run_program(self, program: Program, **options: Any) -> None:
         """Run all devices of this process."""
-        with torch.random.fork_rng(devices=[d for stage in self.stages if (d := stage.device).type == "cuda"]):
+        devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
+        with torch.random.fork_rng(devices, device_type="cuda"):
             try:
                 run_in_turn(self.runners, program=program, **options)
             except BaseException:

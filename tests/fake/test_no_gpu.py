@@ -1,0 +1,111 @@
+"""Profiling, planning and certifying ask nothing of a GPU, and find the same where there is one.
+
+A process that believes that it has a GPU, and fails on using it, does all three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo  # keeps a table of torch's functions, which are replaced below
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.planner import plan
+from pipefit.profiler import profile
+from pipefit.profiles import Target
+from pipefit.runtime import certify, certify_numbers
+from pipefit.simulator import simulate
+
+WIDTH = 16
+TARGETS: tuple[Target, ...] = ("cpu", "cuda")
+
+
+class Traced(nn.Module):
+    """Draws, normalises and attends; takes a copy more where there is a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.norm(self.up(x)), 0.1)
+        if torch.cuda.is_available():
+            hidden = hidden.clone()
+        heads = hidden.view(len(x), 1, 2, -1)
+        found: Tensor = self.down(F.scaled_dot_product_attention(heads, heads, heads).flatten(1))
+        return found
+
+
+def by_hand() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4))
+
+
+def found() -> list[Any]:
+    """What is measured, planned, simulated and certified."""
+    answers: list[Any] = []
+    for module in (Traced, by_hand):
+        for target in TARGETS:
+            task = Task(
+                module,
+                batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, 4)),
+                loss=F.mse_loss,
+                precision="mixed-bfloat16",
+                name="model",
+            )
+            profiled = profile(task, microbatch_size=2, target=target)
+            planned = plan(profiled, Cluster.emulated((2, 1 << 30)), batch_size=4)
+            assert not certify_numbers(task, planned).differences
+            answers.append(
+                [repr(profiled.measurements), certify(task, planned).peak_bytes, simulate(planned).peak_bytes]
+            )
+    return answers
+
+
+def touched(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a GPU was touched")
+
+
+def with_a_gpu() -> list[Any]:
+    """The same in a process that shows one GPU, of which every use is an error."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "_lazy_init", touched),
+            (torch._C, "_cuda_init", touched),
+            (torch.cuda, "_lazy_call", touched),
+            (torch.cuda, "manual_seed_all", touched),
+            (torch.cuda, "get_rng_state", touched),
+            (torch.cuda, "get_device_properties", touched),
+            (torch.cuda, "is_bf16_supported", touched),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        return found()
+
+
+def in_another_process() -> Any:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, __file__], env=environment, check=True, capture_output=True, text=True)
+    return json.loads(ran.stdout)
+
+
+def test_no_gpu_is_touched_and_all_is_as_without_one() -> None:
+    """Profiles, peaks and numbers are equal with and without a GPU; no context is made, nothing drawn or seeded."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert in_another_process() == json.loads(json.dumps(found()))
+    assert torch.get_rng_state().equal(before)
+
+
+if __name__ == "__main__":
+    print(json.dumps(with_a_gpu()))

@@ -1,0 +1,83 @@
+"""What a transformer block keeps for its backward on CUDA, against the formulas of Korthikanti et al. (2022).
+
+"Reducing Activation Recomputation in Large Transformer Models", section 4: with b sequences of s tokens, hidden size h
+and a heads, a block of float16 keeps 34 s b h + 5 a s^2 b bytes, and without the score matrices, as flash attention
+leaves them out, 34 s b h. What the paper leaves out is small, and named here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipefit.layer_costs import LayerCost
+from pipefit.profiler import profile
+from pipefit.training import Precision
+from pipefit.zoo import build
+
+SEEDS = 24  # of flash attention's dropout: two 8-byte numbers and their place
+SCALE = 8  # a number by which scores are multiplied
+SIZES = [(2, 32, 64, 4), (1, 256, 128, 2), (3, 64, 96, 6)]
+PUBLISHED = [(4, 2048, 6144, 64), (4, 512, 1024, 16)]  # GPT of 22 billion parameters; BERT-large
+
+
+def kept(name: str, size: tuple[int, int, int, int], attention: str, precision: Precision) -> int:
+    """Bytes that the second block keeps, its input among them, and each storage once."""
+    b, s, h, a = size
+    extra: dict[str, Any] = {"mask": False} if name == "bert" else {}
+    task = build(name, layers=2, hidden=h, heads=a, vocabulary=64, sequence=s, attention=attention, **extra)
+    (measurement,) = profile(replace(task, precision=precision), microbatch_size=b, target="cuda").measurements
+    return storage_bytes(measurement.costs[2])
+
+
+def storage_bytes(block: LayerCost) -> int:
+    held = {(saved.origin.kind, saved.origin.index) for saved in block.saved}
+    sizes = {
+        **{("own", number): nbytes for number, nbytes in enumerate(block.storages)},
+        **{("input", number): value.nbytes for number, value in enumerate(block.inputs)},
+    }
+    return sum(nbytes for storage, nbytes in sizes.items() if storage in held)
+
+
+def statistics(b: int, s: int) -> int:
+    """Mean and deviation of every token in two layer norms, in float32."""
+    return 2 * 2 * 4 * b * s
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_a_float16_block_with_score_matrices(name: str, size: tuple[int, int, int, int]) -> None:
+    """34 s b h + 5 a s^2 b, the norms' statistics, the scale of the scores, and GPT's causal mask of s^2 bytes."""
+    b, s, h, a = size
+    rest = statistics(b, s) + SCALE + (s * s if name == "gpt" else 0)
+    assert kept(name, size, "eager", "float16") == 34 * s * b * h + 5 * a * s * s * b + rest
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, int, int]) -> None:
+    """34 s b h, the norms' statistics, and of flash attention a logarithm of sums for every row, and its seeds."""
+    b, s, h, a = size
+    assert kept(name, size, "sdpa", "float16") == 34 * s * b * h + statistics(b, s) + 4 * a * s * b + SEEDS
+
+
+@pytest.mark.parametrize("precision", ["mixed-float16", "mixed-bfloat16"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], precision: Precision) -> None:
+    """Beside that it keeps half-precision copies of the weights, 2 x 12 h^2 bytes; the two norms' inputs are of float32
+    (4 s b h); and the three projections of attention each have a half-precision copy of what they share (4 s b h).
+    """
+    b, s, h, a = size
+    rest = statistics(b, s) + 4 * a * s * b + SEEDS
+    assert kept(name, size, "sdpa", precision) == (34 + 8) * s * b * h + 24 * h * h + rest
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize(("name", "size"), zip(["gpt", "bert"], PUBLISHED, strict=True))
+def test_published_sizes(name: str, size: tuple[int, int, int, int]) -> None:
+    """The same at the sizes of the table in docs/accuracy.md."""
+    test_a_float16_block_with_score_matrices(name, size)
+    test_a_float16_block_with_flash_attention(name, size)

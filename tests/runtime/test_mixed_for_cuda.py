@@ -1,0 +1,102 @@
+"""Mixed precision with CUDA's kernels, without a GPU: simulator and dry run agree to the byte, in both of two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from huggingface_models import TINY
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.planner import plan
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import certify
+from pipefit.simulator import simulate
+from pipefit.trace import Trace
+from pipefit.training import Precision
+from pipefit.zoo import build
+from pipefit.zoo.huggingface import hf
+
+PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")
+
+
+def images() -> nn.Module:
+    """Convolutions with every kind of norm, some of it in place, and a head."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.LogSigmoid()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, 10)),
+    )
+
+
+def cnn() -> Task:
+    return Task(
+        images,
+        batch=lambda size: (torch.randn(size, 3, 16, 16), torch.randint(10, (size,))),
+        loss=F.cross_entropy,
+        name="images",
+    )
+
+
+SMALL: dict[str, Any] = {"hidden": 64, "heads": 4, "vocabulary": 64, "sequence": 32}
+MODELS: dict[str, Callable[[], Task]] = {
+    "cnn": cnn,
+    "gpt": lambda: build("gpt", layers=3, **SMALL),
+    "gpt eager": lambda: build("gpt", layers=3, attention="eager", tied=True, **SMALL),
+    "bert": lambda: build("bert", layers=3, **SMALL),
+    "resnet101": lambda: build("resnet101"),
+    "vgg11": lambda: build("vgg11"),
+    "unet": lambda: build("unet"),
+    "vit": lambda: hf("vit", **TINY["vit"]),
+    "llama": lambda: hf("llama", **TINY["llama"]),
+    "gpt2": lambda: hf("gpt2", **TINY["gpt2"]),
+}
+QUICK = ["cnn", "gpt"]
+
+
+def planned(task: Task, precision: Precision, recompute: Any) -> tuple[Task, Plan]:
+    task = replace(task, precision=precision)
+    profiled = profile(task, microbatch_size=2, target="cuda")
+    return task, plan(profiled, Cluster.emulated((2, 1 << 36)), batch_size=8, recompute=recompute)
+
+
+def peaks(trace: Trace) -> list[list[int]]:
+    """The highest bytes of every device in every step."""
+    return [
+        [max(sample.total_bytes for sample in device.memory if sample.step == step) for step in range(2)]
+        for device in trace.devices
+    ]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.gallery) for name in MODELS]
+)
+def test_simulator_and_dry_run_are_equal(name: str, precision: Precision) -> None:
+    """From profile to plan, certificate and simulation, with nothing recomputed and with everything."""
+    for recompute in ("never", "always"):
+        task, found = planned(MODELS[name](), precision, recompute)
+        assert peaks(simulate(found, steps=2)) == peaks(certify(task, found, steps=2))
+
+
+def test_boundaries_have_the_types_that_travel() -> None:
+    """What a layer norm hands on is float32 on CUDA, also under autocast; what a linear layer hands on is not."""
+    parts = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)]
+    task = Task(
+        lambda: nn.Sequential(*parts),
+        batch=lambda size: (torch.randn(size, 8), torch.randn(size, 4)),
+        loss=F.mse_loss,
+        precision="mixed-bfloat16",
+    )
+    (measurement,) = profile(task, microbatch_size=2, target="cuda").measurements
+    found = [cost.outputs[0].dtype for cost in measurement.costs]
+    assert found == ["bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16"]
+    assert measurement.loss.outputs[0].dtype == "float32"
