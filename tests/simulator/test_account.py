@@ -192,7 +192,8 @@ def moved(plan: Plan, moves: tuple[Decision, ...]) -> Plan:
     try:
         assert Simulation(moving, steps=1).effects
     except UsageError as error:
-        assert "moves what is not there" in str(error)
+        if "moves what is not there" not in str(error):
+            raise
         return plan
     return moving
 
