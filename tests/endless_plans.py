@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 from moving_plans import movable, random_place
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.plans import Plan
 
 
 def decided(plan: Plan, rng: Random) -> Plan:
     """The plan with random decisions in every stage, all of whose shares are the same in every step."""
     plan = replace(plan, decisions=tuple(runs(plan, rng)))
-    return replace(plan, decisions=(*plan.decisions, *moves(plan, rng)))
+    return replace(plan, decisions=(*plan.decisions, *moves(plan, rng), *versions(plan, rng)))
 
 
 def runs(plan: Plan, rng: Random) -> Iterator[Decision]:
@@ -46,6 +47,25 @@ def moves(plan: Plan, rng: Random) -> Iterator[Decision]:
                     what=What.OFFLOAD,
                     place=random_place(plan, stage.device, rng),
                     microbatches=share(plan, rng),
+                    behind=rng.choice([0, 1, 1, 2, 4]),
+                    ahead=rng.choice([0, 0, 1, 2, 4]),
+                )
+
+
+def versions(plan: Plan, rng: Random) -> Iterator[Decision]:
+    """In some stages that hold older weights, those of one or two runs of layers move; where some are shared, of all."""
+    older = plan.stages[:-1] if plan.training.schedule == "pipedream" else ()
+    for number, stage in enumerate(older):
+        edges = [stage.start, stage.stop]
+        if not plan.measurement.shared and len(range(*edges)) > 1:
+            edges.insert(1, rng.randrange(stage.start + 1, stage.stop))
+        for start, stop in pairwise(edges):
+            if any(cost.trained_bytes for cost in plan.measurement.costs[start:stop]) and rng.random() < 0.5:
+                yield Decision(
+                    stage=number,
+                    subject=State(start=start, stop=stop, kind="versions"),
+                    what=What.OFFLOAD,
+                    place=random_place(plan, stage.device, rng),
                     behind=rng.choice([0, 1, 1, 2, 4]),
                     ahead=rng.choice([0, 0, 1, 2, 4]),
                 )

@@ -42,8 +42,9 @@ def found(name: str) -> ModelProfile:
 def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     """A model in one to four stages, with random decisions."""
     task, layers = TASKS[name](), len(found(name).layers)
-    stages = 1 if name == "tied" else rng.randint(1, 4)
-    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+    free = range(3 if name == "tied" else 1, layers)  # layers that share a weight stay together
+    stages = rng.randint(1, 4)
+    cuts = [0, *sorted(rng.sample(free, stages - 1)), layers]
     split = [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
     microbatches = rng.randint(stages if schedule == "pipedream-2bw" else 1, 6)
     plan = plan_of(

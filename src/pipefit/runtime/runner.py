@@ -271,12 +271,14 @@ class DeviceRunner:
         first, end = action.layers or (stage.start, stage.stop)
         if first in flight.pieces:
             self.mover.check_present(action, flight.luggage, range(0), flight.pieces[first].inputs)
+        self.mover.check_weights(action, flight.luggage, range(first, end))
         stage.recompute(flight, first, end)
 
     def _backward(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = action.layers or (stage.start, stage.stop)
         self.mover.check_present(action, flight.luggage, range(first, end))
+        self.mover.check_weights(action, flight.luggage, range(first, end))
         outgoing = stage.backward(flight, first, end)
         if first == stage.start:
             del self._flights[_key(action)]
