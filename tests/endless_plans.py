@@ -21,9 +21,8 @@ def decided(plan: Plan, rng: Random) -> Plan:
 def runs(plan: Plan, rng: Random) -> Iterator[Decision]:
     """In every stage up to three runs of layers that are recomputed; none parts layers that share a parameter."""
     for number, stage in enumerate(plan.stages):
-        edges = sorted(
-            rng.sample(range(stage.start, stage.stop + 1), min(2 * rng.randint(0, 2), stage.stop - stage.start))
-        )
+        most = min(2 * rng.randint(0, 2), stage.stop - stage.start)
+        edges = sorted(rng.sample(range(stage.start, stage.stop + 1), most))
         for start, stop in zip(edges[::2], edges[1::2], strict=False):
             if not plan.measurement.shared:
                 run = Run(start=start, stop=stop)
@@ -53,7 +52,7 @@ def moves(plan: Plan, rng: Random) -> Iterator[Decision]:
 
 
 def versions(plan: Plan, rng: Random) -> Iterator[Decision]:
-    """In some stages that hold older weights, those of one or two runs of layers move; where some are shared, of all."""
+    """In some stages that hold older weights, those of runs of layers move; where some are shared, those of all."""
     older = plan.stages[:-1] if plan.training.schedule == "pipedream" else ()
     for number, stage in enumerate(older):
         edges = [stage.start, stage.stop]

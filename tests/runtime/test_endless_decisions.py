@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -45,7 +46,7 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     free = range(3 if name == "tied" else 1, layers)  # layers that share a weight stay together
     stages = rng.randint(1, 4)
     cuts = [0, *sorted(rng.sample(free, stages - 1)), layers]
-    split = [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
+    split = [stop - start for start, stop in pairwise(cuts)]
     microbatches = rng.randint(stages if schedule == "pipedream-2bw" else 1, 6)
     plan = plan_of(
         task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)

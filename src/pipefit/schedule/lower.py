@@ -85,7 +85,7 @@ def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
     pipeline fills first, and then the versions of weights grow apart.
     """
     count = microbatches or plan.training.microbatches
-    settling = -(-settled(plan) // count) + 1 if is_endless(plan) and plan.decisions else 0
+    settling = -(-settled(plan) // count) + 1 if is_endless(plan) else 0
     return max(distinct_steps_of(plan.training.schedule, len(plan.stages), count), settling)
 
 

@@ -33,10 +33,11 @@ from pipefit.schedule.version_moves import version_moves
 def settled(plan: Plan) -> int:
     """After how many microbatches steps are all alike.
 
-    Without decisions that is as soon as the pipeline is full. With some, those that are still in flight must have gone
-    forward in a full pipeline too, and none of them through the first weights.
+    That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
+    flight must have gone forward in a full pipeline too, and none of them through the first weights.
     """
-    return 2 * len(plan.stages) - 1 if plan.decisions else len(plan.stages)
+    reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in plan.decisions)
+    return 2 * len(plan.stages) - 1 if reaches else len(plan.stages)
 
 
 def as_early(plan: Plan, entered: int) -> int:
