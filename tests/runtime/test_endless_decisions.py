@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from itertools import pairwise
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, combinations, pairwise
+from math import isnan
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from endless_plans import decided
-from endless_training import SEED, TASKS, batches_of, differences, trained
+from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, trained
+from moving_plans import make_chain, movable
+from oracle import measured_peaks
 from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.devices import Host
+from pipefit.errors import OutOfMemory
+from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify
-from pipefit.schedule import ENDLESS, distinct_steps
+from pipefit.runtime import Trainer, certify, train
+from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
+from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.schedule.endless import period
-from pipefit.simulator import simulate
+from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Trace
 from replay import replayed
-from tiny import batch_of, plan_of
+from tiny import batch_of, plan_of, task_of
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +131,163 @@ def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeyp
     """The same of many plans."""
     assert_foretold(name, schedule, seed)
     assert_replayed(name, schedule, seed, monkeypatch)
+
+
+# -------------------------------------------------------------------- one plan with everything
+
+
+def mixed(schedule: str, microbatches: int = 4) -> Plan:
+    """Three stages and a lender: tensors move to peers and the host, runs are recomputed early, weights move too."""
+    plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
+    decisions = [
+        Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahead=2),
+        moved(0, SavedTensors(tensors=((1, 0),)), "device3*2+host*1", behind=2),
+        moved(1, SavedTensors(tensors=((3, 0),)), "device2", ahead=1, microbatches=Microbatches(1, 2)),
+    ]
+    if schedule == "pipedream":
+        decisions += [
+            moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
+            moved(1, State(start=2, stop=3, kind="versions"), "device0"),
+        ]
+    return replace(plan, decisions=tuple(decisions))
+
+
+def moved(stage: int, subject: SavedTensors | State, place: str, **when: Any) -> Decision:
+    """Something is offloaded."""
+    return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_workers_do_what_one_process_does(schedule: str) -> None:
+    """Over shared memory and beside computing: all losses, and every sample of memory, that of the drain included."""
+    task, plan = make_chain(), mixed(schedule)
+    trainer, steps = Trainer(task, plan), distinct_steps(plan)
+    expected = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
+    losses, trace = train(make_chain, plan, steps=steps)
+    assert losses == [*expected[trainer.late :], *trainer.finish()]
+    assert samples(trace) == samples(trainer.trace)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
+    """Its own events have the peaks of the dry run in every step, less what a device lends."""
+    task, plan = make_chain(), mixed(schedule)
+    steps = distinct_steps(plan)
+    dry, allocated = certify(task, plan, steps=steps), measured_peaks(task, plan, steps=steps)
+    lent = [lent_bytes(arenas_of(plan, whole_run(plan)), Member.device(stage)) for stage in range(3)]
+    assert lent[0] + lent[2] > 0 or schedule != "pipedream"
+    for stage, peaks in enumerate(allocated):
+        told = dry.devices[stage].step_peak_bytes
+        assert peaks == [told(step) - lent[stage] for step in range(steps)]
+
+
+def test_a_host_has_room_for_a_full_pipeline() -> None:
+    """What the first step moves would fit, what later ones do would not: refused before anything runs, and the
+    simulator of a single step knows.
+    """
+    task, plan = make_chain(), mixed("pipedream", microbatches=2)
+    lent = arenas_of(plan, whole_run(plan))
+    needed = lent_bytes(lent, Member.host(0))
+    assert needed > lent_bytes(arenas_of(plan, step_programs(plan)[0]), Member.host(0))
+    assert Simulation(plan, steps=1).arenas == lent
+    for less in (0, 1):
+        tight = replace(plan, cluster=replace(plan.cluster, hosts=(Host(memory_bytes=needed - less),)))
+        if less:
+            with pytest.raises(OutOfMemory, match=r"host0 has .* and would have to keep"):
+                Trainer(task, tight)
+        else:
+            trainer = Trainer(task, tight)
+            for step in range(distinct_steps(plan) + 1):
+                trainer.step(batch_of(task, plan, step))
+
+
+def test_after_a_failed_step_everything_is_where_it_was() -> None:
+    """No slot is in use, no memory held, and training goes on as one that begins with these weights does."""
+    task, plan = make_chain(), mixed("pipedream")
+    trainer = Trainer(task, plan)
+    levels = [runner.meter.total for runner in trainer.runners if runner.meter]
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    trainer.finish()
+    settled = [runner.meter.total for runner in trainer.runners if runner.meter]
+    layer = trainer.runners[1].stages[1].layers[0].module
+    forward, calls = layer.forward, Counter[str]()
+
+    def failing(x: Tensor) -> Tensor:
+        calls["forward"] += 1
+        if calls["forward"] == 7:
+            raise RuntimeError("it failed")
+        return forward(x)
+
+    layer.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="it failed"):
+        all(trainer.step(batch_of(task, plan, step)) for step in range(4))
+    layer.forward = forward  # type: ignore[method-assign]
+    gc.collect()
+    assert [runner.meter.total for runner in trainer.runners if runner.meter] == settled > levels
+    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
+    assert isnan(trainer.step(batch_of(task, plan, 5)))
+    assert len(trainer.finish()) == 1
+
+
+# -------------------------------------------------------------------- where nothing else fits
+
+
+def images() -> Task:
+    """Convolutions whose outputs take more than their weights."""
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU()) for _ in range(3)]
+    return Task(
+        lambda: nn.Sequential(*chain(*layers), nn.Flatten(), nn.Linear(512, 3)),
+        batch=lambda size: (torch.randn(size, 8, 8, 8), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="images",
+    )
+
+
+def rows() -> list[nn.Module]:
+    """Layers whose weights take more than their outputs."""
+    blocks = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(3)]
+    return [*chain(*blocks), nn.Linear(64, 4)]
+
+
+LARGE: dict[str, Callable[[], Task]] = {
+    "images": images,
+    "rows": lambda: task_of(rows, inputs=64, optimizer=MOMENTUM),
+}
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", LARGE)
+def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
+    """Every split over three devices passes their caps, under which one of them trains with saved tensors on the host,
+    recomputation and, under PipeDream, older weights away.
+    """
+    task = LARGE[name]()
+    found = profile(task, microbatch_size=8, threads=1)
+    edges = [(0, *cuts, len(found.layers)) for cuts in combinations(range(1, len(found.layers)), 2)]
+    splits = [
+        plan_of(task, [b - a for a, b in pairwise(cuts)], size=8, microbatches=3, schedule=schedule, profiled=found)
+        for cuts in edges
+    ]
+    peaks = {plan.split: max(Simulation(plan).peak_bytes) for plan in splits}
+    plan = next(lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (3, 5, 5)))
+    cap = max(Simulation(plan).peak_bytes)
+    assert all(peak > 1.05 * cap for peak in peaks.values())
+    trainer = Trainer(task, replace(plan, cluster=Cluster.emulated((3, cap))))
+    for step in range(distinct_steps(plan) + 1):
+        trainer.step(batch_of(task, plan, step))
+    trainer.finish()
+    assert max(trainer.trace.peak_bytes) == cap
+
+
+def lightened(plan: Plan) -> Plan:
+    """All that the first stage saves goes to the host, other stages recompute, and older weights go to the host."""
+    decisions = [moved(0, SavedTensors(tensors=tuple(movable(plan, 0))), "host", behind=0)]
+    for number, stage in enumerate(plan.stages[1:], start=1):
+        run = Run(start=stage.start, stop=stage.stop)
+        decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE))
+    for number, stage in enumerate(plan.stages[:-1] if plan.training.schedule == "pipedream" else ()):
+        weights = State(start=stage.start, stop=stage.stop, kind="versions")
+        decisions.append(moved(number, weights, "host", behind=0))
+    return replace(plan, decisions=tuple(decisions))
