@@ -102,7 +102,7 @@ class StageVersions:
             raise UsageError("moves weights that forwards or updates still use: a WAIT_STASH must come before it")
         for layer in layers:
             if known := self._absent.get((version, layer)):
-                raise UsageError(f"moves weights of layer {layer} that are {known.state} already")
+                raise UsageError(f"moves a version of layer {layer} that is {known.state} already")
             self._absent[version, layer] = _Absent(microbatch, Whereabouts.LEAVING, place)
 
     def left(self, microbatch: int, layers: Iterable[int]) -> None:
@@ -122,7 +122,7 @@ class StageVersions:
             found = self._absent.get(key)
             if found != _Absent(microbatch, Whereabouts.AWAY, place):
                 state = Whereabouts.HERE if found is None else f"{found.state} (@{found.place})"
-                raise UsageError(f"brings back weights of layer {layer} that are {state}")
+                raise UsageError(f"brings back a version of layer {layer} that is {state}")
             self._absent[key] = _Absent(microbatch, Whereabouts.RETURNING, place)
 
     def are_back(self, microbatch: int, layers: Iterable[int]) -> None:
@@ -139,7 +139,7 @@ class StageVersions:
         for layer in layers if self._absent else ():
             if absent := self._absent.get((self._version(microbatch), layer)):
                 raise UsageError(
-                    f"needs weights of layer {layer} that are {absent.state} (@{absent.place}): RELOAD them and join "
+                    f"needs a version of layer {layer} that is {absent.state} (@{absent.place}): RELOAD it and join "
                     "the reload before"
                 )
 

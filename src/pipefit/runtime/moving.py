@@ -225,7 +225,7 @@ class Mover:
         self.borrowed.free_all()
 
     def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
-        """Refuse an action on `layers`, or that starts from `inputs`, one of which has been moved.
+        """Refuse a backward of `layers`, or an action that starts from `inputs`, if what it needs has been moved.
 
         Raises:
             UsageError: something that the action needs is not on the device.
@@ -238,9 +238,10 @@ class Mover:
             if read or savers.intersection(layers):
                 back = move.action._replace(kind=Kind.RELOAD)
                 raise UsageError(f"{action} needs a tensor that is {move.state}: {back.join} must come before it")
+        self.check_weights(action, luggage, layers)
 
     def check_weights(self, action: Action, luggage: Luggage, layers: range) -> None:
-        """Refuse a second forward or a backward through weights that have been moved.
+        """Refuse an action through weights of `layers` that have been moved.
 
         Raises:
             UsageError: weights of one of the layers are not on the device, or about to leave it.

@@ -150,10 +150,14 @@ class Ledger:
             self._refuse(f"{action} {error}")
 
     def _move_versions(self, action: Action, stage: StageCost, moved: tuple[Subject, ...]) -> Effect | None:
-        """Weights of a microbatch in flight leave the device, or come back."""
+        """Weights of a microbatch in flight leave the device, or come back.
+
+        Raises:
+            UsageError: they are none that could; names the action.
+        """
         versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
         if versions is None or microbatch is None or place is None:
-            self._refuse(f"{action} names no place, or moves versions of weights in a program that has none")
+            raise UsageError(f"{action} names no place, or moves versions of weights in a program that has none")
         layers, nbytes = [subject.layer for subject in moved], sum(map(stage.storages.nbytes, moved))
         try:
             match action.kind, action.wait:
@@ -168,7 +172,7 @@ class Ledger:
                 case _:
                     versions.are_back(microbatch, layers)
         except UsageError as error:
-            self._refuse(f"{action} {error}")
+            raise UsageError(f"{action} {error}") from error
         return None
 
     def _stash(self, action: Action) -> Effect | None:
