@@ -83,6 +83,7 @@ class Storage:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.layer: int | None = None  # of weights
         self.holders: set[object] = set()
         self.away = False
 
@@ -204,12 +205,12 @@ class StageAccount:
 
     def _exist_before_training(self, microbatches: int) -> None:
         """Parameters once each, buffers, constants, early state, and on the last stage the losses."""
-        device, trained = self.device, sum(s.nbytes for s in self.shared if s.gradient_bytes)
+        device, trained = self.device, dict[int, int]()
         for layer in self.layers:
             cost, shared = self.costs[layer], self._shared_by(layer)
             changing = sum(p.nbytes for p in cost.parameters if p.trainable)
             changing -= sum(s.nbytes for s in shared if s.gradient_bytes)
-            trained += changing
+            trained[layer] = changing + sum(s.nbytes for s in shared if s.gradient_bytes and self._users(s)[0] == layer)
             own = sum(p.nbytes for p in cost.parameters) - sum(s.nbytes for s in shared) - changing
             held = cost.buffer_bytes + cost.constant_bytes - sum(b.nbytes for b in self.buffers if layer in b.users)
             device.new(own + held, self._of("parameters"))
@@ -221,8 +222,13 @@ class StageAccount:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
         self.trained = trained
-        weights = device.new(trained, self._of("newest"))
-        device.hold(self._of("current"), [weights])
+        self._new_weights()
+        device.hold(self._of("current"), device.held_by(self._of("newest")))
+
+    def _new_weights(self) -> None:
+        """A version of the weights of every layer; that of a shared parameter is its first user's."""
+        for layer, nbytes in self.trained.items():
+            self.device.new(nbytes, self._of("newest")).layer = layer
 
     def act(self, action: Action) -> None:
         """What an action allocates and frees."""
@@ -237,13 +243,13 @@ class StageAccount:
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self.device.release((action.kind, id(flight)))
         elif action.kind is Kind.STASH:
-            (weights,) = self.device.held_by(self._of("newest"))
             self.device.release(self._of("current"))
-            self.device.hold(self._of("current"), [weights])
+            self.device.hold(self._of("current"), self.device.held_by(self._of("newest")))
         elif action.kind is Kind.OFFLOAD:
             for storage in self._tensors(flight, action):
                 readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
                 assert not readers & {"values", "targets", Kind.SEND_FORWARD}, "it is read or sent yet"
+                assert not readers & {"newest", "current"}, "forwards or updates use it yet"
                 storage.away = True
 
     def _start(self, flight: Flight, action: Action) -> None:
@@ -259,13 +265,13 @@ class StageAccount:
                     storage.away = False
                 self.device.reach(0)
             case Kind.STASH:
-                (weights,) = self.device.held_by(self._of("newest"))
+                weights = self.device.held_by(self._of("newest"))
                 self.device.release(self._of("newest"))
-                weights.nbytes += self._room()
-                self.device.new(self.trained, self._of("newest"))
+                next(iter(weights)).nbytes += self._room()
+                self._new_weights()
             case Kind.STEP:
-                (weights,) = self.device.held_by(self._of("newest"))
-                assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs the weights"
+                for weights in self.device.held_by(self._of("newest")):
+                    assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
                 self._step()
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
@@ -281,6 +287,8 @@ class StageAccount:
         }
         if first == self.start and action.kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
             self.device.hold(("uses", id(flight)), self.device.held_by(self._of("current")))
+        for weights in self.device.held_by(("uses", id(flight))):
+            assert not (weights.away and first <= weights.layer < end), "weights that it needs are away"
         run[action.kind](flight, range(first, end + (self.last and end == self.stop)))
         if first == self.start and action.kind is Kind.BACKWARD:
             self.device.release(("uses", id(flight)))
@@ -302,8 +310,12 @@ class StageAccount:
         ]
 
     def _tensors(self, flight: Flight, action: Action) -> list[Storage]:
-        """What a copy moves: a saved tensor, or those of a bundle."""
-        return [self._tensor(flight, subject) for subject in self.program.moved(action)]
+        """What a copy moves: a saved tensor or a version of weights, or those of a bundle."""
+        subjects = self.program.moved(action)
+        if any(subject.what == "versions" for subject in subjects):
+            layers, used = {subject.layer for subject in subjects}, self.device.held_by(("uses", id(flight)))
+            return [weights for weights in used if weights.layer in layers]
+        return [self._tensor(flight, subject) for subject in subjects]
 
     def _tensor(self, flight: Flight, subject: Subject) -> Storage:
         assert isinstance(subject.what, int)

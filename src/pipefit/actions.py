@@ -17,6 +17,7 @@ An action has a text form that can be parsed. The first number is the stage, the
     2RELOAD0[5.3]@host   allocate, and start copying it back            2WAIT_RELOAD0[5.3]@host    it is back
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
+    2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
@@ -76,6 +77,7 @@ RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 BACKGROUND = MESSAGES | COLLECTIVE | COPIES | {Kind.STASH}
+STATES = ("parameters", "gradients", "optimizer", "versions")  # what a layer has, whatever the microbatch
 _TOWARDS_END = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})  # messages with the next stage
 
 
@@ -149,7 +151,7 @@ _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
 _ACTION = re.compile(
     rf"(?P<stage>\d+)(?P<wait>WAIT_)?(?P<kind>{_KINDS})(?P<microbatch>-?\d+)?"
     r"(?:\[(?P<start>\d+):(?P<stop>\d+)\])?"
-    r"(?:\[(?P<layer>\d+)\.(?P<what>\d+|parameters|gradients|optimizer|versions|shared)\]|\#(?P<bundle>\d+))?"
+    rf"(?:\[(?P<layer>\d+)\.(?P<what>\d+|{'|'.join(STATES)}|shared)\]|\#(?P<bundle>\d+))?"
     r"(?:\{(?P<first>\d+):(?P<last>\d+)\})?"
     r"(?:@(?P<place>\S+))?"
 )

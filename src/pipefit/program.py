@@ -19,6 +19,7 @@ from pipefit.actions import (
     MESSAGES,
     SENDS,
     SPLIT_BACKWARD,
+    STATES,
     Action,
     Actions,
     Kind,
@@ -112,17 +113,20 @@ def parse_program(text: str, *, placement: Placement, microbatches: int) -> Prog
         placement=placement,
         microbatches=microbatches,
         actions=actions("device"),
-        bundles=tuple(tuple(map(_tensor, words)) for words in found["bundle"]),
+        bundles=tuple(tuple(map(_subject, words)) for words in found["bundle"]),
         carried_in=actions("carried in"),
         carried_out=actions("carried out"),
     )
 
 
-def _tensor(word: str) -> Subject:
-    layer, dot, index = word.partition(".")
-    if not (dot and layer.isdigit() and index.isdigit()):
-        raise UsageError(f"{word!r} is no saved tensor: a bundle lists them as layer and number, such as 5.3")
-    return Subject(int(layer), int(index))
+def _subject(word: str) -> Subject:
+    layer, dot, what = word.partition(".")
+    if not (dot and layer.isdigit() and (what.isdigit() or what in STATES)):
+        raise UsageError(
+            f"{word!r} is no saved tensor and no state: a bundle lists them as layer and number, such as 5.3, or as "
+            f"layer and one of {', '.join(STATES)}"
+        )
+    return Subject(int(layer), int(what) if what.isdigit() else what)
 
 
 def _normal(action: Action, placement: Placement) -> Action:

@@ -10,9 +10,7 @@ import pytest
 
 from endless import one_program
 from pipefit.actions import Action, Kind
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
-from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.program import Program, parse_program
 from pipefit.schedule import ENDLESS, SCHEDULES, lower, lower_drain, step_programs
@@ -238,11 +236,6 @@ def shared(plan: Plan) -> Plan:
     return replace(plan, profile=replace(plan.profile, measurements=(measurement,)))
 
 
-def decided(plan: Plan, decision: Decision) -> Plan:
-    """With one decision."""
-    return replace(plan, decisions=(decision,))
-
-
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_what_stages_would_have_to_agree_on_is_refused(schedule: str) -> None:
     """A common norm and a loss scale, where the training is born; the synchronous schedules take them."""
@@ -268,22 +261,14 @@ def test_a_training_knows_which_schedules_are_endless() -> None:
     assert {name for name in (*SCHEDULES, *ENDLESS) if plan_of(name, 1, 1).training.endless} == set(ENDLESS)
 
 
-SOME = Decision(
-    stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, microbatches=Microbatches(taken=1, every=2, first=0)
-)
-AWAY = Decision(stage=0, subject=SavedTensors(tensors=((0, 0),)), what=What.OFFLOAD, place=parse_place("host"))
-
-
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_what_has_no_meaning_without_a_flush_is_refused(schedule: str) -> None:
-    """Shared parameters on several stages, decisions about some microbatches, copies, and gradients that wait for
-    another batch: each is named, with the ways out.
+    """Shared parameters on several stages, several stages on a device, and gradients that wait for another batch: each
+    is named, with the ways out.
     """
     plan = plan_of(schedule, 3, 4)
     for refused, message in (
         (shared(plan), r"parameter 'tied' is shared by stages 0, 2, .*: put all of its layers into one stage, untie"),
-        (decided(plan, SOME), "for all microbatches or for none"),
-        (decided(plan, AWAY), f"cannot be carried out under schedule {schedule} yet"),
         (make_plan(plan.profile, [1] * 3, devices=1, microbatches=4, schedule=schedule), "one stage on each device"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -153,6 +153,20 @@ class StageStorages:
             )
         return found
 
+    def nbytes(self, subject: Subject) -> int:
+        """What moves with a saved tensor, or with a version of a layer's weights.
+
+        Raises:
+            UsageError: as `storage`.
+        """
+        return self.version_bytes(subject.layer) if subject.what == "versions" else self.sizes[self.storage(subject)]
+
+    def version_bytes(self, layer: int) -> int:
+        """A version of the weights of a layer of the model; that of a shared one belongs to the stage's first user."""
+        position = layer - self.start
+        shared = (again.shared for again in self.repetitions if again.later == position)
+        return self.costs[position].trained_bytes - sum(one.nbytes for one in shared if one.gradient_bytes)
+
     def savers(self, subject: Subject) -> tuple[int, ...]:
         """The layers of the model whose backward needs the storage of a saved tensor; the loss counts as the last."""
         number = self.storage(subject)

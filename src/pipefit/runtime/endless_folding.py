@@ -15,8 +15,9 @@ from pipefit.cost.versions import StageVersions
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
 from pipefit.runtime.folding import Bytes, Change, plus
-from pipefit.schedule import distinct_steps_of, lower
+from pipefit.schedule import distinct_steps, lower
 from pipefit.schedule.communication import begins
+from pipefit.schedule.endless import period
 from pipefit.trace import MemorySample
 
 Label = tuple[object, ...]
@@ -73,9 +74,9 @@ def labels(plan: Plan, programs: Sequence[Program]) -> list[list[list[Label]]]:
 def fewer(plan: Plan, programs: Sequence[Program]) -> list[Program]:
     """Steps with the fewest microbatches that have every label of the steps `programs`, or these themselves."""
     wanted = _known(labels(plan, programs))
-    stages, schedule = len(plan.stages), plan.training.schedule
-    for count in range(stages if schedule == "pipedream-2bw" else 1, plan.training.microbatches):
-        steps = distinct_steps_of(schedule, stages, count)
+    least = len(plan.stages) if plan.training.schedule == "pipedream-2bw" else 1
+    for count in range(least + -least % period(plan), plan.training.microbatches, period(plan)):
+        steps = distinct_steps(plan, microbatches=count)
         if count * steps >= sum(program.microbatches for program in programs):
             continue
         tried = [lower(plan, microbatches=count, entered=count * step) for step in range(steps)]

@@ -65,15 +65,19 @@ class Move:
 
 
 class Luggage:
-    """The saved tensors of one microbatch in one stage that its program moves, and those that are under way.
+    """The saved tensors of one microbatch in one stage that its program moves, and what is under way.
 
-    `wanted` are the numbers of those tensors, by layer.
+    `wanted` are the numbers of those tensors, by layer. `weights` gives the memory of a layer's weights in the version
+    that the microbatch goes through, where there are versions; `away` are the layers of which it has been moved, by
+    this microbatch's name or that of another one with the same version.
     """
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.found: dict[Subject, Found] = {}
         self.moves: dict[Subject | Bundle, Move] = {}
+        self.weights: Callable[[int], list[torch.UntypedStorage]] | None = None
+        self.away: set[int] = set()
 
     def watching(self, layer: int) -> AbstractContextManager[None]:
         """Inside, the forward of a layer runs; the tensors of it that are wanted are found."""
@@ -143,7 +147,8 @@ class Mover:
                     raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
                 wanted = self._wanted.setdefault((action.stage, action.microbatch), defaultdict(set))
                 for subject in program.moved(action):
-                    wanted[subject.layer].add(subject.what)
+                    if subject.what != "versions":
+                        wanted[subject.layer].add(subject.what)
 
     def luggage(self, stage: int, microbatch: int) -> Luggage:
         """What the program moves of its microbatch of this number in a stage; nothing has been found yet."""
@@ -176,6 +181,7 @@ class Mover:
         taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
         copy = self._copy(storages, taken, outward=True)
         luggage.moves[_subject(action)] = Move(table, [ref(storage) for storage, _ in storages], taken, copy)
+        luggage.away |= self._weights_of(action)
 
     def _offloaded(self, action: Action, luggage: Luggage, readers: Iterable[Tensor]) -> None:
         """The copies have arrived: the storages lose their memory."""
@@ -210,6 +216,7 @@ class Mover:
         self.copier.join(move.copy)
         for member, slot in move.slots:
             self.borrowed.give_back(member, slot)
+        luggage.away -= self._weights_of(action)
 
     def abandon(self) -> None:
         """No copy is under way and no slot in use, after a step has failed."""
@@ -217,7 +224,7 @@ class Mover:
         self.borrowed.free_all()
 
     def check_present(self, action: Action, luggage: Luggage, layers: range, inputs: Sequence[Tensor] = ()) -> None:
-        """Refuse an action on `layers`, or that starts from `inputs`, one of which has been moved.
+        """Refuse a backward of `layers`, or an action that starts from `inputs`, if what it needs has been moved.
 
         Raises:
             UsageError: something that the action needs is not on the device.
@@ -230,6 +237,19 @@ class Mover:
             if read or savers.intersection(layers):
                 back = move.action._replace(kind=Kind.RELOAD)
                 raise UsageError(f"{action} needs a tensor that is {move.state}: {back.join} must come before it")
+        self.check_weights(action, luggage, layers)
+
+    def check_weights(self, action: Action, luggage: Luggage, layers: range) -> None:
+        """Refuse an action through weights of `layers` that have been moved.
+
+        Raises:
+            UsageError: weights of one of the layers are not on the device, or about to leave it.
+        """
+        if gone := luggage.away.intersection(layers):
+            raise UsageError(
+                f"{action} needs weights of layer {min(gone)} that have been moved: RELOAD them and join the reload "
+                "before it"
+            )
 
     # ---------------------------------------------------------------- storages and slots
 
@@ -237,8 +257,12 @@ class Mover:
         assert self._program is not None
         return self._program.moved(action)
 
+    def _weights_of(self, action: Action) -> set[int]:
+        """The layers of which an action moves versions of the weights."""
+        return {subject.layer for subject in self._moved(action) if subject.what == "versions"}
+
     def _savers(self, action: Action, subject: Subject) -> tuple[int, ...]:
-        return self.stages[action.stage].savers(subject)
+        return (subject.layer,) if subject.what == "versions" else self.stages[action.stage].savers(subject)
 
     def _storages(self, action: Action, luggage: Luggage, *, smaller: bool) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages that an OFFLOAD moves, with their bytes.
@@ -249,6 +273,9 @@ class Mover:
         stage, storages = self.stages[action.stage], list[tuple[torch.UntypedStorage, int]]()
         moved = {s._cdata for move in luggage.moves.values() for s, _ in self._present(action, move)}
         for subject in self._moved(action):
+            if subject.what == "versions":
+                storages += _weights(action, luggage, subject.layer, stage.version_bytes(subject.layer))
+                continue
             if not stage.sizes[
                 stage.storage(subject)
             ]:  # of a parameter or a constant, which is no activation and stays
@@ -290,7 +317,7 @@ class Mover:
         """The slots of an action, as lender and size."""
         assert action.place is not None
         stage = self.stages[action.stage]
-        nbytes = sum(stage.sizes[stage.storage(subject)] for subject in self._moved(action))
+        nbytes = sum(map(stage.nbytes, self._moved(action)))
         return slots(action.place, nbytes, self.cluster.devices[self.number].host)
 
     def _copy(
@@ -335,3 +362,22 @@ def _found(action: Action, subject: Subject, luggage: Luggage) -> torch.UntypedS
             "backward is over, or it keeps it in a way that cannot be moved, as on the context of a custom function"
         )
     return storage
+
+
+def _weights(action: Action, luggage: Luggage, layer: int, planned: int) -> list[tuple[torch.UntypedStorage, int]]:
+    """The memory of a layer's weights that a microbatch went forward with, in bytes as they were `planned`.
+
+    Raises:
+        UsageError: there are no versions, the microbatch's is still in use, or it takes other bytes.
+    """
+    if layer in luggage.away:
+        raise UsageError(f"{action} moves the weights of layer {layer} a second time")
+    if luggage.weights is None:
+        raise UsageError(f"{action} moves versions of weights where there are none: its schedule has an end")
+    storages = [(storage, storage.nbytes()) for storage in luggage.weights(layer)]
+    if (nbytes := sum(nbytes for _, nbytes in storages)) != planned:
+        raise UsageError(
+            f"{action}: the weights of layer {layer} are {nbytes} bytes, but by the plan {planned}: profile the model "
+            "and plan it again, or leave them where they are"
+        )
+    return storages

@@ -271,6 +271,7 @@ class DeviceRunner:
         first, end = action.layers or (stage.start, stage.stop)
         if first in flight.pieces:
             self.mover.check_present(action, flight.luggage, range(0), flight.pieces[first].inputs)
+        self.mover.check_weights(action, flight.luggage, range(first, end))
         stage.recompute(flight, first, end)
 
     def _backward(self, action: Action) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +72,12 @@ class StageRunner:
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
-        self.weights = None if room_bytes is None else Weights(layers, room_bytes=room_bytes, device=device)
+        self.weights = None if room_bytes is None else self._versions(room_bytes)
         self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+
+    def _versions(self, room_bytes: int) -> Weights:
+        return Weights(self.layers, start=self.start, room_bytes=room_bytes, device=self.device)
 
     @property
     def held(self) -> list[Tensor]:
@@ -157,6 +161,8 @@ class StageRunner:
         """The version of weights that a microbatch goes through is that of its first forward in the stage."""
         if self.weights is not None and first == self.start:
             flight.version = self.weights.take()
+            flight.luggage.weights = partial(self.weights.storages, flight.version)
+            flight.luggage.away = flight.version.away
 
     def _weights_of(self, flight: Flight, *, backward: bool = False) -> AbstractContextManager[None]:
         """Inside, the layers have the weights that the microbatch goes through."""
@@ -255,7 +261,7 @@ class StageRunner:
             return []
         if self.weights is not None and flight.version is not None:
             self.weights.give_back(flight.version)
-            flight.version = None
+            flight.version = flight.luggage.weights = None
         gradients, flight.gradients = flight.gradients, []
         return self._to_send(gradients, flight.boundaries[self.start])
 

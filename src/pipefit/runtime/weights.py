@@ -31,12 +31,14 @@ Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, an
 class Version:
     """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them.
 
-    A version that is not the newest any more may have `room` for gradients and optimizer state, which nobody uses.
+    A version that is not the newest any more may have `room` for gradients and optimizer state, which nobody uses. The
+    weights of layers that are `away`, or on their way, have been moved.
     """
 
     leaves: list[nn.Parameter]
     users: int = 0
     room: Tensor | None = None
+    away: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -50,12 +52,15 @@ class _Bound:
 class Weights:
     """The versions of the trained parameters of `layers`, and of each but the newest `room_bytes` on `device`.
 
+    `start` is the number of the first layer in the model.
+
     Raises:
         UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer], *, room_bytes: int, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[ChainLayer], *, start: int, room_bytes: int, device: torch.device) -> None:
         self._room_bytes, self._device = room_bytes, device
+        self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
         named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
         self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
         self.parameters = list({id(p): p for _, _, p in named if p.requires_grad}.values())
@@ -104,6 +109,26 @@ class Weights:
     def updated(self) -> None:
         """The newest weights have been updated, perhaps into other memory."""
         self._newest.leaves = self._leaves()
+
+    def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
+        """The memory of a layer's weights in a version; that of a shared one belongs to the first layer that has it.
+
+        Raises:
+            UsageError: forwards or updates use the version, or a parameter is a part of other memory.
+        """
+        if version in (self._newest, self._current):
+            raise UsageError(f"weights of layer {layer} cannot be moved: forwards or updates still use them")
+        found = []
+        for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
+            if self._layer_of[id(parameter)] == layer:
+                storage = leaf.untyped_storage()
+                if storage.nbytes() != leaf.nbytes or not storage.resizable():
+                    raise UsageError(
+                        f"parameter {self._names[id(parameter)]} cannot be moved, because it lies in memory that holds "
+                        "something else or belongs to something else than torch: leave its versions where they are"
+                    )
+                found.append(storage)
+        return found
 
     def forget(self) -> None:
         """Nothing is in flight any more, because a step has failed."""
@@ -170,6 +195,11 @@ class Weights:
                     f"parameters {other} and {name} lie in the same memory, which versions of weights would take "
                     "apart: give each memory of its own, or use schedule 1f1b"
                 )
+
+
+def _trained(layer: ChainLayer) -> Iterator[nn.Parameter]:
+    """The parameters of a layer that are trained."""
+    return (p for p in layer.module.parameters() if p.requires_grad)
 
 
 def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:

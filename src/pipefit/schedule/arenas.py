@@ -80,8 +80,7 @@ def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[
     def nbytes(action: Action) -> int:
         key = action.stage, action.subject
         if key not in known:
-            storages = stages[action.stage]
-            known[key] = sum(storages.sizes[storages.storage(subject)] for subject in program.moved(action))
+            known[key] = sum(map(stages[action.stage].nbytes, program.moved(action)))
         return known[key]
 
     return nbytes

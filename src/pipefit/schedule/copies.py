@@ -69,7 +69,9 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     Raises:
         UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
     """
-    moves = moves_of(Timeline(actions), plan, bundles)
+    timeline, stages = Timeline(actions), {action.stage for action in actions}
+    decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
+    moves = moves_of(timeline, decisions, plan, bundles)
     before, behind = inserted(moves)
     return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
 
@@ -86,15 +88,13 @@ def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:
     return before, behind
 
 
-def moves_of(timeline: Timeline, plan: Plan, bundles: Bundles) -> list[Move]:
-    """What one rank moves away and back by the decisions to offload saved tensors.
+def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bundles: Bundles) -> list[Move]:
+    """What one rank moves away and back by decisions to offload saved tensors.
 
     Raises:
         UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
     """
-    stages = {action.stage for action in timeline.actions}
-    decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
-    storages = {stage: StageStorages.of(plan, stage) for stage in stages} if decisions else {}
+    storages = {stage: StageStorages.of(plan, stage) for stage in {decision.stage for decision in decisions}}
     found = list[Move | None]()
     for decision in decisions:
         users, subject = _users(storages[decision.stage], decision), _subject(decision, bundles)
@@ -174,9 +174,7 @@ def _move(
     return Move(offload, start, freed, back, needed) if freed < back else None
 
 
-def _positions(
-    timeline: Timeline, decision: Decision, microbatch: int, users: _Users
-) -> tuple[int, tuple[int, ...]]:
+def _positions(timeline: Timeline, decision: Decision, microbatch: int, users: _Users) -> tuple[int, tuple[int, ...]]:
     """Where a stage's last forward is, and the actions after it that need the moved tensors."""
     forward, needed = -1, list[int]()
     for number in timeline.computes[decision.stage][microbatch]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from pipefit.actions import BACKGROUND, Action
+from pipefit.decisions import Decision, State
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.schedule.order import check_alone
@@ -33,12 +34,54 @@ def check_endless(plan: Plan) -> None:
             "one stage, untie them, or use schedule 1f1b"
         )
     for decision in plan.decisions:
+        if isinstance(decision.subject, State):
+            _check_state(plan, decision, decision.subject)
         every, count = decision.microbatches.every, plan.training.microbatches
         if count % every:
             raise UsageError(
                 f"{decision}: it is for a share of every {every} microbatches, but under schedule {name} their numbers "
                 f"go on from step to step, and {every} does not divide the {count} of a step, so that steps would "
                 f"differ: take a share of every {_divisors(count)}, or all"
+            )
+
+
+def _check_state(plan: Plan, decision: Decision, state: State) -> None:
+    """Check that the state which a decision moves is versions of weights that a stage holds besides those in use.
+
+    Raises:
+        UsageError: it is not; says why.
+    """
+    name, last = plan.training.schedule, len(plan.stages) - 1
+    if state.kind != "versions":
+        why = f"only saved tensors and versions of weights move under schedule {name} yet; move others under 1f1b"
+    elif name == "pipedream-2bw":
+        why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
+    elif plan.training.versions == "everything":
+        why = "versions of everything have room for gradients and optimizer state, which stays; use versions of weights"
+    elif decision.stage == last:
+        why = f"stage {last} is the last one and updates in place, so that it has no older weights; leave it out"
+    else:
+        _check_layers(plan, decision, state)
+        return
+    raise UsageError(f"{decision}: {why}")
+
+
+def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
+    """Check that layers whose weights move are trained, and share no weights with others of their stage.
+
+    Raises:
+        UsageError: they do, or are not.
+    """
+    layers, stage = range(state.start, state.stop), plan.stages[decision.stage]
+    costs = plan.measurement.costs[state.start : state.stop]
+    if not any(cost.trained_bytes for cost in costs):
+        raise UsageError(f"{decision}: these layers have no weights that are trained; leave them out")
+    for shared in plan.measurement.shared:
+        inside = [user in layers for user in shared.users if stage.start <= user < stage.stop]
+        if shared.gradient_bytes and any(inside) and not all(inside):
+            raise UsageError(
+                f"{decision}: parameter {shared.name!r} belongs to other layers of the stage too; move the weights of "
+                "all layers that share it, or of none"
             )
 
 

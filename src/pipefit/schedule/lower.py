@@ -76,14 +76,16 @@ def whole_run(plan: Plan) -> Program:
     return joined(programs) if is_endless(plan) else programs[0]
 
 
-def distinct_steps(plan: Plan) -> int:
+def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
     """How many steps of training differ: all later ones do what the last of these does, with the same bytes.
+
+    `microbatches` are those of a step; the plan's unless given.
 
     Under a synchronous schedule the first step differs, in which optimizer state is created. Under an endless one the
     pipeline fills first, and then the versions of weights grow apart.
     """
-    count = plan.training.microbatches
-    settling = -(-settled(plan) // count) + 1 if is_endless(plan) and plan.decisions else 0
+    count = microbatches or plan.training.microbatches
+    settling = -(-settled(plan) // count) + 1 if is_endless(plan) else 0
     return max(distinct_steps_of(plan.training.schedule, len(plan.stages), count), settling)
 
 

@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from pipefit.actions import SENDS, UPDATES, Action, Kind
+from pipefit.actions import SENDS, UPDATES, Action
+from pipefit.decisions import SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.program import shifted
 from pipefit.schedule.communication import communicated, drained
@@ -26,15 +27,17 @@ from pipefit.schedule.copies import Bundles, Inserted, Move, Timeline, inserted,
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units
+from pipefit.schedule.version_moves import version_moves
 
 
 def settled(plan: Plan) -> int:
     """After how many microbatches steps are all alike.
 
-    Without decisions that is as soon as the pipeline is full. With some, those that are still in flight must have gone
-    forward in a full pipeline too, and none of them through the first weights.
+    That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
+    flight must have gone forward in a full pipeline too, and none of them through the first weights.
     """
-    return 2 * len(plan.stages) - 1 if plan.decisions else len(plan.stages)
+    reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in plan.decisions)
+    return 2 * len(plan.stages) - 1 if reaches else len(plan.stages)
 
 
 def as_early(plan: Plan, entered: int) -> int:
@@ -116,9 +119,15 @@ class Stream:
 
     def _moves(self, bundles: Bundles) -> list[Move]:
         """All that is moved away and back in the stream."""
-        stage = self._rank
-        moved = any(d.stage == stage and d.place is not None for d in self._plan.decisions)
-        return moves_of(self._timeline, self._plan, bundles) if moved else []
+        offloads = self._plan.decisions_of(self._rank, What.OFFLOAD)
+        if not offloads:
+            return []
+        tensors = [decision for decision in offloads if isinstance(decision.subject, SavedTensors)]
+        versions = [decision for decision in offloads if isinstance(decision.subject, State)]
+        return [
+            *moves_of(self._timeline, tensors, self._plan, bundles),
+            *version_moves(self._timeline, versions, self._plan.stages[self._rank], bundles),
+        ]
 
     def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:
         return {self._timeline.actions[position]: copies for position, copies in places.items()}

@@ -19,7 +19,8 @@ from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import Program
 
-_OF_VERSIONS = FORWARDS | {Kind.BACKWARD}  # what begins and ends the use of a version of weights
+_AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})  # what needs the weights of a microbatch's forward again
+_OF_VERSIONS = FORWARDS | _AGAIN
 _NONE: frozenset[Kind] = frozenset()
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
@@ -114,10 +115,14 @@ class Ledger:
         residency = self._flights.get(key, stage.flights.start)
         try:
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
+            if moved and moved[0].what == "versions":
+                return self._move_versions(action, stage, moved)
             is_first = action.kind is Kind.BACKWARD and self._bears_gradients(action, stage)
             self._flights[key], effect = stage.flights.apply(residency, action, moved, is_first=is_first)
         except UsageError as error:
             self._refuse(str(error))
+        if self._versions and action.kind in _AGAIN:
+            self._check_weights(action, action.microbatch, stage)
         if action.kind is Kind.BACKWARD:
             self._born.update(range(*(action.layers or (stage.start, stage.stop))))
             if self._born >= stage.layers:
@@ -135,6 +140,40 @@ class Ledger:
             freed = self._versions[action.stage].backward(action.microbatch)
             return freeing_versions(found, freed) if freed else found
         return found
+
+    def _check_weights(self, action: Action, microbatch: int, stage: StageCost) -> None:
+        """Refuse a backward or a second forward whose weights are away."""
+        try:
+            layers = range(*(action.layers or (stage.start, stage.stop)))
+            self._versions[action.stage].check_present(microbatch, layers)
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
+
+    def _move_versions(self, action: Action, stage: StageCost, moved: tuple[Subject, ...]) -> Effect | None:
+        """Weights of a microbatch in flight leave the device, or come back.
+
+        Raises:
+            UsageError: they are none that could; names the action.
+        """
+        versions, microbatch, place = self._versions.get(action.stage), action.microbatch, action.place
+        if versions is None or microbatch is None or place is None:
+            raise UsageError(f"{action} names no place, or moves versions of weights in a program that has none")
+        layers, nbytes = [subject.layer for subject in moved], sum(map(stage.storages.nbytes, moved))
+        try:
+            match action.kind, action.wait:
+                case Kind.OFFLOAD, False:
+                    versions.leave(microbatch, layers, place)
+                case Kind.OFFLOAD, True:
+                    versions.left(microbatch, layers)
+                    return effect(versions=-nbytes)
+                case Kind.RELOAD, False:
+                    versions.come_back(microbatch, layers, place)
+                    return effect(versions=nbytes)
+                case _:
+                    versions.are_back(microbatch, layers)
+        except UsageError as error:
+            raise UsageError(f"{action} {error}") from error
+        return None
 
     def _stash(self, action: Action) -> Effect | None:
         """A copy of the weights, or forwards that begin to use it."""

@@ -1,0 +1,126 @@
+"""Training under endless schedules, by pipefit and by a replay with old weights kept aside, compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer
+from pipefit.runtime.stage import StageRunner
+from replay import Numbers
+from tiny import task_of
+
+SEED = 3
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its parameters besides its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unflatten(1, (2, 4)))[0].flatten(1)
+
+
+def convolutions() -> Task:
+    """Convolutions, batch norm, dropout and layers that work in place."""
+    return Task(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3)),
+            *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(64, 3)),
+        ),
+        batch=lambda size: (torch.randn(size, 2, 8, 8), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="convolutions",
+    )
+
+
+def tied() -> list[nn.Module]:
+    """Two linear layers with one weight, beside others."""
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last, nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 4)]
+
+
+def perceptrons() -> list[nn.Module]:
+    """Layers with and without parameters, one of them frozen."""
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    return [nn.Linear(8, 8), nn.Tanh(), frozen, nn.LayerNorm(8), Recurrent(), nn.Linear(8, 4)]
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "convolutions": convolutions,
+    "tied": lambda: task_of(tied, optimizer=ADAMW),
+    "perceptrons": lambda: replace(task_of(perceptrons, optimizer=ADAMW), scheduler=halving),
+}
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    """A learning rate that halves with every update."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def trained(
+    task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], drains: Sequence[int], patch: pytest.MonkeyPatch
+) -> Numbers:
+    """The same training by pipefit, all devices in this process."""
+    trainer = Trainer(task, plan, seed=SEED)
+    gradients: dict[int, list[list[Tensor]]] = {stage.start: [] for stage in trainer.stages}
+    losses: dict[tuple[int, int], float] = {}
+    update, loss = StageRunner.step, StageRunner._loss
+
+    def watched(stage: StageRunner) -> None:
+        own = {id(p): p for p in stage.parameters if p.grad is not None}
+        gradients[stage.start].append([p.grad.clone() for p in own.values()])
+        update(stage)
+
+    def noted(stage: StageRunner, flight: Any, values: Any, targets: Any) -> Any:
+        found = loss(stage, flight, values, targets)
+        losses.setdefault((flight.batch_number, flight.microbatch), found[0].item())
+        return found
+
+    patch.setattr(StageRunner, "step", watched)
+    patch.setattr(StageRunner, "_loss", noted)
+    for step, batch in enumerate(batches):
+        trainer.step(batch)
+        if step in drains:
+            trainer.finish()
+    return Numbers(list(losses.values()), list(gradients.values()), trainer.state_dict())
+
+
+def batches_of(task: Task, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Batches of so many samples."""
+    found = []
+    for step, size in enumerate(sizes):
+        torch.manual_seed(100 + step)
+        found.append(task.batch(size))
+    return found
+
+
+def differences(ours: Numbers, plain: Numbers) -> list[str]:
+    """What is not equal, bit by bit."""
+    found = [] if ours.losses == plain.losses else [f"losses {ours.losses} and {plain.losses}"]
+    for stage, (one, other) in enumerate(zip(ours.gradients, plain.gradients, strict=True)):
+        if len(one) != len(other):
+            found.append(f"stage {stage}: {len(one)} updates, not {len(other)}")
+        for number, (a, b) in enumerate(zip(one, other, strict=False)):
+            if not all(map(torch.equal, a, b)) or len(a) != len(b):
+                found.append(f"stage {stage}: gradients of update {number}")
+    for name, tensor in plain.state.items():
+        if not torch.equal(ours.state[name], tensor):
+            found.append(f"{name} after all")
+    return found

@@ -1,0 +1,293 @@
+"""Whatever is decided under an endless schedule, numbers are those of a replay, and bytes those that were foretold."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, combinations, pairwise
+from math import isnan
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from endless_plans import decided
+from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, trained
+from moving_plans import make_chain, movable
+from oracle import measured_peaks
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.devices import Host
+from pipefit.errors import OutOfMemory
+from pipefit.places import Member, parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
+from pipefit.schedule.arenas import arenas_of, lent_bytes
+from pipefit.schedule.endless import period
+from pipefit.simulator import Simulation, simulate
+from pipefit.trace import Trace
+from replay import replayed
+from tiny import batch_of, plan_of, task_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums over threads may be taken in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def found(name: str) -> ModelProfile:
+    """What a model costs."""
+    return profile(TASKS[name](), microbatch_size=2, threads=1)
+
+
+def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
+    """A model in one to four stages, with random decisions."""
+    task, layers = TASKS[name](), len(found(name).layers)
+    free = range(3 if name == "tied" else 1, layers)  # layers that share a weight stay together
+    stages = rng.randint(1, 4)
+    cuts = [0, *sorted(rng.sample(free, stages - 1)), layers]
+    split = [stop - start for start, stop in pairwise(cuts)]
+    microbatches = rng.randint(stages if schedule == "pipedream-2bw" else 1, 6)
+    plan = plan_of(
+        task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)
+    )
+    return task, decided(plan, rng)
+
+
+def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
+    """Step, action and bytes of every sample of every device."""
+    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
+
+
+def step_peaks_of(trace: Trace) -> list[list[int]]:
+    """The peak of every device in every step."""
+    return [[device.step_peak_bytes(step) for step in range(trace.steps)] for device in trace.devices]
+
+
+def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPatch) -> None:
+    """A random plan trains the numbers of the replay, drained at random, also where its last batch is smaller."""
+    rng = Random(f"{name} {schedule} {seed}")
+    task, plan = random_plan(name, schedule, rng)
+    count, turn, least = plan.training.microbatches, period(plan), len(plan.stages) if "2bw" in schedule else 1
+    smaller = [n for n in range(least, count + 1) if n % turn == 0]
+    sizes = [2 * rng.choice([count, *smaller]) for _ in range(rng.randint(2, 7))]
+    sizes[-1] = rng.randint(2 * least - 1, 2 * count)
+    drains = [step for step in range(len(sizes)) if rng.random() < 0.2 or step == len(sizes) - 1]
+    given = batches_of(task, sizes)
+    ours = trained(task, plan, given, drains, patch)
+    assert differences(ours, replayed(task, plan, given, seed=SEED, drains=drains)) == []
+
+
+def assert_foretold(name: str, schedule: str, seed: int) -> None:
+    """A random plan takes the bytes of the dry run, folded or not, in every sample, and of the simulator."""
+    rng = Random(f"{name} {schedule} {seed}")
+    task, plan = random_plan(name, schedule, rng)
+    steps = distinct_steps(plan) + 1
+    trainer = Trainer(task, plan)
+    for step in range(steps):
+        trainer.step(batch_of(task, plan, step))
+    dry = certify(task, plan, steps=steps)
+    assert samples(trainer.trace) == samples(dry) == samples(certify(task, plan, steps=steps, fold=False))
+    told = step_peaks_of(simulate(plan, steps=steps))
+    if name == "tied":  # the simulator's is an upper bound there, as under any schedule
+        pairs = zip(step_peaks_of(dry), told, strict=True)
+        assert all(real <= bound for reals, bounds in pairs for real, bound in zip(reals, bounds, strict=True))
+    else:
+        assert step_peaks_of(dry) == told
+    trainer.finish()
+    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", TASKS)
+def test_whatever_is_decided_numbers_and_bytes_are_as_told(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, gradients of every update, parameters and buffers are bitwise the replay's; all samples are foretold."""
+    assert_foretold(name, schedule, 0)
+    assert_replayed(name, schedule, 0, monkeypatch)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", TASKS)
+def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of many plans."""
+    assert_foretold(name, schedule, seed)
+    assert_replayed(name, schedule, seed, monkeypatch)
+
+
+# -------------------------------------------------------------------- one plan with everything
+
+
+def mixed(schedule: str, microbatches: int = 4) -> Plan:
+    """Three stages and a lender: tensors move to peers and the host, runs are recomputed early, weights move too."""
+    plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
+    decisions = [
+        Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahead=2),
+        moved(0, SavedTensors(tensors=((1, 0),)), "device3*2+host*1", behind=2),
+        moved(1, SavedTensors(tensors=((3, 0),)), "device2", ahead=1, microbatches=Microbatches(1, 2)),
+    ]
+    if schedule == "pipedream":
+        decisions += [
+            moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
+            moved(1, State(start=2, stop=3, kind="versions"), "device0"),
+        ]
+    return replace(plan, decisions=tuple(decisions))
+
+
+def moved(stage: int, subject: SavedTensors | State, place: str, **when: Any) -> Decision:
+    """Something is offloaded."""
+    return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_workers_do_what_one_process_does(schedule: str) -> None:
+    """Over shared memory and beside computing: all losses, and every sample of memory, that of the drain included."""
+    task, plan = make_chain(), mixed(schedule)
+    trainer, steps = Trainer(task, plan), distinct_steps(plan)
+    expected = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
+    losses, trace = train(make_chain, plan, steps=steps)
+    assert losses == [*expected[trainer.late :], *trainer.finish()]
+    assert samples(trace) == samples(trainer.trace)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_the_allocator_sees_what_leaves_and_comes_back(schedule: str) -> None:
+    """Its own events have the peaks of the dry run in every step, less what a device lends."""
+    task, plan = make_chain(), mixed(schedule)
+    steps = distinct_steps(plan)
+    dry, allocated = certify(task, plan, steps=steps), measured_peaks(task, plan, steps=steps)
+    lent = [lent_bytes(arenas_of(plan, whole_run(plan)), Member.device(stage)) for stage in range(3)]
+    assert lent[0] + lent[2] > 0 or schedule != "pipedream"
+    for stage, peaks in enumerate(allocated):
+        told = dry.devices[stage].step_peak_bytes
+        assert peaks == [told(step) - lent[stage] for step in range(steps)]
+
+
+def test_a_host_has_room_for_a_full_pipeline() -> None:
+    """What the first step moves would fit, what later ones do would not: refused before anything runs, and the
+    simulator of a single step knows.
+    """
+    task, plan = make_chain(), mixed("pipedream", microbatches=2)
+    lent = arenas_of(plan, whole_run(plan))
+    needed = lent_bytes(lent, Member.host(0))
+    assert needed > lent_bytes(arenas_of(plan, step_programs(plan)[0]), Member.host(0))
+    assert Simulation(plan, steps=1).arenas == lent
+    for less in (0, 1):
+        tight = replace(plan, cluster=replace(plan.cluster, hosts=(Host(memory_bytes=needed - less),)))
+        if less:
+            with pytest.raises(OutOfMemory, match=r"host0 has .* and would have to keep"):
+                Trainer(task, tight)
+        else:
+            trainer = Trainer(task, tight)
+            for step in range(distinct_steps(plan) + 1):
+                trainer.step(batch_of(task, plan, step))
+
+
+def test_after_a_failed_step_everything_is_where_it_was() -> None:
+    """No slot is in use, no memory held, and training goes on as one that begins with these weights does."""
+    task, plan = make_chain(), mixed("pipedream")
+    trainer = Trainer(task, plan)
+    levels = [runner.meter.total for runner in trainer.runners if runner.meter]
+    for step in range(2):
+        trainer.step(batch_of(task, plan, step))
+    trainer.finish()
+    settled = [runner.meter.total for runner in trainer.runners if runner.meter]
+    layer = trainer.runners[1].stages[1].layers[0].module
+    forward, calls = layer.forward, Counter[str]()
+
+    def failing(x: Tensor) -> Tensor:
+        calls["forward"] += 1
+        if calls["forward"] == 7:
+            raise RuntimeError("it failed")
+        return forward(x)
+
+    layer.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="it failed"):
+        all(trainer.step(batch_of(task, plan, step)) for step in range(4))
+    layer.forward = forward  # type: ignore[method-assign]
+    gc.collect()
+    assert [runner.meter.total for runner in trainer.runners if runner.meter] == settled > levels
+    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
+    assert isnan(trainer.step(batch_of(task, plan, 5)))
+    assert len(trainer.finish()) == 1
+
+
+# -------------------------------------------------------------------- where nothing else fits
+
+
+def images() -> Task:
+    """Convolutions whose outputs take more than their weights."""
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU()) for _ in range(3)]
+    return Task(
+        lambda: nn.Sequential(*chain(*layers), nn.Flatten(), nn.Linear(512, 3)),
+        batch=lambda size: (torch.randn(size, 8, 8, 8), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="images",
+    )
+
+
+def rows() -> list[nn.Module]:
+    """Layers whose weights take more than their outputs."""
+    blocks = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Sigmoid(), nn.Dropout(0.1)) for _ in range(3)]
+    return [*chain(*blocks), nn.Linear(64, 4)]
+
+
+LARGE: dict[str, Callable[[], Task]] = {
+    "images": images,
+    "rows": lambda: task_of(rows, inputs=64, optimizer=MOMENTUM),
+}
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", LARGE)
+def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
+    """Every split over three devices passes their caps, under which one of them trains with saved tensors on the host,
+    recomputation and, under PipeDream, older weights away.
+    """
+    task = LARGE[name]()
+    found = profile(task, microbatch_size=8, threads=1)
+    edges = [(0, *cuts, len(found.layers)) for cuts in combinations(range(1, len(found.layers)), 2)]
+    splits = [
+        plan_of(task, [b - a for a, b in pairwise(cuts)], size=8, microbatches=3, schedule=schedule, profiled=found)
+        for cuts in edges
+    ]
+    peaks = {plan.split: max(Simulation(plan).peak_bytes) for plan in splits}
+    plan = next(lightened(plan) for plan in splits if plan.split == ((3, 3, 5) if name == "images" else (3, 5, 5)))
+    cap = max(Simulation(plan).peak_bytes)
+    assert all(peak > 1.05 * cap for peak in peaks.values())
+    trainer = Trainer(task, replace(plan, cluster=Cluster.emulated((3, cap))))
+    for step in range(distinct_steps(plan) + 1):
+        trainer.step(batch_of(task, plan, step))
+    trainer.finish()
+    assert max(trainer.trace.peak_bytes) == cap
+
+
+def lightened(plan: Plan) -> Plan:
+    """All that the first stage saves goes to the host, other stages recompute, and older weights go to the host."""
+    decisions = [moved(0, SavedTensors(tensors=tuple(movable(plan, 0))), "host", behind=0)]
+    for number, stage in enumerate(plan.stages[1:], start=1):
+        run = Run(start=stage.start, stop=stage.stop)
+        decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE))
+    for number, stage in enumerate(plan.stages[:-1] if plan.training.schedule == "pipedream" else ()):
+        weights = State(start=stage.start, stop=stage.stop, kind="versions")
+        decisions.append(moved(number, weights, "host", behind=0))
+    return replace(plan, decisions=tuple(decisions))

@@ -1,0 +1,153 @@
+"""Programs that need weights which are away, or move weights that are in use: refused by simulation and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moving_plans import make_batch, make_chain
+from pipefit.actions import Action, parse_action
+from pipefit.cost.stage import Costs
+from pipefit.decisions import Decision, State, What
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.program import Program
+from pipefit.runtime import Trainer
+from pipefit.schedule import lower
+from pipefit.simulator import Simulation
+from pipefit.simulator.ledger import Ledger
+from tiny import plan_of
+
+Rearrange = Callable[[list[Action]], list[Action]]
+
+
+def weights_away(schedule: str = "pipedream") -> Plan:
+    """Three stages, of which the first moves the older weights of its first layer, as soon as that is possible."""
+    plan = plan_of(make_chain(), [2, 2, 2], microbatches=4, schedule=schedule)
+    subject = State(start=0, stop=1, kind="versions")
+    moves = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=0)
+    return replace(plan, decisions=(moves,) if schedule == "pipedream" else ())
+
+
+def word(text: str, microbatch: int) -> Action:
+    """A copy of the first layer's weights."""
+    return parse_action(f"0{text}{microbatch}[0.versions]@host")
+
+
+def behind(action: str, *moved: Action) -> Rearrange:
+    """These actions stand behind `action`, wherever they stood."""
+
+    def rearranged(actions: list[Action]) -> list[Action]:
+        rest = [one for one in actions if one not in moved]
+        place = rest.index(parse_action(action)) + 1
+        return [*rest[:place], *moved, *rest[place:]]
+
+    return rearranged
+
+
+def by_another_name(actions: list[Action]) -> list[Action]:
+    """The first weights, which microbatches 1 and 2 need, leave and return by the name of 2 before 1 goes backward."""
+    own = word("OFFLOAD", 1), word("WAIT_OFFLOAD", 1), word("RELOAD", 1), word("WAIT_RELOAD", 1)
+    return [one._replace(microbatch=2) if one in own[:2] else one for one in actions if one not in own[2:]]
+
+
+def programs(plan: Plan, rearrange: Rearrange, number: int) -> list[Program]:
+    """The first steps, of which the last has the first device's actions rearranged."""
+    *first, last = [lower(plan, entered=4 * step) for step in range(number)]
+    return [*first, replace(last, actions=(tuple(rearrange(list(last.actions[0]))), *last.actions[1:]))]
+
+
+def read(plan: Plan, steps: Sequence[Program]) -> None:
+    """By the ledger of the first device."""
+    stage, kind = plan.stages[0], plan.cluster.devices[0].kind
+    ledger = Ledger(0, {0: Costs.of(plan).stage(stage.start, stage.stop, kind)}, steps[0])
+    for program in steps:
+        ledger.read(program.actions[0])
+
+
+def run(plan: Plan, steps: Sequence[Program]) -> None:
+    """By all devices in this process."""
+    trainer = Trainer(make_chain(), plan)
+    for program in steps:
+        torch.manual_seed(0)
+        inputs, targets = make_batch(2)
+        trainer._run_program(program, inputs=[[inputs]] * 4, targets=[[targets]] * 4, weights=[1.0] * 4)
+
+
+CASES: dict[str, tuple[Rearrange, int, str, str]] = {
+    "too late": (
+        behind("0B-1", word("RELOAD", -1), word("WAIT_RELOAD", -1)),
+        2,
+        r"0B-1 needs a version of layer 0 that is away \(@host\): RELOAD it",
+        r"0B3 needs a tensor that is away: 0WAIT_RELOAD3\[0.versions\]@host must come before it",
+    ),
+    "in use": (
+        behind("0F0", word("OFFLOAD", 0), word("WAIT_OFFLOAD", 0)),
+        2,
+        r"0OFFLOAD0\[0.versions\]@host moves weights that forwards or updates still use: a WAIT_STASH must come before",
+        "weights of layer 0 cannot be moved: forwards or updates still use them",
+    ),
+    "by another name": (
+        by_another_name,
+        1,
+        r"0B1 needs a version of layer 0 that is away \(@host\)",
+        "0B1 needs weights of layer 0 that have been moved: RELOAD them",
+    ),
+    "twice": (
+        behind("0WAIT_STASH0", word("OFFLOAD", 1), word("OFFLOAD", 2), word("WAIT_OFFLOAD", 1)),
+        1,
+        r"0OFFLOAD2\[0.versions\]@host moves a version of layer 0 that is on its way out already",
+        r"0OFFLOAD2\[0.versions\]@host moves the weights of layer 0 a second time",
+    ),
+    "never away": (
+        lambda actions: [one for one in actions if one not in (word("OFFLOAD", 1), word("WAIT_OFFLOAD", 1))],
+        1,
+        r"0RELOAD1\[0.versions\]@host brings back a version of layer 0 that is on the device",
+        r"0RELOAD1\[0.versions\]@host brings back a storage that is on the device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_that_are_not_there_or_still_in_use_are_told(name: str) -> None:
+    """By the ledger and by the runtime, each at the action that is wrong."""
+    rearrange, number, simulated, trained = CASES[name]
+    plan = weights_away()
+    steps = programs(plan, rearrange, number)
+    with pytest.raises(UsageError, match=f"^device 0: {simulated}"):
+        read(plan, steps)
+    with pytest.raises(UsageError, match=trained):
+        run(plan, steps)
+
+
+def test_a_schedule_with_an_end_has_no_versions_to_move() -> None:
+    """A program by hand that moves some is refused."""
+    plan = weights_away("1f1b")
+    copies = tuple(word(text, 0) for text in ("OFFLOAD", "WAIT_OFFLOAD", "RELOAD", "WAIT_RELOAD"))
+    (program,) = programs(plan, behind("0F0", *copies), 1)
+    with pytest.raises(UsageError, match="moves versions of weights in a program that has none"):
+        assert Simulation(plan, program=program).effects
+    with pytest.raises(UsageError, match="moves versions of weights where there are none"):
+        run(plan, [program])
+    away = replace(weights_away(), training=plan.training)
+    with pytest.raises(UsageError, match="versions of layers 0 to 0 to host: this can be written down"):
+        lower(away)
+
+
+def test_weights_in_common_memory_stay() -> None:
+    """A parameter that is a part of a larger tensor is named, since its memory is not its own."""
+    plan, task = weights_away(), make_chain()
+
+    def build() -> torch.nn.Module:
+        chain = task.build()
+        large = torch.zeros(1000)
+        chain[0].weight = torch.nn.Parameter(large[: chain[0].weight.numel()].view_as(chain[0].weight))
+        return chain
+
+    trainer = Trainer(replace(task, module=build), plan)
+    with pytest.raises(UsageError, match="parameter weight of layer 0 cannot be moved, because it lies in memory"):
+        trainer.step(make_batch(8))

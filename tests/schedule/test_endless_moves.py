@@ -1,0 +1,194 @@
+"""What moves under endless schedules: steps against drawings, and against the same stream cut elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from endless import one_program
+from endless_plans import decided
+from pipefit.actions import RECEIVES, Action, Kind
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.program import Program, parse_program
+from pipefit.schedule import ENDLESS, lower, lower_drain, step_programs
+from pipefit.schedule.endless import period
+from pipefit.sharing import SharedParameter
+from pipelines import chain_profile, equal_profile, make_layer, make_plan
+
+HOST = parse_place("host")
+TENSOR = Decision(stage=0, subject=SavedTensors(tensors=((0, 0),)), what=What.OFFLOAD, place=HOST, behind=2)
+WEIGHTS = Decision(stage=0, subject=State(start=0, stop=1, kind="versions"), what=What.OFFLOAD, place=HOST)
+EARLY = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahead=2)
+
+
+def plan_of(stages: int, microbatches: int, *decisions: Decision, schedule: str = "pipedream") -> Plan:
+    """Two layers on each of so many devices."""
+    profile = equal_profile(2 * stages)
+    return make_plan(profile, [2] * stages, microbatches=microbatches, schedule=schedule, decisions=tuple(decisions))
+
+
+def first_device(program: Program) -> list[str]:
+    """What device 0 does, is left by the step before, and leaves to the next."""
+    return [" ".join(map(str, own[0])) for own in (program.actions, program.carried_in, program.carried_out)]
+
+
+def test_a_copy_of_one_step_is_joined_in_the_next() -> None:
+    """Two stages, a microbatch a step: two units behind its forward is the next step's."""
+    plan = plan_of(2, 1, TENSOR)
+    actions, carried_in, carried_out = first_device(step_programs(plan)[-1])
+    assert (carried_in, carried_out) == ("0OFFLOAD-1[0.0]@host", "0OFFLOAD0[0.0]@host")
+    assert actions == (
+        "0RECV_B-1 0LOAD0 0F0 0WAIT_OFFLOAD-1[0.0]@host 0SEND_F0 0OFFLOAD0[0.0]@host "
+        "0WAIT_RECV_B-1 0RELOAD-1[0.0]@host 0WAIT_RELOAD-1[0.0]@host 0B-1 "
+        "0WAIT_SEND_F0 0STASH-1 0STEP-1 0WAIT_STASH-1"
+    )
+    actions, carried_in, carried_out = first_device(lower_drain(plan, entered=5))
+    assert (carried_in, carried_out) == ("0OFFLOAD-1[0.0]@host", "")
+    assert actions == (
+        "0WAIT_OFFLOAD-1[0.0]@host 0RECV_B-1 0WAIT_RECV_B-1 0RELOAD-1[0.0]@host 0WAIT_RELOAD-1[0.0]@host 0B-1 0STEP-1"
+    )
+
+
+def test_weights_leave_when_forwards_use_newer_ones() -> None:
+    """Three stages: behind the join of the copy that updates change, until the backward of the microbatch that went
+    through them.
+    """
+    plan = plan_of(3, 2, WEIGHTS)
+    update = "0STASH{0} 0STEP{0} 0WAIT_STASH{0} 0OFFLOAD{1}[0.versions]@host"
+    actions, carried_in, carried_out = first_device(step_programs(plan)[-1])
+    assert (carried_in, carried_out) == ("0OFFLOAD-1[0.versions]@host", "0OFFLOAD1[0.versions]@host")
+    assert actions == (
+        "0RECV_B-2 0LOAD0 0F0 0WAIT_OFFLOAD-1[0.versions]@host 0SEND_F0 0WAIT_RECV_B-2 0RELOAD-2[0.versions]@host "
+        f"0WAIT_RELOAD-2[0.versions]@host 0B-2 0WAIT_SEND_F0 {update.format(-2, 0)} "
+        "0RECV_B-1 0LOAD1 0F1 0WAIT_OFFLOAD0[0.versions]@host 0SEND_F1 0WAIT_RECV_B-1 0RELOAD-1[0.versions]@host "
+        f"0WAIT_RELOAD-1[0.versions]@host 0B-1 0WAIT_SEND_F1 {update.format(-1, 1)}"
+    )
+    assert first_device(lower_drain(plan, entered=6))[0] == (
+        "0WAIT_OFFLOAD-1[0.versions]@host 0RECV_B-2 0WAIT_RECV_B-2 0RELOAD-2[0.versions]@host "
+        "0WAIT_RELOAD-2[0.versions]@host 0B-2 0STEP-2 0RECV_B-1 0WAIT_RECV_B-1 0RELOAD-1[0.versions]@host "
+        "0WAIT_RELOAD-1[0.versions]@host 0B-1 0STEP-1"
+    )
+
+
+def test_weights_that_several_microbatches_need_leave_between_them() -> None:
+    """Until the first update all go through the first weights, which come back for each of them."""
+    found = one_program(plan_of(3, 6, WEIGHTS), [6]).actions[0]
+    order = [str(a) for a in found if (a.kind in (Kind.OFFLOAD, Kind.RELOAD) and not a.wait) or a.kind is Kind.BACKWARD]
+    assert order[:9] == [
+        *("0B0", "0OFFLOAD1[0.versions]@host", "0RELOAD1[0.versions]@host"),
+        *("0B1", "0OFFLOAD2[0.versions]@host", "0OFFLOAD3[0.versions]@host", "0RELOAD2[0.versions]@host"),
+        *("0B2", "0OFFLOAD4[0.versions]@host"),
+    ]
+
+
+def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
+    """Two units ahead of the backward is in the step before; a drain does not run it again."""
+    plan = plan_of(2, 1, EARLY)
+    assert first_device(step_programs(plan)[-1])[0] == (
+        "0LOAD0 0N0[0:1] 0RECV_B-1 0F0[1:2] 0SEND_F0 0R0[0:1] 0WAIT_RECV_B-1 0B-1[1:2] 0WAIT_SEND_F0 0B-1[0:1] "
+        "0STASH-1 0STEP-1 0WAIT_STASH-1"
+    )
+    assert first_device(lower_drain(plan, entered=5))[0] == "0RECV_B-1 0WAIT_RECV_B-1 0B-1[1:2] 0B-1[0:1] 0STEP-1"
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_done_does_not_depend_on_where_steps_end(schedule: str, seed: int) -> None:
+    """Whatever is decided: the same microbatches in other steps give the same actions in the same order, but for the
+    starts of receives, which begin with a step; under two versions, but for updates, which are made once a step.
+    """
+    rng = Random(seed)
+    stages = rng.randint(1, 4)
+    plan = make_plan(
+        chain_profile([make_layer() for _ in range(2 * stages)]),
+        [2] * stages,
+        microbatches=rng.choice((4, 6)),
+        schedule=schedule,
+    )
+    plan = decided(plan, rng)
+    count, turn = plan.training.microbatches, period(plan)
+    step = max(turn, 1 if schedule == "pipedream" else stages + -stages % turn)
+    others = [step] * (4 * count // step - 1)
+    others.append(4 * count - sum(others))
+    drained = rng.random() < 0.5
+    one, other = (one_program(plan, sizes, drained=drained) for sizes in ([count] * 4, others))
+    for here, there in zip(one.actions, other.actions, strict=True):
+        assert [*filter(is_told, here)] == [*filter(is_told, there)]
+
+
+def is_told(action: Action) -> bool:
+    """Whether the place of an action does not depend on steps."""
+    return action.kind not in (Kind.STASH, Kind.STEP) and (action.wait or action.kind not in RECEIVES)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def state(kind: StateKind, start: int = 0, stop: int = 2, stage: int = 0) -> Decision:
+    """A state of a stage's layers is offloaded."""
+    return replace(WEIGHTS, stage=stage, subject=State(start=start, stop=stop, kind=kind))
+
+
+def sharing(plan: Plan) -> Plan:
+    """The first two layers share a trained parameter."""
+    tied = SharedParameter(name="tied", users=(0, 1), nbytes=8, gradient_bytes=8, state_bytes=0)
+    measurement = replace(plan.profile.measurements[0], shared=(tied,))
+    return replace(plan, profile=replace(plan.profile, measurements=(measurement,)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (plan_of(2, 4, state("optimizer")), "only saved tensors and versions of weights move under schedule pipedream"),
+        (plan_of(2, 4, state("gradients")), "move others under 1f1b"),
+        (plan_of(2, 4, state("versions"), schedule="pipedream-2bw"), "both versions .* are needed all the time"),
+        (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last one and updates in place"),
+        (sharing(plan_of(2, 4, state("versions", 0, 1))), "parameter 'tied' belongs to other layers of the stage too"),
+        (
+            make_plan(equal_profile(2, parameter_bytes=0), [1, 1], schedule="pipedream", decisions=(WEIGHTS,)),
+            "these layers have no weights that are trained",
+        ),
+    ],
+)
+def test_state_that_cannot_move_is_refused(plan: Plan, message: str) -> None:
+    """By name, with the reason and what to do instead."""
+    with pytest.raises(UsageError, match=rf"stage \d: offload .*{message}"):
+        lower(plan)
+
+
+def test_versions_of_everything_stay() -> None:
+    """Their room for gradients and optimizer state has no place to go."""
+    plan = plan_of(2, 4, state("versions"))
+    everything = replace(plan, training=replace(plan.training, versions="everything"))
+    with pytest.raises(UsageError, match=r"versions of everything have room .*; use versions of weights"):
+        lower(everything)
+
+
+def test_shares_are_the_same_in_every_step() -> None:
+    """A share of every three of four microbatches is refused with those that divide them; and a step behind a smaller
+    batch, which would begin inside a share, is refused until what is in flight has ended.
+    """
+    third = replace(EARLY, microbatches=Microbatches(1, 3))
+    with pytest.raises(
+        UsageError, match=r"3 does not divide the 4 of a step, .*: take a share of every 2 or 4, or all"
+    ):
+        lower(plan_of(2, 4, third))
+    half = plan_of(2, 4, replace(EARLY, microbatches=Microbatches(1, 2)))
+    lower(half, microbatches=3, entered=4)
+    lower_drain(half, entered=7)
+    with pytest.raises(
+        UsageError, match=r"had 7 microbatches, and the plan decides for shares of 2, .* Trainer.finish"
+    ):
+        lower(half, entered=7)
+
+
+def test_a_bundle_of_weights_is_text_that_parses() -> None:
+    """A program that moves weights of several layers is the one that its text says."""
+    program = lower(plan_of(3, 2, state("versions")), entered=6)
+    assert "bundle 0: 0.versions 1.versions" in str(program)
+    assert parse_program(str(program), placement=program.placement, microbatches=2) == program
