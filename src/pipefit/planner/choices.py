@@ -74,7 +74,7 @@ def _bundle(
     stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, units: int
 ) -> Iterator[Decision]:
     """The decision that moves the tensors of some blocks together; none where they have no tensors."""
-    tensors = tuple((t.layer, t.index) for block in blocks for t in choice.moved(menus, block))
+    tensors = tuple((t.layer, t.number) for block in blocks for t in choice.moved(menus, block))
     if tensors:
         yield Decision(
             stage=stage,

@@ -16,9 +16,10 @@ from pipefit.decisions import Decision
 from pipefit.errors import UsageError
 from pipefit.places import Member, Place, Share
 from pipefit.planner.choices import StageChoice, decisions_of
+from pipefit.planner.driver import plan_of
 from pipefit.planner.menus import Menu, Menus
 from pipefit.planner.question import Question, Split
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.schedule.arenas import lent_bytes
 from pipefit.simulator import Simulation
 
@@ -78,7 +79,8 @@ class Evaluator:
     """Evaluates candidates of one question."""
 
     def __init__(self, question: Question) -> None:
-        self.question, self.menus = question, Menus(question)
+        self.question = question
+        self.menus = Menus(question)
         self.costs = Costs(question.measurement, question.training)
         self.known: dict[Candidate, Evaluation | None] = {}
 
@@ -90,6 +92,11 @@ class Evaluator:
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """The menus of every stage of a split."""
         return [self.menus.of_stage(*edges) for edges in pairwise(split.edges)]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the question says what is recomputed, so that nothing is chosen."""
+        return self.question.options.recompute != "never"
 
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
         """The decisions of a candidate's plan."""
@@ -121,16 +128,5 @@ class Evaluator:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate."""
-        question, split = self.question, candidate.split
-        layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
-        stages = tuple(
-            Stage(start=start, stop=stop, grid=Grid.of(device))
-            for (start, stop), device in zip(layers, split.devices, strict=True)
-        )
-        return Plan(
-            profile=question.profile,
-            cluster=question.cluster,
-            training=question.training,
-            stages=stages,
-            decisions=self.decisions(candidate),
-        )
+        decisions = None if self.pinned else self.decisions(candidate)
+        return plan_of(self.question, candidate.split, decisions=decisions)

@@ -11,16 +11,16 @@ from math import ceil
 
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import fits, stage_peaks
-from pipefit.planner.question import Question, Split
+from pipefit.planner.question import Found, Question
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 _MORE_DEVICES = 8  # times as many devices are tried at most
 
 
-def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, planner: str) -> str:
+def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str) -> str:
     """Which device and stage do not fit, by how many bytes, how full the device is, and what would fit."""
-    budgets = question.cluster.budgets
+    budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]

@@ -46,7 +46,7 @@ class Movable(NamedTuple):
     """A saved tensor that can be moved with its storage: its name, the storage's bytes, and the layers that save it."""
 
     layer: int
-    index: int
+    number: int
     nbytes: int
     savers: tuple[int, ...]
 
