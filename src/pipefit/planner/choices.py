@@ -22,14 +22,18 @@ class StageChoice(NamedTuple):
     """What is done on a stage: for every block the number of its recipe, and where the rest of its tensors go.
 
     Of the blocks whose tensors move to the host, the first `near` are in the bundle with the time of one forward or
-    backward. Of those that are recomputed the last `early`, whose backwards come first, go forward again one action
-    ahead, so that they may fill the time in which the device waits for gradients.
+    backward. This bundle comes back `lead` forwards and backwards ahead, the other one more. Of those that are
+    recomputed the last `early`, whose backwards come first, go forward again one action ahead, so that they may fill
+    the time in which the device waits for gradients. If `joined`, runs that touch are one: it keeps only its first
+    inputs, but has all of its tensors on the device before its backward.
     """
 
     recipes: tuple[int, ...]
     places: tuple[int, ...]
     near: int = 0
+    lead: int = 1
     early: int = 0
+    joined: bool = False
     peers: Place | None = None
 
     @staticmethod
@@ -59,19 +63,28 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
     """The decisions of a stage; `host` is where its device's host is."""
     again = [block for block, number in enumerate(choice.recipes) if number]
     early = again[len(again) - choice.early :] if choice.early else []
-    for block in again:
-        for start, stop in choice.recipe(menus, block).runs:
-            ahead = int(block in early)
-            yield Decision(stage=stage, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, ahead=ahead)
+    runs = [(run, int(block in early)) for block in again for run in choice.recipe(menus, block).runs]
+    for (start, stop), ahead in _joined(runs) if choice.joined else runs:
+        yield Decision(stage=stage, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, ahead=ahead)
     to_host = choice.blocks_to(TO_HOST)
-    yield from _bundle(stage, choice, menus, to_host[: choice.near], host, 1)
-    yield from _bundle(stage, choice, menus, to_host[choice.near :], host, 2)
+    yield from _bundle(stage, choice, menus, to_host[: choice.near], host, 1, choice.lead)
+    yield from _bundle(stage, choice, menus, to_host[choice.near :], host, 2, choice.lead + 1)
     if choice.peers is not None:
-        yield from _bundle(stage, choice, menus, choice.blocks_to(TO_PEERS), choice.peers, 1)
+        yield from _bundle(stage, choice, menus, choice.blocks_to(TO_PEERS), choice.peers, 1, 1)
+
+
+def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:
+    """The runs, those that touch and come equally early as one."""
+    found: list[tuple[tuple[int, int], int]] = []
+    for run, ahead in runs:
+        touches = found and found[-1][0][1] == run[0] and found[-1][1] == ahead
+        start = found.pop()[0][0] if touches else run[0]
+        found.append(((start, run[1]), ahead))
+    return found
 
 
 def _bundle(
-    stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, units: int
+    stage: int, choice: StageChoice, menus: Sequence[Menu], blocks: Sequence[int], place: Place, behind: int, ahead: int
 ) -> Iterator[Decision]:
     """The decision that moves the tensors of some blocks together; none where they have no tensors."""
     tensors = tuple((t.layer, t.number) for block in blocks for t in choice.moved(menus, block))
@@ -81,6 +94,6 @@ def _bundle(
             subject=SavedTensors(tensors=tensors),
             what=What.OFFLOAD,
             place=place,
-            behind=units,
-            ahead=units,
+            behind=behind,
+            ahead=ahead,
         )

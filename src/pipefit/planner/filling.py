@@ -17,9 +17,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from pipefit.errors import UsageError
 from pipefit.places import Member, Place
-from pipefit.planner.bounds import position_of
+from pipefit.planner.bounds import Work, highest_line, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.menus import Menu
@@ -110,6 +112,20 @@ class Filler:
 
     # ---------------------------------------------------------------- what is known of a split
 
+    def fewest_seconds(self, split: Split) -> float:
+        """Seconds that a step of a split takes at least, whatever is done with tensors."""
+        how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
+        before, whole, none = forward + backward, float(forward[-1] + backward[-1]), np.zeros(())
+        found = [0.0]
+        for stage, (start, stop) in enumerate(pairwise(split.edges)):
+            if how.endless:
+                found.append(how.microbatches * float(before[stop] - before[start]))
+                continue
+            at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
+            passes = forward[stop] - forward[start], backward[stop] - backward[start]
+            found.append(float(highest_line(at, Work(*passes, before[start], whole, none, none))))
+        return max(found)
+
     def _whole(self, split: Split) -> tuple[int, ...]:
         return stage_peaks(self.question, split)
 
@@ -170,7 +186,7 @@ class Filler:
             if left <= 0 or not moved:
                 break
         places = tuple(moving.places)
-        return StageChoice(recipes, places, moving.fitting(near), setting.early[stage], peers if lent else None)
+        return StageChoice(recipes, places, moving.fitting(near), setting.early[stage], peers=peers if lent else None)
 
 
 class _Moving:

@@ -38,6 +38,8 @@ def _first_better(filler: Filler, best: Filled, last: int, at_least: float) -> F
     for setting in _neighbours(best):
         if filler.evaluator.count >= last:
             return None
+        if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
+            continue
         found = filler.fill(setting, best.margins)
         if found is not None and _better(found, best):
             return found

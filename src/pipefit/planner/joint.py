@@ -8,7 +8,8 @@ host has the memory at every instant.
        have fewer blocks because they recompute more (`planner.splits`)
     2. the best of them is improved by small changes (`planner.improvement`)
     3. memory that devices have left is lent, if that is faster (`planner.peers`)
-    4. the plan of `mpress` is a candidate too
+    4. what is done with single blocks is polished (`planner.polishing`)
+    5. the plan of `mpress` is a candidate too
 
 So it is never slower than any split that fits as it is, nor than `mpress`, and never over a budget. It reports the gap
 to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be proven.
@@ -30,6 +31,7 @@ from pipefit.planner.first_last import first_last
 from pipefit.planner.improvement import improved
 from pipefit.planner.parameters import parameters
 from pipefit.planner.peers import with_peers
+from pipefit.planner.polishing import polished
 from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.splits import Balance
 from pipefit.planner.time import time
@@ -38,20 +40,17 @@ from pipefit.provenance import Objective
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
-_EVALUATIONS = 40  # for improving a plan
-_ACTIONS = 500_000  # in all programs that are simulated for that
+_EVALUATIONS, _POLISHES = 40, 200  # for improving a plan, and for polishing it
+_ACTIONS = 250_000  # in all programs that are simulated for either
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
 def joint(question: Question) -> Found:
     """The fastest plan found, with its bound."""
-    bound = step_bound(question)
-    filler = Filler(Evaluator(question))
-    start = min(_starts(filler), key=lambda filled: filled.found.order)
-    best = improved(filler, start, evaluations=_evaluations(start.found), at_least=bound)
-    best, remarks = _lent(filler, best)
-    found, evaluator = best.found, filler.evaluator
-    decisions = None if evaluator.pinned else evaluator.decisions(found.candidate)
+    bound, filler = step_bound(question), Filler(Evaluator(question))
+    best, remarks = _filled(filler, bound)
+    evaluator = filler.evaluator
+    found = best.found if evaluator.pinned else _polished(evaluator, best.found, bound)
     return Found(
         found.candidate.split,
         Objective.STEP,
@@ -59,18 +58,39 @@ def joint(question: Question) -> Found:
         evaluated=evaluator.count,
         proven=False,
         bound=min(bound, found.seconds),
-        decisions=decisions,
+        decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
         remarks=remarks,
     )
 
 
-def _starts(filler: Filler) -> Iterator[Filled]:
-    """Every split, as it is or filled without and with the host."""
+def _filled(filler: Filler, bound: float) -> tuple[Filled, tuple[str, ...]]:
+    """The best split, filled and improved, with what devices lend; and remarks about the latter."""
+    start = _best_start(filler)
+    best = improved(filler, start, evaluations=_evaluations(start.found, _EVALUATIONS), at_least=bound)
+    return _lent(filler, best)
+
+
+def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluation:
+    """A plan polished, if there is anything to polish: it does something with tensors."""
+    if all(choice.idle for choice in found.candidate.choices):
+        return found
+    return polished(evaluator, found, evaluations=_evaluations(found, _POLISHES), at_least=bound)
+
+
+def _best_start(filler: Filler) -> Filled:
+    """The best of all splits, each as it is or filled, without and with the host.
+
+    A split whose stages take longer than a plan that is known to fit is left out.
+    """
+    best: Filled | None = None
     for split in dict.fromkeys(_splits(filler.question)):
         for host in (0.0,) if filler.evaluator.pinned else (0.0, 1.0):
-            filled = filler.fill(Setting.of(split, host))
-            if filled is not None:
-                yield filled
+            if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
+                filled = filler.fill(Setting.of(split, host))
+                if filled is not None and (best is None or filled.found.order < best.found.order):
+                    best = filled
+    assert best is not None, "a split that keeps everything can be carried out"
+    return best
 
 
 def _splits(question: Question) -> Iterator[Split]:
@@ -80,10 +100,10 @@ def _splits(question: Question) -> Iterator[Split]:
     yield from (balance.split(host) for host in _HOST_PARTS)
 
 
-def _evaluations(found: Evaluation) -> int:
-    """How many more simulations there may be."""
-    actions = sum(map(len, found.simulation.program.actions)) * found.simulation.steps
-    return min(_EVALUATIONS, max(4, _ACTIONS // actions))
+def _evaluations(found: Evaluation, most: int) -> int:
+    """How many more simulations of such a program there may be, up to `most`."""
+    actions = sum(map(len, found.simulation.program.actions))
+    return min(most, max(4, _ACTIONS // actions))
 
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
