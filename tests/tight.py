@@ -140,7 +140,6 @@ def fastest(case: Case, techniques: Sequence[str] = (KEEP, RECOMPUTE, JOINED, HO
                 continue
             if fits and (best is None or found.step_seconds[-1] < best):
                 best = found.step_seconds[-1]
-                best_plan[:] = [early]
             if not plan.decisions:
                 break
     return best

@@ -82,10 +82,8 @@ def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
     places, near = _with(choice.places, block, TO_HOST), choice.near
     ways = dict.fromkeys(((near + 1, choice.lead), (near, choice.lead), (near + 1, 0)))
     for recipes in dict.fromkeys((_with(choice.recipes, block, 0), choice.recipes)):
-        for near, lead in dict.fromkeys(
-            ((choice.near + 1, choice.lead), (choice.near, choice.lead), (choice.near + 1, 0))
-        ):
-            yield choice._replace(places=places, recipes=recipes, near=near, lead=lead)
+        for some, lead in ways:
+            yield choice._replace(places=places, recipes=recipes, near=some, lead=lead)
 
 
 def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
