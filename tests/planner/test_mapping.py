@@ -109,3 +109,12 @@ def test_ten_devices_are_improved_by_swaps() -> None:
     found = mapped([8] + [0] * 9, [0] * 5 + [8] + [0] * 4, rates)
     assert found.seconds == pytest.approx(8.0)
     assert abs(found.devices[0] - found.devices[5]) in (1, 9)
+
+
+def test_where_not_all_can_be_placed_the_order_is_good_for_a_part() -> None:
+    """On a DGX-1 whose last devices have less than the first one lacks, some of them become its neighbours."""
+    rates = peer_rates(Cluster.preset("dgx1-v100"))
+    found = mapped([100, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 30, 30], rates)
+    assert found.seconds == float("inf")
+    assert found.lent == {(0, 6): 30, (0, 7): 30}
+    assert all(rates[found.devices[0], found.devices[lender]] > 0 for lender in (6, 7))

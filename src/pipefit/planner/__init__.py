@@ -17,8 +17,10 @@ from pipefit.planner.driver import plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
+from pipefit.planner.joint import joint
 from pipefit.planner.mcap_bf import mcap_bf
 from pipefit.planner.mcap_bo import mcap_bo
+from pipefit.planner.mpress import mpress
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Found, Options, Planner, Question
@@ -43,8 +45,10 @@ __all__ = [
     "exact",
     "exhaustive",
     "first_last",
+    "joint",
     "mcap_bf",
     "mcap_bo",
+    "mpress",
     "parameters",
     "plan",
     "plan_of",
@@ -55,6 +59,8 @@ __all__ = [
 ]
 
 PLANNERS: dict[str, Planner] = {
+    "joint": joint,
+    "mpress": mpress,
     "exact": exact,
     "exhaustive": exhaustive,
     "bisection": bisection,

@@ -148,10 +148,10 @@ class Filler:
         """
         start, stop = list(pairwise(setting.split.edges))[stage]
         forward, backward = (float(t[stop] - t[start]) for t in (self._prices.forward, self._prices.backward))
-        rate = self._rates(setting)[stage] * setting.host[stage]
+        rate = self.rates(setting)[stage] * setting.host[stage]
         return rate * forward, rate * (forward + backward)
 
-    def _rates(self, setting: Setting) -> list[float]:
+    def rates(self, setting: Setting) -> list[float]:
         """Bytes per second that each stage's device has to its host, if all stages that may move anything do."""
         cluster, split = self.question.cluster, setting.split
         routes = []

@@ -29,6 +29,7 @@ from pipefit.planner.exact import exact
 from pipefit.planner.filling import Filled, Filler, Setting
 from pipefit.planner.first_last import first_last
 from pipefit.planner.improvement import improved
+from pipefit.planner.mpress import MpressOptions, compacted
 from pipefit.planner.parameters import parameters
 from pipefit.planner.peers import with_peers
 from pipefit.planner.polishing import polished
@@ -51,6 +52,7 @@ def joint(question: Question) -> Found:
     best, remarks = _filled(filler, bound)
     evaluator = filler.evaluator
     found = best.found if evaluator.pinned else _polished(evaluator, best.found, bound)
+    found = min(found, compacted(filler, MpressOptions()), key=lambda one: one.order)
     return Found(
         found.candidate.split,
         Objective.STEP,

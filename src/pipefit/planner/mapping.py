@@ -31,6 +31,7 @@ Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
 
 _MOST = 8  # devices, of which all orders are tried
+_PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # of the needs
 
 
 class Mapping(NamedTuple):
@@ -61,14 +62,18 @@ def is_symmetric(rates: Floats) -> bool:
 def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
     """The best mapping of stages to as many devices, all of one kind.
 
-    `needs` are the bytes that each stage is to place elsewhere, `spares` what each has left. Seconds are infinite where
-    no order places all; the lent bytes are then as many as possible.
+    `needs` are the bytes that each stage is to place elsewhere, `spares` what each has left. Where no order places all
+    of the needs, the order is the best for the largest of a few parts of them, and the seconds are infinite.
     """
     if is_symmetric(rates) or not any(needs):
-        order = tuple(range(len(needs)))
-        return _lending(order, needs, spares, rates)
-    orders = _orders(rates) if len(needs) <= _MOST else _swapped(needs, spares, rates)
-    seconds = copy_seconds(orders, needs, spares, rates)
+        return _lending(tuple(range(len(needs))), needs, spares, rates)
+    every = _orders(rates) if len(needs) <= _MOST else None
+    for part in _PARTS:
+        placed = [int(part * need) for need in needs]
+        orders = _swapped(placed, spares, rates) if every is None else every
+        seconds = copy_seconds(orders, placed, spares, rates)
+        if seconds.min() < np.inf:
+            break
     return _lending(tuple(map(int, orders[int(seconds.argmin())])), needs, spares, rates)
 
 

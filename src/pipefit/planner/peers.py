@@ -84,11 +84,11 @@ def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Settin
         each = max((sum(tensor.nbytes for tensor in menu.tensors) for menu in menus[stage]), default=0)
         away = filler.in_flight(setting.split, stage) - 1
         blocks = int(room // (away * each)) if away and each else 0
-        lent.append((blocks, _striped(shares, mapping.devices)) if blocks else (0, None))
+        lent.append((blocks, striped(shares, mapping.devices)) if blocks else (0, None))
     return setting._replace(split=Split(setting.split.edges, mapping.devices), lent=tuple(lent))
 
 
-def _striped(shares: dict[int, int], devices: Sequence[int]) -> Place:
+def striped(shares: dict[int, int], devices: Sequence[int]) -> Place:
     """The place of tensors that go to lenders in proportion to these bytes."""
     whole = sum(shares.values())
     parts = {stage: round(_PARTS * nbytes / whole) for stage, nbytes in shares.items()}
