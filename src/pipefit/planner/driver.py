@@ -14,6 +14,7 @@ from math import isfinite
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
 from pipefit.places import Member
+from pipefit.planner.accounts import compactions
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
@@ -55,6 +56,7 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
             peak_bytes=peaks,
             step_seconds=simulation.step_seconds[-1],
             utilisation=simulation.utilisation,
+            compactions=tuple(compactions(plan, simulation)) if found.decisions else (),
         ),
         provenance=Provenance(
             planner=name,
