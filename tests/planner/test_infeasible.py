@@ -136,7 +136,7 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
 
 
 def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:
-    """Where parameters alone are too large, after all that recomputing and moving can free."""
+    """Where parameters alone are too large, after all that recomputing and moving frees."""
     chain = profile(alike(8, size=100))
     text = refusal(chain, devices(*[300] * 2), training("gpipe", 4), objective="throughput")
-    assert "with all that recomputing and moving tensors can free; no other split fits either" in text
+    assert "with what recomputing and moving tensors frees; no other split fits either" in text

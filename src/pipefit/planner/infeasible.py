@@ -27,7 +27,7 @@ def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, pla
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
     budget = budgets[device]
     none_fits = "; no other split fits either" if planner in _BEST else ""
-    freed = ", with all that recomputing and moving tensors can free" if found.decisions else ""
+    freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
         f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full)"

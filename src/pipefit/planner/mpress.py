@@ -117,9 +117,9 @@ class _Assignment:
         for _ in range(_CORRECTIONS):
             choices = tuple(self._choice(stage, need) for stage, need in enumerate(needs))
             found = self.filler.evaluator.evaluate(Candidate(self.split, choices))
-            if found is None or (best is not None and found.order >= best.order):
+            if found is None:
                 return best
-            best = found
+            best = found if best is None or found.order < best.order else best
             if found.fits:
                 return best
             needs = [need + max(0, over) for need, over in zip(needs, found.over, strict=True)]
@@ -131,11 +131,10 @@ class _Assignment:
         chosen = [Technique.KEEP] * len(menus)
         held = self.filler.in_flight(self.split, stage)
         for tensor, technique in _ordered(tensors, held, self.options):
-            if need <= 0:
-                break
-            if chosen[tensor.block] is Technique.KEEP:
-                chosen[tensor.block] = technique
-                need -= tensor.nbytes * (held if technique is Technique.RECOMPUTE else max(0, held - 2))
+            if need <= 0 or _freed(technique, held) <= _freed(chosen[tensor.block], held):
+                continue
+            before, chosen[tensor.block] = chosen[tensor.block], technique
+            need -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
         recipes = tuple(
             len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0 for menu, t in zip(menus, chosen, strict=True)
         )
@@ -187,8 +186,18 @@ class _Assignment:
         return max(0.0, median(waits)) if waits else 0.0
 
 
+def _freed(technique: Technique, held: int) -> int:
+    """Of how many of the microbatches in flight a technique frees the bytes; of a swap, two are there in any case."""
+    if technique is Technique.RECOMPUTE:
+        return held
+    return 0 if technique is Technique.KEEP else max(0, held - 2)
+
+
 def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> Iterator[tuple[_Tensor, Technique]]:
-    """The tensors of a stage in the order of the first assignment, each with the technique that it would get."""
+    """The tensors of a stage in the order of the first assignment, each with the technique that it would get.
+
+    Each comes again with what frees more, for stages where what comes first is not enough.
+    """
     on_the_way = 0.0
     by_interval = sorted(tensors, key=lambda tensor: -tensor.costs.interval_seconds)
     for tensor in by_interval:
