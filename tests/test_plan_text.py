@@ -69,7 +69,7 @@ def test_a_device_that_is_too_small_is_marked() -> None:
 
 def test_an_exact_plan_is_called_proven_and_covers_all_splits() -> None:
     """With the number of splits."""
-    text = str(made())
+    text = str(made(planner="exact"))
     assert "Proven optimal: no split brings the peak of the fullest device below" in text
     assert f"all {comb(29, 3):,} splits" in text
 

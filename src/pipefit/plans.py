@@ -1,8 +1,7 @@
 """A plan: which layers go on which devices, what is recomputed or moved away, and what a step should cost.
 
 A plan contains the profile, the cluster and the training that it was made for, so that it can be simulated, explained,
-certified and run from one file. You may also write one yourself: `Plan(profile=..., cluster=..., training=...,
-stages=...)`, with `decisions` if runs of layers are to be recomputed or tensors moved away.
+certified and run from one file. You may also write one: `Plan(profile=..., cluster=..., training=..., stages=...)`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from math import comb
 from typing import Literal
 
 from pipefit.cluster import Cluster
+from pipefit.compactions import Compaction, table
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
@@ -108,7 +108,8 @@ class Prediction:
     """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step.
 
     Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
-    `utilisation` is the share of a step in which each device computes; empty where it is not known.
+    `utilisation` is the share of a step in which each device computes; empty where it is not known. `compactions` say
+    what recomputing and moving does for each stage.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -116,6 +117,7 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     step_seconds: float
     utilisation: tuple[float, ...] = ()
+    compactions: tuple[Compaction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +257,8 @@ class Plan:
     def explanation(self) -> list[Table | str]:
         """Its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
         sentences = [_limit(self), *_planner(self), *_time(self), *_caveats(self)]
-        return [_head(self), self.stage_table, "\n".join(sentences)]
+        freed = table(self.prediction.compactions, self.prediction.step_seconds) if self.prediction else ()
+        return [_head(self), self.stage_table, *freed, "\n".join(sentences)]
 
     def __str__(self) -> str:
         """The explanation as text."""

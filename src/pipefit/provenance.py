@@ -22,6 +22,7 @@ class Objective(StrEnum):
     PARAMETERS = "parameter bytes of the heaviest stage"
     BLOCKS = "blocks of the longest stage"
     SECONDS = "seconds of the slowest stage, for one microbatch"
+    STEP = "time of a step, in seconds"
 
     @property
     def unit(self) -> Literal["bytes", "share", "blocks", "seconds"]:
@@ -30,7 +31,7 @@ class Objective(StrEnum):
             return "share"
         if self is Objective.BLOCKS:
             return "blocks"
-        return "seconds" if self is Objective.SECONDS else "bytes"
+        return "seconds" if self in (Objective.SECONDS, Objective.STEP) else "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ class Provenance:
     """Which planner made a plan, and how good it is proven to be.
 
     `value` is the plan's value of `objective`, which was minimised. No plan can have a value below `bound`, which is
-    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages or
-    splits it compared.
+    equal to `value` if the planner is exact, and None if it does not know. `evaluated` is how many candidate stages,
+    splits or plans it compared. `remarks` are sentences about what it tried.
 
     Raises:
         UsageError: a number is negative, or too large to be a size or a time.
@@ -54,6 +55,7 @@ class Provenance:
     bound: float | None
     evaluated: int
     seconds: float
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -63,7 +65,7 @@ class Provenance:
 
     def __str__(self) -> str:
         took = f" in {format_seconds(self.seconds)}" if self.seconds else ""
-        return f"Planned by the {self.planner} planner{took}. {self._optimality}"
+        return " ".join((f"Planned by the {self.planner} planner{took}. {self._optimality}", *self.remarks))
 
     @property
     def proves_lowest_peak(self) -> bool:

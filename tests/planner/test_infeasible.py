@@ -11,11 +11,17 @@ import pytest
 from asking import asked
 from made_up import alike, devices, plain, profile, training, vgg_like
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.planner import Options, exact, plan, uniform
+from pipefit.planner import Options, exact, uniform
+from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 
 AMPLE = 1 << 40
+
+
+def plan(*question: object, **options: object) -> Plan:
+    """The leanest split, unless another planner is named."""
+    return planned(*question, **{"objective": "peak", **options})
 
 
 def refusal(*question: object, **options: object) -> str:
@@ -115,7 +121,7 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
     enough = max(peaks(plan(chain, devices(*[AMPLE] * 4), how)))
     cluster = devices(*[enough] * 4)
     assert refusal(chain, cluster, how, planner="uniform").endswith(
-        "What would fit: another split; use the exact planner"
+        "What would fit: another split; use the joint or the exact planner"
     )
     over = asked(uniform, chain, cluster, how, Options(allow_infeasible=True))
     assert max(peaks(over)) > enough
@@ -127,3 +133,10 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
     more = float(re.search(r"([\d.]+) % more memory", refusal(chain, devices(200, 300, 200), how))[1])
     larger = [-int(-budget * (1 + more / 100) // 1) for budget in (200, 300, 200)]
     asked(exact, chain, devices(*larger), how)
+
+
+def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:
+    """Where parameters alone are too large, after all that recomputing and moving frees."""
+    chain = profile(alike(8, size=100))
+    text = refusal(chain, devices(*[300] * 2), training("gpipe", 4), objective="throughput")
+    assert "with what recomputing and moving tensors frees; no other split fits either" in text

@@ -57,7 +57,7 @@ def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     assert made.prediction.step_seconds > 0
     best = asked(exact, profile(chain), cluster, how, options)
     assert best.prediction
-    assert fullness(best) <= fullness(made)
+    assert made.decisions or fullness(best) <= fullness(made)  # what is recomputed or moved may empty them further
 
 
 def with_runs(chain: Measurement, how: Training) -> ModelProfile:
@@ -138,7 +138,8 @@ def test_what_is_said_of_the_batch_decides_the_rest(said: dict[str, int], follow
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"planner": "best"}, "no planner 'best'; choose one of exact, exhaustive"),
+        ({"planner": "best"}, "no planner 'best'; choose one of joint, mpress, exact, exhaustive"),
+        ({"objective": "best"}, "no objective 'best'; choose one of throughput, peak"),
         ({"schedule": "zigzag"}, "no schedule 'zigzag'"),
         ({"stages": 9}, "has 8 layers, too few for 9 stages"),
         ({"stages": 5}, "has 4 devices, too few for 5 stages"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,13 +21,17 @@ def command(
     ] = None,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
+    objective: Annotated[
+        Literal["throughput", "peak"],
+        typer.Option(help="The fastest step that fits, or the lowest peak of all splits."),
+    ] = "throughput",
     planner: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="exact, exhaustive, bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or "
-            "first_last."
+            help="joint or exact, which belong to the objectives, unless given: mpress, exhaustive, bisection, "
+            "bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
         ),
-    ] = "exact",
+    ] = None,
     recompute: Recompute = "never",
     clip_norm: Annotated[
         float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
@@ -39,9 +43,9 @@ def command(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Plan how a model is split over a cluster.
+    """Plan how a model is split over a cluster, and what is recomputed or moved so that it fits.
 
-    By default, the split whose fullest device is as empty as possible. The plan says which device limits it.
+    By default, the fastest plan that fits. The plan says which device limits it.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
@@ -62,6 +66,7 @@ def command(
             recompute=recompute,
             clip_norm=clip_norm,
             versions=versions,
+            objective=objective,
             planner=planner,
             stages=stages,
         )

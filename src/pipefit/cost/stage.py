@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
@@ -39,6 +40,12 @@ class StageCost:
         self.layers = frozenset(range(start, stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
         self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
+
+    def forgetful(self) -> StageCost:
+        """The same costs, with flights that remember nothing yet."""
+        found = copy(self)
+        found.flights = Flights(self.storages)
+        return found
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
@@ -79,13 +86,20 @@ class Costs:
         """Costs for `plan`, which serve every plan of the same profile and training."""
         return Costs(plan.measurement, plan.training)
 
-    def stage(self, start: int, stop: int, kind: DeviceKind) -> StageCost:
-        """The costs of layers `start` to `stop - 1` on a device of `kind`."""
-        key = (start, stop, kind.key)
+    def stage(self, start: int, stop: int, kind: DeviceKind, bundles: Sequence[tuple[Subject, ...]] = ()) -> StageCost:
+        """The costs of layers `start` to `stop - 1` on a device of `kind`, in a program with these bundles.
+
+        What flights remember of an action names a bundle by its number alone, so that programs share it only where the
+        stage's bundles are the same.
+        """
+        own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
+        key = (start, stop, kind.key, own)
         found = self._stages.get(key)
         if found is None:
-            found = self._stages[key] = StageCost(
-                self._measurement, start, stop, self._seconds(kind), kind, self._training
+            found = self._stages[key] = (
+                self.stage(start, stop, kind).forgetful()
+                if own
+                else StageCost(self._measurement, start, stop, self._seconds(kind), kind, self._training)
             )
         return found
 

@@ -7,6 +7,7 @@ and makes the plan (`planner.driver`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
@@ -17,8 +18,10 @@ from pipefit.planner.driver import plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
+from pipefit.planner.joint import joint
 from pipefit.planner.mcap_bf import mcap_bf
 from pipefit.planner.mcap_bo import mcap_bo
+from pipefit.planner.mpress import mpress
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Found, Options, Planner, Question
@@ -43,8 +46,10 @@ __all__ = [
     "exact",
     "exhaustive",
     "first_last",
+    "joint",
     "mcap_bf",
     "mcap_bo",
+    "mpress",
     "parameters",
     "plan",
     "plan_of",
@@ -55,6 +60,8 @@ __all__ = [
 ]
 
 PLANNERS: dict[str, Planner] = {
+    "joint": joint,
+    "mpress": mpress,
     "exact": exact,
     "exhaustive": exhaustive,
     "bisection": bisection,
@@ -68,6 +75,9 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
+Goal = Literal["throughput", "peak"]
+PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
+
 
 def plan(
     profile: ModelProfile,
@@ -80,22 +90,27 @@ def plan(
     recompute: Recompute = "never",
     clip_norm: float | None = None,
     versions: Versions = "weights",
-    planner: str = "exact",
+    objective: Goal = "throughput",
+    planner: str | None = None,
     stages: int | None = None,
     allow_infeasible: bool = False,
 ) -> Plan:
-    """Choose which layers go on which device, so that the model fits.
+    """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
 
+    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all splits.
     Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts,
     `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`, as in `Training`. Without
     `microbatches`, microbatches have the first size that was profiled. Without `batch_size` too, there are four
-    microbatches for each device. `planner` is a name in `PLANNERS`; `stages`, `recompute` and `allow_infeasible` are
-    explained in `Options`.
+    microbatches for each device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`,
+    `recompute` and `allow_infeasible` are explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
         InfeasibleError: the plan does not fit; says by how much and what would.
     """
+    if objective not in PLANNER_FOR:
+        raise UsageError(f"there is no objective {objective!r}; choose one of {', '.join(PLANNER_FOR)}")
+    planner = PLANNER_FOR[objective] if planner is None else planner
     if planner not in PLANNERS:
         raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     if training is None:

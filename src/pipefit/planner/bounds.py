@@ -26,7 +26,7 @@ blocks in 8 stages.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,7 @@ class Work(NamedTuple):
     late: Floats
 
 
+@cache
 def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Position:
     """The position of `stage` under a synchronous schedule.
 

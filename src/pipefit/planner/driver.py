@@ -7,15 +7,20 @@ be. A split that does not fit is refused here.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
+from math import isfinite
 
+from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
+from pipefit.places import Member
+from pipefit.planner.accounts import compactions
 from pipefit.planner.infeasible import explanation
-from pipefit.planner.peaks import fits, stage_peaks
+from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.plans import Grid, Plan, Prediction, Stage
 from pipefit.provenance import Provenance
+from pipefit.schedule.arenas import lent_bytes
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
@@ -33,58 +38,63 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
 
 
 def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan:
-    """The plan of a split that it took `seconds` to find.
+    """The plan of what a planner found in `seconds`.
 
     Raises:
-        InfeasibleError: the split does not fit.
+        InfeasibleError: it does not fit.
     """
-    peaks = stage_peaks(question, found.split)
-    if not question.options.allow_infeasible and not fits(question, found.split, peaks):
-        raise InfeasibleError(explanation(question, found.split, peaks, planner=name))
-    simulation = Simulation(plan_of(question, found.split))
+    plan = plan_of(question, found.split, decisions=found.decisions)
+    simulation = Simulation(plan)
+    peaks = simulation.peak_bytes if plan.decisions else _by_device(question, found.split)
+    if not question.options.allow_infeasible and not _fits(plan, simulation, peaks):
+        raise InfeasibleError(explanation(question, found, tuple(peaks[d] for d in found.split.devices), planner=name))
     options = {option: value for option, value in asdict(question.options).items() if value is not None}
-    return plan_of(
-        question,
-        found.split,
+    bound = found.value if found.proven else found.bound
+    return replace(
+        plan,
         prediction=Prediction(
-            peak_bytes=_by_device(question, found.split, peaks),
+            peak_bytes=peaks,
             step_seconds=simulation.step_seconds[-1],
             utilisation=simulation.utilisation,
+            compactions=tuple(compactions(plan, simulation)) if found.decisions else (),
         ),
         provenance=Provenance(
             planner=name,
             options=options,
             objective=found.objective,
             value=found.value,
-            bound=found.value if found.proven else None,
+            bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
+            remarks=found.remarks,
         ),
     )
 
 
-def plan_of(
-    question: Question, split: Split, *, prediction: Prediction | None = None, provenance: Provenance | None = None
-) -> Plan:
-    """The plan of a split, with the decisions that its question's options ask for."""
+def _fits(plan: Plan, simulation: Simulation, peaks: tuple[int, ...]) -> bool:
+    """Whether every device has what it needs and lends, and every host what it keeps."""
+    if any(peak > budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=True)):
+        return False
+    lent = (lent_bytes(simulation.arenas, Member.host(number)) for number in range(len(plan.cluster.hosts)))
+    return all(nbytes <= host.memory_bytes for nbytes, host in zip(lent, plan.cluster.hosts, strict=True))
+
+
+def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:
+    """The plan of a split, with these decisions or those that its question's options ask for."""
     training = question.training
     layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
     stages = tuple(
         Stage(start=start, stop=stop, grid=Grid.of(device))
         for (start, stop), device in zip(layers, split.devices, strict=True)
     )
+    if decisions is None:
+        decisions = whole_stages(stages, question.options.recompute, training.schedule, training.microbatches)
     return Plan(
-        profile=question.profile,
-        cluster=question.cluster,
-        training=training,
-        stages=stages,
-        decisions=whole_stages(stages, question.options.recompute, training.schedule, training.microbatches),
-        prediction=prediction,
-        provenance=provenance,
+        profile=question.profile, cluster=question.cluster, training=training, stages=stages, decisions=decisions
     )
 
 
-def _by_device(question: Question, split: Split, peaks: tuple[int, ...]) -> tuple[int, ...]:
-    """Peaks in the order of devices, 0 for those without a stage."""
-    held = dict(zip(split.devices, peaks, strict=True))
+def _by_device(question: Question, split: Split) -> tuple[int, ...]:
+    """Peaks by the closed forms, in the order of devices, 0 for those without a stage."""
+    held = dict(zip(split.devices, stage_peaks(question, split), strict=True))
     return tuple(held.get(device, 0) for device in range(len(question.cluster.devices)))

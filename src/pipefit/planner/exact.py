@@ -1,4 +1,4 @@
-"""The exact planner, the default: the split with the lowest peak, proven, in milliseconds.
+"""The exact planner, that of the objective `peak`: the split with the lowest peak, proven, in milliseconds.
 
 The highest peak of all devices is as low as possible; among splits with that highest peak the second highest is, and so
 on. The cost of a stage is its peak at its place in the schedule, the same to the byte as the simulator's, so that the

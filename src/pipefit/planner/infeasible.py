@@ -11,32 +11,35 @@ from math import ceil
 
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import fits, stage_peaks
-from pipefit.planner.question import Question, Split
+from pipefit.planner.question import Found, Question
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
+_BEST = "exact", "joint"  # planners that find a split that fits if there is one
 _MORE_DEVICES = 8  # times as many devices are tried at most
 
 
-def explanation(question: Question, split: Split, peaks: tuple[int, ...], *, planner: str) -> str:
+def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str) -> str:
     """Which device and stage do not fit, by how many bytes, how full the device is, and what would fit."""
-    budgets = question.cluster.budgets
+    budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
     budget = budgets[device]
-    none_fits = "" if planner != "exact" else "; no other split fits either"
+    none_fits = "; no other split fits either" if planner in _BEST else ""
+    freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
         f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full)"
+        f"{freed}"
         f"{none_fits}. {_remedies(question, planner)}"
     )
 
 
 def _remedies(question: Question, planner: str) -> str:
     """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
-    if planner != "exact" and _fullest(question) is not None:
-        return "What would fit: another split; use the exact planner"
+    if planner not in _BEST and _fullest(question) is not None:
+        return "What would fit: another split; use the joint or the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
     if question.training.schedule == "pipedream-2bw":  # a step needs a microbatch for every stage
         most = min(most, question.training.microbatches)

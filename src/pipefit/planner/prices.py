@@ -28,6 +28,7 @@ class Prices:
     def __init__(self, question: Question) -> None:
         self.question = question
         forward, backward, update = zip(*_fastest(question), strict=True)
+        self.layers: tuple[float, ...] = forward  # forward seconds of every layer and of the loss
         self.forward, self.backward, self.update = map(self._by_block, (forward, backward, update))
         self._classes = self._classified(np.array(forward))
 

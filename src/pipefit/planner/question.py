@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
@@ -50,9 +51,11 @@ class Split(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a planner found: a split, its value, and how many splits or stages were evaluated.
+    """What a planner found: a split, its value, and how many splits, stages or plans were evaluated.
 
-    `proven` says that no other split has a lower value of the objective.
+    `proven` says that no other split has a lower value of the objective; `bound` is what no plan's value is below, if
+    that is known to be lower. `decisions` are what is done with memory; without any, what the question's options say.
+    `remarks` are sentences about what was tried.
     """
 
     split: Split
@@ -60,6 +63,9 @@ class Found(NamedTuple):
     value: float
     evaluated: int = 1
     proven: bool = True
+    bound: float | None = None
+    decisions: tuple[Decision, ...] | None = None
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

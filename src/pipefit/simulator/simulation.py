@@ -71,7 +71,7 @@ class Simulation:
         _check(plan, self._programs[0], self.steps)
         costs, devices = costs or Costs.of(plan), plan.cluster.devices
         self._stages = [
-            costs.stage(stage.start, stage.stop, devices[there[0]].kind)
+            costs.stage(stage.start, stage.stop, devices[there[0]].kind, self.program.bundles)
             for stage, there in zip(plan.stages, self.program.placement, strict=True)
         ]
         self._moved_bytes = moved_bytes(self.program, [costs.storages for costs in self._stages])

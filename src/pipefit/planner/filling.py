@@ -1,0 +1,247 @@
+"""Fills the stages of a split: for each the cheapest choice with which its device has the memory.
+
+The host takes what its link carries beside a microbatch's forward and backward, first of the blocks that cost the most
+seconds for a byte to recompute, and of equal ones of the first, whose tensors live longest. What is still too much is
+recomputed, the cheapest bytes first, and of equal ones those of the last blocks. This needs no search, because within
+what the link carries moves add no time, and prices of recipes rise.
+
+How many bytes a choice frees is estimated by the microbatches in flight. The ledger then says what each device really
+needs, for all stages at once, and the estimate is corrected by the difference: mostly two to four simulations. (The
+idea of a knapsack for each stage: AdaPipe, ASPLOS 2024.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.errors import UsageError
+from pipefit.places import Member, Place
+from pipefit.planner.bounds import Work, highest_line, position_of
+from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
+from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.menus import Menu
+from pipefit.planner.peaks import stage_peaks
+from pipefit.planner.prices import Prices
+from pipefit.planner.question import Split
+
+_ROUNDS = 6
+_AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
+
+
+class Setting(NamedTuple):
+    """What filling is told of each stage of a split.
+
+    `host` is the part of what the host's link carries that may be used; `early` how many of the last blocks that are
+    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where.
+    """
+
+    split: Split
+    host: tuple[float, ...]
+    early: tuple[int, ...]
+    lent: tuple[tuple[int, Place | None], ...]
+
+    @staticmethod
+    def of(split: Split, host: float = 1.0, early: int = 0) -> Setting:
+        """The same for every stage, and nothing for peers."""
+        count = len(split.devices)
+        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count)
+
+
+class Filled(NamedTuple):
+    """A setting, the best candidate that filling made of it, and by how much its estimates were off at every stage."""
+
+    setting: Setting
+    found: Evaluation
+    margins: tuple[float, ...]
+
+
+class Filler:
+    """Fills stages, and remembers what the whole stages need."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator, self.question = evaluator, evaluator.question
+        self._filled: dict[Setting, Filled | None] = {}
+
+    def fill(self, setting: Setting, margins: Sequence[float] | None = None) -> Filled | None:
+        """The best candidate of a setting; None if its decisions cannot be carried out.
+
+        `margins` are those that filling found for a setting like this one.
+        """
+        if setting not in self._filled:
+            self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host))
+        return self._filled[setting]
+
+    def _fill(self, setting: Setting, margins: Sequence[float]) -> Filled | None:
+        split, best = setting.split, None
+        needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]
+        off = list(margins)
+        for _ in range(_ROUNDS):
+            choices = self._choices(setting, [need + more for need, more in zip(needs, off, strict=True)])
+            found = self.evaluator.evaluate(Candidate(split, choices))
+            if found is None:
+                break
+            if best is None or found.order < best.found.order:
+                best = Filled(setting, found, tuple(off))
+            if not self._corrected(off, found, choices):
+                break
+        return best
+
+    def _corrected(self, off: list[float], found: Evaluation, choices: Sequence[StageChoice]) -> bool:
+        """Correct the margins by what the ledger found; whether that may change anything."""
+        changed = False
+        for stage, (over, choice) in enumerate(zip(found.over, choices, strict=True)):
+            if over > 0 or (over < 0 and not choice.idle and self._spare(found.candidate, stage, choice) < -over):
+                off[stage] += over
+                changed = True
+        return changed
+
+    def _spare(self, candidate: Candidate, stage: int, choice: StageChoice) -> float:
+        """The fewest bytes that doing one thing less would bring back to a stage."""
+        menus, held = self.evaluator.stage_menus(candidate.split)[stage], self.in_flight(candidate.split, stage)
+        steps = [
+            (menu.recipes[n].nbytes - menu.recipes[n - 1].nbytes) * held
+            for menu, n in zip(menus, choice.recipes, strict=True)
+            if n
+        ]
+        return min(steps, default=float("inf"))
+
+    # ---------------------------------------------------------------- what is known of a split
+
+    def fewest_seconds(self, split: Split) -> float:
+        """Seconds that a step of a split takes at least, whatever is done with tensors."""
+        how, forward, backward = self.question.training, self._prices.forward, self._prices.backward
+        before, whole, none = forward + backward, float(forward[-1] + backward[-1]), np.zeros(())
+        found = [0.0]
+        for stage, (start, stop) in enumerate(pairwise(split.edges)):
+            if how.endless:
+                found.append(how.microbatches * float(before[stop] - before[start]))
+                continue
+            at = position_of(how.schedule, stage, len(split.devices), how.microbatches)
+            passes = forward[stop] - forward[start], backward[stop] - backward[start]
+            found.append(float(highest_line(at, Work(*passes, before[start], whole, none, none))))
+        return max(found)
+
+    def _whole(self, split: Split) -> tuple[int, ...]:
+        return stage_peaks(self.question, split)
+
+    def _budgets(self, split: Split) -> list[int]:
+        return [self.question.cluster.budgets[device] for device in split.devices]
+
+    def in_flight(self, split: Split, stage: int) -> int:
+        """The microbatches that a stage holds at once."""
+        how, stages = self.question.training, len(split.devices)
+        return stages - stage if how.endless else position_of(how.schedule, stage, stages, how.microbatches).in_flight
+
+    @cached_property
+    def _prices(self) -> Prices:
+        return Prices(self.question)
+
+    def host_bytes(self, setting: Setting, stage: int) -> tuple[float, float]:
+        """Bytes of a microbatch that a stage may move to the host: beside its forward, and beside both passes.
+
+        Devices that share a wire to the host share what it carries.
+        """
+        start, stop = list(pairwise(setting.split.edges))[stage]
+        forward, backward = (float(t[stop] - t[start]) for t in (self._prices.forward, self._prices.backward))
+        rate = self.rates(setting)[stage] * setting.host[stage]
+        return rate * forward, rate * (forward + backward)
+
+    def rates(self, setting: Setting) -> list[float]:
+        """Bytes per second that each stage's device has to its host, if all stages that may move anything do."""
+        cluster, split = self.question.cluster, setting.split
+        routes = []
+        for stage, device in enumerate(split.devices):
+            moves = setting.host[stage] and self.in_flight(split, stage) > _AWAY
+            try:
+                host = Member.host(cluster.devices[device].host)
+                routes.append(cluster.route(Member.device(device), host) if moves else None)
+            except UsageError:
+                routes.append(None)
+        users = [wire for route in routes if route is not None for wire in route.wires]
+        return [
+            0.0 if route is None else route.bytes_per_second / max(1, *map(users.count, route.wires))
+            for route in routes
+        ]
+
+    # ---------------------------------------------------------------- choices
+
+    def _choices(self, setting: Setting, needs: Sequence[float]) -> tuple[StageChoice, ...]:
+        stages = enumerate(zip(self.evaluator.stage_menus(setting.split), needs, strict=True))
+        return tuple(self._choice(setting, stage, menus, need) for stage, (menus, need) in stages)
+
+    def _choice(self, setting: Setting, stage: int, menus: Sequence[Menu], need: float) -> StageChoice:
+        """The cheapest choice of a stage that is to free `need` bytes."""
+        held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
+        lent, peers = setting.lent[stage]
+        for to_host in range(len(menus), -1, -1):
+            moving = _Moving(menus, need, max(0, held - _AWAY))
+            moving.take(TO_PEERS, lent)
+            moved = moving.take(TO_HOST, to_host, most)
+            recipes, left = _recomputed(moving, held)
+            if left <= 0 or not moved:
+                break
+        places = tuple(moving.places)
+        return StageChoice(recipes, places, moving.fitting(near), setting.early[stage], peers=peers if lent else None)
+
+
+class _Moving:
+    """Chooses the blocks whose tensors move; `need` is what is then left to free."""
+
+    def __init__(self, menus: Sequence[Menu], need: float, away: int) -> None:
+        self.menus, self.need, self.away = menus, need, away
+        self.places = [KEPT] * len(menus)
+        self.bytes = [sum(tensor.nbytes for tensor in menu.tensors) for menu in menus]
+        self._order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
+
+    def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:
+        """Move up to so many blocks and bytes to a place, as long as something is left to free; whether any moved."""
+        for block in self._order if self.away else ():
+            nbytes = self.bytes[block]
+            if self.need > 0 and blocks and not self.places[block] and 0 < nbytes <= most:
+                self.places[block] = place
+                self.need, most, blocks = self.need - self.away * nbytes, most - nbytes, blocks - 1
+        return place in self.places
+
+    def fitting(self, most: float) -> int:
+        """How many of the first blocks that go to the host have no more than `most` bytes; one has in any case."""
+        count, total = 0, 0.0
+        for block, place in enumerate(self.places):
+            if place == TO_HOST:
+                total += self.bytes[block]
+                if total > most and count:
+                    break
+                count += 1
+        return count
+
+
+def _recomputed(moving: _Moving, held: int) -> tuple[tuple[int, ...], float]:
+    """The recipes of the blocks that do not move, and the bytes that are then still to be freed."""
+    recipes, need = [0] * len(moving.menus), moving.need
+    for block, number, nbytes in _steps(moving.menus):
+        if need <= 0:
+            break
+        if not moving.places[block]:
+            recipes[block], need = number, need - held * nbytes
+    return tuple(recipes), need
+
+
+def _dearest(menu: Menu) -> float:
+    """Seconds that a byte costs if all of a block is recomputed; infinity where it cannot be."""
+    last = menu.recipes[-1]
+    return last.seconds / last.nbytes if last.nbytes else float("inf")
+
+
+def _steps(menus: Sequence[Menu]) -> Iterator[tuple[int, int, int]]:
+    """The steps from recipe to recipe, the cheapest bytes first: block, number of the recipe, bytes that it adds."""
+    found = []
+    for block, menu in enumerate(menus):
+        for number, (one, other) in enumerate(pairwise(menu.recipes), 1):
+            more = other.nbytes - one.nbytes
+            found.append(((other.seconds - one.seconds) / more, -block, number, more))
+    for _, block, number, more in sorted(found):
+        yield -block, number, more

@@ -1,0 +1,196 @@
+"""Device mapping: which stage goes on which device, so that peers with memory to spare are near those that lack it.
+
+Links of some machines differ: on a DGX-1 a GPU reaches one neighbour over two lanes of NVLink, another over one, and
+the rest through the host. All orders of the devices are tried. For each, the stages that lack memory (borrowers) take
+it from the neighbours that have some (lenders), so that the longest of their copies is as short as possible; the order
+with the shortest wins, and of equal ones the first. (MPress, HPCA 2023, Fig. 6, where the score is 1 / that time.)
+
+The shortest time of an order is exact, without a search: by the theorem of Hall, copies of t seconds are enough if and
+only if every set of borrowers can place its bytes,
+
+    sum of its bytes  <=  sum over lenders of min(what the lender has, t x the rates to it from the set)
+
+so t is the largest of the times at which these become equal. All orders are computed at once as rows of arrays, and
+those that only swap equal devices once. Costs: half a second for eight devices; above eight, orders are improved by
+swaps of two devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cluster import Cluster
+from pipefit.places import Member
+
+Floats = NDArray[np.float64]
+Orders = NDArray[np.intp]
+
+_MOST = 8  # devices, of which all orders are tried
+_PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # of the needs
+
+
+class Mapping(NamedTuple):
+    """The device of every stage, the seconds of the longest copies, and what each stage gets of which device."""
+
+    devices: tuple[int, ...]
+    seconds: float
+    lent: dict[tuple[int, int], int]  # bytes, by the stage that borrows and the stage that lends
+
+
+def peer_rates(cluster: Cluster) -> Floats:
+    """Bytes per second between every two devices over a link of their own; zero where there is none."""
+    count = len(cluster.devices)
+    rates = np.zeros((count, count))
+    for one, other in combinations(range(count), 2):
+        members = Member.device(one), Member.device(other)
+        if any(members[0] in link.members and members[1] in link.members for link in cluster.links):
+            rates[one, other] = rates[other, one] = cluster.route(*members).bytes_per_second
+    return rates
+
+
+def is_symmetric(rates: Floats) -> bool:
+    """Whether all devices reach all others at the same rate, so that every mapping is as good."""
+    apart = rates[~np.eye(len(rates), dtype=bool)]
+    return bool(len(apart) == 0 or (apart == apart[0]).all())
+
+
+def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
+    """The best mapping of stages to as many devices, all of one kind.
+
+    `needs` are the bytes that each stage is to place elsewhere, `spares` what each has left. Where no order places all
+    of the needs, the order is the best for the largest of a few parts of them, and the seconds are infinite.
+    """
+    if is_symmetric(rates) or not any(needs):
+        return _lending(tuple(range(len(needs))), needs, spares, rates)
+    every = _orders(rates) if len(needs) <= _MOST else None
+    for part in _PARTS:
+        placed = [int(part * need) for need in needs]
+        orders = _swapped(placed, spares, rates) if every is None else every
+        seconds = copy_seconds(orders, placed, spares, rates)
+        if seconds.min() < np.inf:
+            break
+    return _lending(tuple(map(int, orders[int(seconds.argmin())])), needs, spares, rates)
+
+
+def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Floats:
+    """Of every order, the seconds of the longest copies if each borrower uses its lenders in the best shares."""
+    borrowers = [stage for stage, need in enumerate(needs) if need]
+    lenders = [stage for stage, spare in enumerate(spares) if spare and not needs[stage]]
+    longest: Floats = np.zeros(len(orders))
+    if not borrowers:
+        return longest
+    room = np.array([float(spares[stage]) for stage in lenders])
+    to_lender = rates[orders[:, borrowers][:, :, None], orders[:, lenders][:, None, :]]
+    for size in range(1, len(borrowers) + 1):
+        for chosen in combinations(range(len(borrowers)), size):
+            need = float(sum(needs[borrowers[n]] for n in chosen))
+            found = _until(need, room, to_lender[:, chosen].sum(axis=1))
+            longest = np.maximum(longest, found)
+    return longest
+
+
+def _until(need: float, room: Floats, rate: Floats) -> Floats:
+    """The time at which lenders have taken `need` bytes, each at its rate until it has no room; infinity if never."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        full = np.where(rate > 0, room / rate, np.inf)  # when each lender is full
+    by_time = np.argsort(full, axis=1)
+    full, rate = np.take_along_axis(full, by_time, 1), np.take_along_axis(rate, by_time, 1)
+    room = np.where(rate > 0, room[by_time], 0.0)
+    taken, running = np.zeros(len(rate)), rate.sum(axis=1)
+    found = np.full(len(rate), np.inf)
+    for n in range(rate.shape[1]):  # all lenders before the n-th are full
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at = np.where(running > 0, (need - taken) / running, np.inf)
+        found = np.where((found == np.inf) & (at <= full[:, n] * (1 + 1e-12)), at, found)
+        taken, running = taken + room[:, n], np.maximum(running - rate[:, n], 0.0)
+    return found
+
+
+# -------------------------------------------------------------------- orders
+
+
+def _orders(rates: Floats) -> Orders:
+    """All orders of the devices, of those that differ by a symmetry of the links only the first."""
+    every = np.array(list(permutations(range(len(rates)))), dtype=np.intp)
+    alike = (rates[every[:, :, None], every[:, None, :]] == rates).all(axis=(1, 2))
+    first = np.ones(len(every), dtype=bool)
+    keys = every @ (len(rates) ** np.arange(len(rates))[::-1])
+    for symmetry in every[alike]:
+        first &= keys <= symmetry[every] @ (len(rates) ** np.arange(len(rates))[::-1])
+    return every[first]
+
+
+def _swapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Orders:
+    """One order, improved by swaps of two devices as long as that makes the longest copies shorter."""
+    best = np.arange(len(needs))[None]
+    while True:
+        tried = np.concatenate([best, *_swaps(best[0])])
+        seconds = copy_seconds(tried, needs, spares, rates)
+        if seconds.argmin() == 0:
+            return best
+        best = tried[seconds.argmin()][None]
+
+
+def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
+    for one, other in combinations(range(len(order)), 2):
+        swapped = order.copy()
+        swapped[[one, other]] = order[[other, one]]
+        yield swapped[None]
+
+
+# -------------------------------------------------------------------- who lends how much to whom
+
+
+def _lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mapping:
+    """The mapping of an order, with shares that reach its time: the largest flow from borrowers to lenders."""
+    seconds = float(copy_seconds(np.array([order], dtype=np.intp), needs, spares, rates)[0])
+    limit = {
+        (a, b): spare if seconds == float("inf") else int(rates[order[a], order[b]] * seconds) + 1
+        for a, need in enumerate(needs)
+        for b, spare in enumerate(spares)
+        if need and spare and not needs[b] and rates[order[a], order[b]] > 0
+    }
+    flow = dict.fromkeys(limit, 0)
+    while _augmented(flow, limit, needs, spares):
+        pass
+    return Mapping(order, seconds, {pair: nbytes for pair, nbytes in flow.items() if nbytes})
+
+
+def _augmented(
+    flow: dict[tuple[int, int], int],
+    limit: dict[tuple[int, int], int],
+    needs: Sequence[int],
+    spares: Sequence[int],
+) -> bool:
+    """Send more from a borrower to a lender along the shortest way, taking back what others lend; whether it did."""
+    sent = [sum(n for (a, _), n in flow.items() if a == stage) for stage in range(len(needs))]
+    taken = [sum(n for (_, b), n in flow.items() if b == stage) for stage in range(len(spares))]
+    queue: list[tuple[int, list[tuple[int, int]], int]]
+    queue = [(stage, [], need - sent[stage]) for stage, need in enumerate(needs) if sent[stage] < need]
+    seen = {stage for stage, _, _ in queue}
+    while queue:
+        stage, way, most = queue.pop(0)
+        for (a, b), bytes_in_time in limit.items():
+            if a != stage or b in seen or flow[a, b] == bytes_in_time:
+                continue
+            step, more = [*way, (a, b)], min(most, bytes_in_time - flow[a, b])
+            if taken[b] < spares[b]:
+                _send(flow, step, min(more, spares[b] - taken[b]))
+                return True
+            seen.add(b)
+            for other, lender in limit:
+                if lender == b and other not in seen and flow[other, b]:
+                    seen.add(other)
+                    queue.append((other, [*step, (other, b)], min(more, flow[other, b])))
+    return False
+
+
+def _send(flow: dict[tuple[int, int], int], way: Sequence[tuple[int, int]], nbytes: int) -> None:
+    """Along a way every second pair gives back what it lent."""
+    for number, pair in enumerate(way):
+        flow[pair] += -nbytes if number % 2 else nbytes

@@ -1,0 +1,105 @@
+"""The joint planner against every plan of small questions, and what it promises of any question."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
+from pipefit.errors import InfeasibleError
+from pipefit.planner import Options, Question, plan, solved
+from pipefit.planner.joint import joint
+from pipefit.plans import Plan
+from pipefit.simulator import Simulation
+from tight import Case, fastest, random_case
+
+SCHEDULES = ("1f1b", "gpipe", "torchgpipe", "eager-1f1b")
+GAP = 0.10  # above the fastest of all plans, where every one can be tried
+
+
+def planned(case: Case, *, allow_infeasible: bool = False) -> Plan:
+    options = Options(allow_infeasible=allow_infeasible)
+    question = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options)
+    return solved(question, joint, name="joint")
+
+
+def check(case: Case, found: Plan) -> None:
+    """The plan fits by a simulation of its own, takes the seconds that it says, and no fewer than its bound."""
+    simulation = Simulation(found)
+    assert found.prediction and found.provenance
+    assert simulation.peak_bytes == found.prediction.peak_bytes
+    assert all(p <= b for p, b in zip(simulation.peak_bytes, case.cluster.budgets, strict=True))
+    assert found.prediction.step_seconds == simulation.step_seconds[-1] == found.provenance.value
+    assert found.provenance.bound is not None and found.provenance.bound <= found.provenance.value
+
+
+def within_the_gap(seed: int, layers: int) -> None:
+    case = random_case(Random(seed), SCHEDULES, layers=layers)
+    best = fastest(case)
+    if best is None:
+        return
+    found = planned(case)
+    check(case, found)
+    assert found.prediction is not None and found.prediction.step_seconds <= best * (1 + GAP)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_it_is_close_to_the_fastest_of_all_plans(seed: int) -> None:
+    """Within the gap, wherever any plan of the enumeration fits, for three layers on one or two devices."""
+    within_the_gap(seed, 3)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("seed", range(100, 125))
+def test_it_is_close_to_the_fastest_of_thousands_of_plans(seed: int, layers: int) -> None:
+    """The same of four and five layers."""
+    within_the_gap(seed, layers)
+
+
+OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_never_slower_than_another_planner_whose_split_fits(seed: int) -> None:
+    """Whatever the layers, the schedule and the room: endless schedules and layers with odd costs among them."""
+    rng = Random(seed)
+    chain = hostile(rng, 4 + small_first(seed, largest=6), shared=0)
+    how = any_training(rng) if seed % 3 else training(rng.choice(("pipedream", "pipedream-2bw")), 4)
+    roomy = plan(profile(chain), devices(*[AMPLE] * 3), how, planner="exact")
+    assert roomy.prediction
+    budget = round(max(roomy.prediction.peak_bytes) * rng.choice((1.0, 1.2, 2.0)))
+    case = Case(profile(chain), devices(*[budget] * 3), how)
+    found = planned(case)
+    check(case, found)
+    assert found.prediction
+    for name in OTHERS:
+        other = plan(case.profile, case.cluster, how, planner=name, allow_infeasible=True)
+        assert other.prediction
+        if max(other.prediction.peak_bytes) <= budget:
+            assert found.prediction.step_seconds <= other.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_with_ample_memory_nothing_is_moved_or_recomputed() -> None:
+    """The plan is a split alone, and says nothing of lending."""
+    found = planned(Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8)))
+    assert found.decisions == () and found.provenance and found.provenance.remarks == ()
+
+
+def test_what_is_pinned_stays() -> None:
+    """Where the question says what is recomputed, splits alone are chosen."""
+    case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
+    question = Question(
+        profile=case.profile, cluster=case.cluster, training=case.training, options=Options(recompute="always")
+    )
+    found = solved(question, joint, name="joint")
+    assert [decision.why for decision in found.decisions] == ["recompute always was asked for"] * 4
+
+
+def test_it_trains_what_fits_under_no_split() -> None:
+    """Half of what the leanest split needs is enough for a chain of layers that keep much."""
+    case = random_case(Random(1), ("1f1b",), layers=3)
+    with pytest.raises(InfeasibleError):
+        plan(case.profile, case.cluster, case.training, planner="exact")
+    check(case, planned(case))

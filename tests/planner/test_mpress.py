@@ -1,0 +1,89 @@
+"""The planner of MPress: its steps, on questions small enough to follow."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
+from pipefit.decisions import What
+from pipefit.planner import Options, Question, mpress, plan, solved
+from pipefit.planner.joint import joint
+from pipefit.planner.mpress import MpressOptions
+from pipefit.plans import Plan
+from pipefit.simulator import Simulation
+from tight import Case, cluster, keeping_layer, random_case
+
+WIDTH, KEPT = 1, 100
+
+
+def chain_of(*seconds: float):
+    """Layers that keep a hundred bytes each, and take these seconds each way."""
+    layers = [keeping_layer(WIDTH, KEPT, 0, each) for each in seconds]
+    return profile(measurement(layers, layer((value(WIDTH), value(1)), (value(4),), seconds=0.0)))
+
+
+def planned(case: Case, planner=mpress, **options: object) -> Plan:
+    question = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=Options(**options))
+    return solved(question, planner, name=planner.__name__)
+
+
+def places(made: Plan) -> list[str]:
+    return [str(d.place) for d in made.decisions if d.what is What.OFFLOAD]
+
+
+def test_where_the_time_split_fits_it_is_the_plan() -> None:
+    """Nothing is recomputed or moved."""
+    case = Case(profile(vgg_like()), devices(*[AMPLE] * 4), training("1f1b", 8))
+    made = planned(case)
+    assert made.decisions == ()
+    assert made.split == plan(case.profile, case.cluster, case.training, planner="time").split
+
+
+def test_long_intervals_behind_a_fast_link_go_to_the_host() -> None:
+    """Nothing is recomputed where copies hide, and the step is as long as with ample memory."""
+    chain, how = chain_of(*[4.0] * 6), training("1f1b", 12)
+    ample = planned(Case(chain, cluster([AMPLE] * 3, host_rate=1e6, peer_rate=1e6), how))
+    made = planned(Case(chain, cluster([620] * 3, host_rate=1e6, peer_rate=1e6), how))
+    assert set(places(made)) == {"host"} and len(made.decisions) == len(places(made))
+    assert made.prediction and ample.prediction
+    assert made.prediction.step_seconds == pytest.approx(ample.prediction.step_seconds, rel=1e-2)
+
+
+def test_behind_a_slow_link_the_last_blocks_are_recomputed() -> None:
+    """Late blocks first, so that they are consecutive, and only as many as are needed."""
+    chain, how = chain_of(*[1.0] * 6), training("1f1b", 12)
+    made = planned(Case(chain, cluster([560] * 3, host_rate=1e-3, peer_rate=1e-3), how))
+    assert made.decisions and all(decision.what is What.RECOMPUTE for decision in made.decisions)
+    first = sorted(decision.layers[0] for decision in made.decisions if decision.stage == 0)
+    assert first == list(range(made.stages[0].stop - len(first), made.stages[0].stop))
+    assert len(first) < made.stages[0].stop
+
+
+def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
+    """Between slow links to the host and fast ones between devices, and the step is shorter for it."""
+    chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
+    links = cluster([800, 800, 800, 800], host_rate=1e-3, peer_rate=1e6)
+    lent = planned(Case(chain, links, how))
+    kept = solved(
+        Question(profile=chain, cluster=links, training=how),
+        lambda question: mpress(question, MpressOptions(quantum_bytes=1 << 40)),
+        name="mpress",
+    )
+    question = Question(profile=chain, cluster=links, training=how)
+    lent = solved(question, lambda question: mpress(question, MpressOptions(quantum_bytes=1)), name="mpress")
+    assert any("device" in place for place in places(lent)) and not places(kept)
+    assert lent.prediction and kept.prediction
+    assert lent.prediction.step_seconds < kept.prediction.step_seconds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_joint_is_never_slower(seed: int) -> None:
+    """Wherever the plan of MPress fits; and its peaks are those of a simulation of its own."""
+    case = random_case(Random(seed), ("1f1b", "gpipe"), layers=4)
+    made = planned(case, allow_infeasible=True)
+    assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+    if all(p <= b for p, b in zip(made.prediction.peak_bytes, case.cluster.budgets, strict=True)):
+        better = planned(case, joint)
+        assert better.prediction and better.prediction.step_seconds <= made.prediction.step_seconds * (1 + 1e-9)
