@@ -34,6 +34,7 @@ OTHERS = {
     "profiler/feedback.py",
     "profiler/saved.py",
     "runtime/agreement.py",
+    "runtime/lives.py",
 }
 
 
