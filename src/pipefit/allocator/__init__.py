@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pipefit.allocator.blocks import Block, Figures
 from pipefit.allocator.caching import CachingAllocator
+from pipefit.allocator.history import Replay, replay
 from pipefit.allocator.settings import ENVIRONMENT, AllocatorSettings
 from pipefit.allocator.snapshot import BlockState, SegmentState, describe
 
@@ -21,6 +22,8 @@ __all__ = [
     "BlockState",
     "CachingAllocator",
     "Figures",
+    "Replay",
     "SegmentState",
     "describe",
+    "replay",
 ]
