@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipefit.cluster import Cluster, parse_emulated
-from pipefit.devices import Device, DeviceKind, Host, Link
+from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.units import MIB
@@ -155,6 +155,8 @@ def test_impossible_clusters_are_refused() -> None:
             DeviceKind(**figures, **wrong)
     with pytest.raises(UsageError, match="operation_seconds is from 0"):
         DeviceKind(**figures, operation_seconds=-1.0)
+    with pytest.raises(UsageError, match="zero or more bytes"):
+        Overheads(context_bytes=-1)
 
 
 def test_a_dtype_without_a_figure_runs_at_the_float32_rate() -> None:

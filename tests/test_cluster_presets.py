@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from pipefit.cluster import Cluster
-from pipefit.devices import Link
+from pipefit.devices import Link, Overheads
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_names
@@ -201,7 +201,34 @@ def test_what_estimates_reckon_with_is_written_in_toml() -> None:
     assert said.estimates("float16") == "50 % of 1 TFLOP/s, 90 % of 100 GB/s, 10 us an operation"
 
 
+def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
+    """Sizes, zero among them; cuBLAS's workspaces also as in `CUBLAS_WORKSPACE_CONFIG`; the usual where not said."""
+
+    def overheads(line: str) -> Overheads:
+        return Cluster.parse(HEAD.replace("[[devices]]", f"{line}\n[[devices]]"), "mine.toml").devices[0].kind.overheads
+
+    assert overheads("") == Overheads()
+    assert Overheads().cublas_workspace_bytes == overheads('cublas_workspace = ":4096:2:16:8"').cublas_workspace_bytes
+    said = overheads('context = "300MiB"\ncommunicator = 0\ncublas_workspace = ":4096:8"')
+    assert said == Overheads(context_bytes=300 << 20, communicator_bytes=0, cublas_workspace_bytes=32 << 20)
+    assert overheads('cublas_workspace = "1MiB"').cublas_workspace_bytes == 1 << 20
+    assert overheads('cublas_workspace = ":0:0"').cublas_workspace_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"), [("hgx-h100", 32), ("hgx-h200", 32), ("gh200", 32), ("dgx1-v100", 8.125)]
+)
+def test_presets_have_the_workspaces_of_their_architecture(name: str, mebibytes: float) -> None:
+    """32 MiB on Hopper, else 8 MiB and an eighth."""
+    (found,) = {device.kind.overheads.cublas_workspace_bytes for device in Cluster.preset(name).devices}
+    assert found == mebibytes * (1 << 20)
+
+
 MISTAKES = {
+    "a workspace that is none": (
+        HEAD.replace("[[devices]]", 'cublas_workspace = ":4096"\n[[devices]]'),
+        "no workspace",
+    ),
     "no TOML": (HEAD + "=", "not TOML"),
     "nested deeply": ("a = " + "[" * 5000, "not TOML"),
     "unknown key": (HEAD + "colour = 1", r"hosts\[0\].colour: this key is not known"),

@@ -37,6 +37,7 @@ OTHERS = {
     "profiler/feedback.py",
     "profiler/saved.py",
     "runtime/agreement.py",
+    "runtime/lives.py",
 }
 
 

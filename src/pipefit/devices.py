@@ -13,6 +13,7 @@ from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.places import Member, parse_member
+from pipefit.units import KIB, MIB
 from pipefit.validation import check_types
 
 Backend = Literal["emulated", "cpu", "cuda"]
@@ -22,12 +23,36 @@ MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger cou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What a process takes of a GPU besides its tensors, in bytes (docs/memory.md says where the figures come from).
+
+    `context_bytes` is the CUDA context with the kernels that are loaded, `communicator_bytes` one communicator of NCCL,
+    and `cublas_workspace_bytes` what cuBLAS has for each thread that computes, inside the caching allocator.
+
+    Raises:
+        UsageError: a negative figure.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    context_bytes: int = 512 * MIB
+    communicator_bytes: int = 100_000_000
+    cublas_workspace_bytes: int = 2 * 4096 * KIB + 8 * 16 * KIB
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if min(self.context_bytes, self.communicator_bytes, self.cublas_workspace_bytes) < 0:
+            raise UsageError("context, communicator and cublas_workspace take zero or more bytes of a device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
     """The peak figures of a kind of device, and how much of them kernels reach (`pipefit.cost.time`).
 
     `flops` maps a dtype name (`float32`, `bfloat16`) to peak FLOP/s; `memory_bandwidth` is in bytes per second.
     `flops_reached` is the part of the peak that large products reach, by dtype; `bandwidth_reached` the part that large
-    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small.
+    elementwise kernels reach; `operation_seconds` what every operation takes besides, however small. `overheads` are
+    what a process takes of its memory besides tensors, if it is a GPU.
 
     Raises:
         UsageError: a figure that is not positive, no FLOP/s figure, a part above 1, or a negative time.
@@ -41,6 +66,7 @@ class DeviceKind:
     flops_reached: dict[str, float] = field(default_factory=dict)
     bandwidth_reached: float = 0.8
     operation_seconds: float = 5e-6
+    overheads: Overheads = Overheads()
 
     def __post_init__(self) -> None:
         check_types(self)

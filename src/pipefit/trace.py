@@ -78,8 +78,46 @@ class MemorySample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorPeaks:
+    """What a GPU's caching allocator holds at most, and what its process takes besides: numbers that are never mixed.
+
+    `requested_bytes` are those of tensors, the peak that all traces tell; `allocated_bytes` those of the blocks that
+    hold them; `reserved_bytes` those of the segments that the allocator has from the driver. The last two include
+    `workspaces` of `workspace_bytes` each, in which cuBLAS computes. Outside of the allocator are the CUDA context and
+    NCCL's communicators.
+
+    `settings` are as in `PYTORCH_CUDA_ALLOC_CONF`. `retries` is how often cached memory had to be given back because
+    the device had no more. If the memory does not suffice (`fits`), the figures are those of a device with enough.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    settings: str
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int = 0
+    fits: bool = True
+    workspaces: int = 0
+    workspace_bytes: int = 0
+    context_bytes: int = 0
+    communicators: int = 0
+    communicator_bytes: int = 0
+
+    @property
+    def outside_bytes(self) -> int:
+        """What the context and all communicators take."""
+        return self.context_bytes + self.communicators * self.communicator_bytes
+
+    @property
+    def process_bytes(self) -> int:
+        """What the process takes of the device."""
+        return self.reserved_bytes + self.outside_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
-    """One device's events and memory. `budget_bytes` is its cap."""
+    """One device's events and memory. `budget_bytes` is its cap; `allocator` is known where one was simulated."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -87,6 +125,7 @@ class DeviceTrace:
     budget_bytes: int
     events: tuple[Event, ...]
     memory: tuple[MemorySample, ...]
+    allocator: AllocatorPeaks | None = None
 
     @property
     def peak(self) -> MemorySample | None:

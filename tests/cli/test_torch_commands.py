@@ -48,6 +48,30 @@ def test_three_readers_agree(folder: Path, capsys: pytest.CaptureFixture[str]) -
         assert [row["difference_bytes"] for row in rows] == [0, 0]
 
 
+def test_three_numbers_are_certified_for_a_gpu(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For target cuda requested, allocated and reserved bytes are printed and kept, by the settings of the environment
+    or of the command line; what is not simulated is refused, and so are settings for a CPU.
+    """
+    line = ["certify", str(folder / "plan.json"), *MODEL, "--target", "cuda"]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert main([*line, "-o", str(folder / "three.json")]) == 0
+    assert "what a GPU holds at most (caching allocator: expandable_segments:True" in capsys.readouterr().out
+    for device in load(folder / "three.json", Trace).devices:
+        assert device.allocator is not None
+        assert device.allocator.requested_bytes == device.peak_bytes
+        assert device.allocator.reserved_bytes == 2 << 20
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
+    assert main(line) == 2
+    assert "PYTORCH_CUDA_ALLOC_CONF: the allocator setting garbage" in capsys.readouterr().err
+    assert main([*line, "--alloc-conf", ""]) == 0
+    assert "caching allocator: default settings" in capsys.readouterr().out
+    assert main([*line[:-1], "cpu", "--alloc-conf", "expandable_segments:True"]) == 2
+    assert "--alloc-conf is for target cuda" in capsys.readouterr().err
+
+
 def test_training_as_json_has_losses_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`train --json` prints a loss for each step and the measured trace."""
     assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "2", "--json"]) == 0

@@ -11,7 +11,7 @@ from pipefit.report.compare import compare, describe_comparison
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
 from pipefit.tables import plain
-from pipefit.trace import DeviceTrace, MemorySample, Trace
+from pipefit.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile
 
@@ -55,6 +55,25 @@ def test_estimated_seconds_are_called_so() -> None:
     assert (found.as_json()["predicted"]["estimated"], found.as_json()["measured"]["estimated"]) == (True, False)
     assert plain(describe_comparison(found)).count("simulated by estimates") == 1
     assert "by estimates" not in plain(describe_comparison(compare(known, known)))
+
+
+def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
+    """Three numbers and the lines on top of them for each device with an allocator, and their sum beside its memory."""
+    trace = trace_of(100, 200, 0, source="dry run")
+    held = AllocatorPeaks(
+        settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, workspaces=2, workspace_bytes=64,
+        context_bytes=200, communicators=3, communicator_bytes=50,
+    )  # fmt: skip
+    full = replace(held, communicators=0, workspaces=0, retries=4, fits=False)
+    known = replace(trace.devices[0], allocator=held), replace(trace.devices[1], allocator=full), trace.devices[2]
+    lines = plain(describe_trace(replace(trace, devices=known))).splitlines()
+    place = lines.index("what a GPU holds at most (caching allocator: default settings)")
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[place + 2 :]]
+    assert rows == [
+        ["0", "100 B", "512 B", "600 B", "2 x 64 B", "200 B", "3 x 50 B", "950 B", "95.0 %", "0"],
+        ["1", "100 B", "512 B", "600 B", "-", "200 B", "-", "800 B", "80.0 %", "out of memory"],
+    ]
+    assert "what a GPU holds" not in plain(describe_trace(trace))
 
 
 def test_a_dry_run_has_no_seconds_to_compare() -> None:

@@ -8,6 +8,8 @@ every block up to 512 bytes: hence models whose tensors are large beside that, a
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -137,3 +139,33 @@ def test_losses_are_those_of_the_cpu(name: str, device: torch.device) -> None:
     batch = batch_of(task, plan)
     assert Trainer(task, plan).step(batch) == pytest.approx(Trainer(task, here).step(batch), rel=1e-3)
     assert device.type == "cuda"
+
+
+RECORDED = """
+import torch
+from pipefit.allocator import AllocatorSettings, replay
+
+torch.cuda.memory._set_allocator_settings(SETTINGS)
+torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+layers = [torch.nn.Linear(1500, 1500) for _ in range(6)]
+model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU()))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for size in (64, 200, 128):
+    model(torch.randn(size, 1500, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+(history,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+found = replay(history, AllocatorSettings.parse(SETTINGS))
+assert not found.differences, str(found)
+assert found.peak.reserved_bytes == torch.cuda.max_memory_reserved()
+assert found.peak.allocated_bytes == torch.cuda.max_memory_allocated()
+assert found.peak.requested_bytes == torch.cuda.memory_stats()["requested_bytes.all.peak"]
+"""
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_the_simulated_allocator_does_what_the_gpus_does(settings: str) -> None:
+    """Its own history of three steps, replayed in a process of its own: every block where it was, three equal peaks."""
+    script = f"SETTINGS = {settings!r}\n{RECORDED}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

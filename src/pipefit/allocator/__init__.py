@@ -11,7 +11,19 @@ from __future__ import annotations
 
 from pipefit.allocator.blocks import Block, Figures
 from pipefit.allocator.caching import CachingAllocator
-from pipefit.allocator.settings import AllocatorSettings
+from pipefit.allocator.history import Replay, replay
+from pipefit.allocator.settings import ENVIRONMENT, AllocatorSettings
 from pipefit.allocator.snapshot import BlockState, SegmentState, describe
 
-__all__ = ["AllocatorSettings", "Block", "BlockState", "CachingAllocator", "Figures", "SegmentState", "describe"]
+__all__ = [
+    "ENVIRONMENT",
+    "AllocatorSettings",
+    "Block",
+    "BlockState",
+    "CachingAllocator",
+    "Figures",
+    "Replay",
+    "SegmentState",
+    "describe",
+    "replay",
+]

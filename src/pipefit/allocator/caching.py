@@ -17,6 +17,7 @@ allocation on.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import count
 
 from pipefit.allocator.blocks import Block, Figures, Pool, Segment
@@ -38,9 +39,17 @@ class CachingAllocator:
         settings: as in `PYTORCH_CUDA_ALLOC_CONF`.
         capacity: the device's memory in bytes; None for as much as is asked for.
         taken: bytes of it that the driver gives to others: contexts, communicators, other processes.
+        addresses: where the driver puts one segment after the other; rising, unless given.
     """
 
-    def __init__(self, settings: AllocatorSettings = _DEFAULT, capacity: int | None = None, *, taken: int = 0) -> None:
+    def __init__(
+        self,
+        settings: AllocatorSettings = _DEFAULT,
+        capacity: int | None = None,
+        *,
+        taken: int = 0,
+        addresses: Iterator[int] | None = None,
+    ) -> None:
         if capacity is None and settings.memory_fraction < 1:
             raise UsageError("per_process_memory_fraction is a part of the device's memory: say its capacity")
         self.settings, self.capacity, self.taken = settings, capacity, taken
@@ -50,7 +59,7 @@ class CachingAllocator:
         self._peak_requested = self._peak_allocated = self._peak_reserved = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments: dict[int, Segment] = {}  # by address
-        self._addresses = count(_FAR_APART, _FAR_APART)
+        self._addresses = addresses or count(_FAR_APART, _FAR_APART)
 
     # ---------------------------------------------------------------- figures
 

@@ -111,6 +111,15 @@ class AllocatorSettings:
                 raise UsageError(f"{key!r} is no setting of CUDA's caching allocator (known: {known})")
         return replace(cls(), **found)
 
+    def __str__(self) -> str:
+        """The text that stands for these settings; empty for those that torch has without one."""
+        usual = type(self)()
+        return ",".join(
+            f"{key}:{_written(getattr(self, field))}"
+            for key, (field, _) in _KEYS.items()
+            if getattr(self, field) != getattr(usual, field)
+        )
+
     def divisions(self, nbytes: int) -> int:
         """Into how many steps the doubling that `nbytes` lies in is divided."""
         return self.roundup_divisions[min(max(nbytes.bit_length() - MIB.bit_length(), 0), _INTERVALS - 1)]
@@ -139,7 +148,13 @@ def _divided(nbytes: int, divisions: int) -> int:
     return -(-nbytes // step) * step
 
 
-# ---------------------------------------------------------------- reading
+# ---------------------------------------------------------------- reading and writing
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(f'{1 << place}:{divisions}' for place, divisions in enumerate(value))}]"
+    return str(value // MIB if type(value) is int else value)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:

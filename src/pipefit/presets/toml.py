@@ -9,6 +9,9 @@ memory_bandwidth = "900GB/s"
 flops_reached = { float16 = 0.5 }        # what times are estimated by, where none were measured: optional, all three
 bandwidth_reached = 0.8
 operation_seconds = 5e-6
+context = "512MiB"                       # what a process takes besides its tensors: optional, all three
+communicator = "100MB"
+cublas_workspace = ":4096:2:16:8"        # a size, or as in CUBLAS_WORKSPACE_CONFIG: pairs of KiB and how many
 
 [[devices]]                              # devices 0 to 7, in the order of the groups
 count = 8
@@ -45,10 +48,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Protocol, TypeVar
 
-from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
+from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
-from pipefit.units import parse_bytes
+from pipefit.units import KIB, parse_bytes
 from pipefit.validation import validated
 
 _PATTERN = re.compile(r"(device|host)(?:(\*)|(\d+)(?:-(\d+))?)")
@@ -69,6 +72,9 @@ class KindText:
     flops_reached: dict[str, float] = field(default_factory=dict)
     bandwidth_reached: float = 0.8
     operation_seconds: float = 5e-6
+    context: str | int | None = None
+    communicator: str | int | None = None
+    cublas_workspace: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +180,7 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
             flops_reached=kind.flops_reached,
             bandwidth_reached=kind.bandwidth_reached,
             operation_seconds=kind.operation_seconds,
+            overheads=_overheads(kind),
         )
         for name, kind in written.kinds.items()
     }
@@ -251,6 +258,29 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
     if int(last or first) >= known[what]:
         raise UsageError(f"a link names {pattern}; the cluster has {known[what]} {what}s")
     return [Member(MemberKind(what), number) for number in range(int(first), int(last or first) + 1)]
+
+
+def _overheads(kind: KindText) -> Overheads:
+    """What a process takes of a device of this kind besides its tensors; the usual where nothing is said."""
+    written = {
+        "context_bytes": kind.context if kind.context is None else _size(kind.context),
+        "communicator_bytes": kind.communicator if kind.communicator is None else _size(kind.communicator),
+        "cublas_workspace_bytes": None if kind.cublas_workspace is None else _workspace(kind.cublas_workspace),
+    }
+    return Overheads(**{name: nbytes for name, nbytes in written.items() if nbytes is not None})
+
+
+def _workspace(written: str | int) -> int:
+    """Bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight of 16 KiB."""
+    if isinstance(written, int) or not written.startswith(":"):
+        return _size(written)
+    numbers = written.removeprefix(":").split(":")
+    if len(numbers) % 2 or not all(number.isdecimal() for number in numbers):
+        raise UsageError(
+            f"{written!r} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of KiB and how many, such as "
+            ":4096:2:16:8"
+        )
+    return sum(int(size) * KIB * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _size(written: str | int) -> int:

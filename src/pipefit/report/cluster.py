@@ -14,8 +14,14 @@ _WIDEST = 17  # members of a matrix that still fits a terminal
 
 
 def describe_cluster(cluster: Cluster) -> list[Block]:
-    """Name, devices, hosts and the matrix of link rates."""
-    return [f"{cluster} ({cluster.backend})", _devices(cluster), _hosts(cluster), *_links(cluster)]
+    """Name, devices, what processes take besides tensors, hosts and the matrix of link rates."""
+    return [
+        f"{cluster} ({cluster.backend})",
+        _devices(cluster),
+        *_overheads(cluster),
+        _hosts(cluster),
+        *_links(cluster),
+    ]
 
 
 def _devices(cluster: Cluster) -> Table:
@@ -43,6 +49,22 @@ def _devices(cluster: Cluster) -> Table:
     return Table(
         columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
     )
+
+
+def _overheads(cluster: Cluster) -> list[Block]:
+    """A row for each kind of GPU: what a process takes of its memory besides tensors."""
+    kinds = {device.kind.name: device.kind.overheads for device in cluster.devices if cluster.backend == "cuda"}
+    rows = tuple(
+        (
+            name,
+            format_bytes(own.context_bytes),
+            format_bytes(own.communicator_bytes),
+            format_bytes(own.cublas_workspace_bytes),
+        )
+        for name, own in kinds.items()
+    )
+    columns = ("kind", "context", "a communicator", "cuBLAS, a thread")
+    return [Table(columns, rows, title="what a process takes besides tensors")] if rows else []
 
 
 def _hosts(cluster: Cluster) -> Table:

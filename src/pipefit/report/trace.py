@@ -12,7 +12,7 @@ def describe_trace(trace: Trace) -> list[Block]:
     busy = trace.utilisation() if trace.step_seconds else (0.0,) * len(trace.devices)
     rows = tuple(_device_row(trace, device, share) for device, share in zip(trace.devices, busy, strict=True))
     peaks = Table(("device", "peak", "budget", "full", "step", "at action", "computing"), rows)
-    return [_head(trace), peaks, _categories(trace)]
+    return [_head(trace), peaks, _categories(trace), *_allocators(trace)]
 
 
 def _head(trace: Trace) -> str:
@@ -45,3 +45,33 @@ def _categories(trace: Trace) -> Table:
         for device, peak in zip(trace.devices, peaks, strict=True)
     )
     return Table(("device", *(category.value for category in used)), rows, title="at the peak")
+
+
+def _allocators(trace: Trace) -> list[Block]:
+    """What a GPU's allocator holds at most and what the process takes besides, where an allocator was simulated."""
+    known = [(device, device.allocator) for device in trace.devices if device.allocator]
+    if not known:
+        return []
+    rows = tuple(
+        (
+            str(device.device),
+            *(format_bytes(size) for size in (peaks.requested_bytes, peaks.allocated_bytes, peaks.reserved_bytes)),
+            _times(peaks.workspaces, peaks.workspace_bytes),
+            format_bytes(peaks.context_bytes),
+            _times(peaks.communicators, peaks.communicator_bytes),
+            format_bytes(peaks.process_bytes),
+            f"{100 * peaks.process_bytes / device.budget_bytes:.1f} %" if device.budget_bytes else "-",
+            str(peaks.retries) if peaks.fits else "out of memory",
+        )
+        for device, peaks in known
+    )
+    columns = (
+        "device", "requested", "allocated", "reserved", "of that cuBLAS", "context", "communicators", "process", "full",
+        "cache emptied",
+    )  # fmt: skip
+    settings = known[0][1].settings or "default"
+    return [Table(columns, rows, title=f"what a GPU holds at most (caching allocator: {settings} settings)")]
+
+
+def _times(count: int, nbytes: int) -> str:
+    return f"{count} x {format_bytes(nbytes)}" if count and nbytes else "-"

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from pipefit.allocator import AllocatorSettings
 from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitWarning
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
@@ -29,18 +31,26 @@ from pipefit.runtime.endless_folding import Effects, fewer, labels
 from pipefit.runtime.folding import Folding, Unfolding, shortened
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
+from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
+from pipefit.runtime.reserved import LivesOf, allocator_peaks, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
-from pipefit.trace import MemorySample, Trace
+from pipefit.trace import AllocatorPeaks, MemorySample, Trace
 from pipefit.validation import whole
 
 
 def certify(
-    task: Task, plan: Plan, *, steps: int | None = None, target: Target | None = None, fold: bool = True
+    task: Task,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    target: Target | None = None,
+    fold: bool = True,
+    allocator: AllocatorSettings | None = None,
 ) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
@@ -51,24 +61,30 @@ def certify(
     takes many times longer. Under an endless schedule microbatches are folded (`pipefit.runtime.endless_folding`), and
     layers are not.
 
+    With settings of CUDA's caching `allocator`, which only the target `cuda` has, the trace also says what a GPU
+    allocates and reserves (`DeviceTrace.allocator`). All layers are run then, since what is reserved depends on where
+    each block lies; under an endless schedule, all microbatches too.
+
     For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
     is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
         OutOfMemory: a host, or a device that only lends memory, has no room for what is moved there.
-        UsageError: something is moved that cannot be.
+        UsageError: something is moved that cannot be, or an allocator is asked for that the target does not have.
     """
     steps = distinct_steps(plan) if steps is None else steps
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target
+    if allocator is not None and target != "cuda":
+        raise UsageError(f"target {target} has no caching allocator: certify for the target cuda, or without allocator")
     warn_elsewhere(plan.profile.assumptions, CERTIFIED)
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan))
-    dry = _DryRun(task, plan, programs, lending, sample(task, plan.training.microbatch_size), steps, kernels)
+    dry = _DryRun(task, plan, programs, lending, sample(task, plan.training.microbatch_size), steps, kernels, allocator)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
-        samples = (dry.endless(fake) if is_endless(plan) else dry.folded(fake)) if fold else dry.whole(fake)
+        ran = dry.run(fake, fold=fold)
     if kernels is not None:
         kernels.keep()
         kernels.tell_unknown()
@@ -78,12 +94,23 @@ def certify(
         source="dry run",
         steps=steps,
         devices=tuple(
-            replace(idle, memory=tuple(samples[n])) if samples[n] else idle
+            replace(idle, memory=tuple(ran.samples[n]), allocator=dry.peaks(n, ran)) if ran.samples[n] else idle
             for n in range(len(plan.cluster.devices))
             for idle in (lending_trace(plan, n, lending.arenas),)
         ),
         step_seconds=(0.0,) * steps,
     )
+
+
+class _Ran(NamedTuple):
+    """What a dry run found of every device: its memory samples, and the lives of its storages if they are wanted.
+
+    `alike` is False where layers or microbatches that stood for others turned out to differ from them.
+    """
+
+    samples: list[list[MemorySample]]
+    alike: bool = True
+    lives: dict[int, LivesOf] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +124,36 @@ class _DryRun:
     like: Sample
     steps: int
     kernels: Kernels | None
+    allocator: AllocatorSettings | None
 
-    def whole(self, fake: FakeTarget) -> list[list[MemorySample]]:
-        """The memory samples of every device, with all layers and microbatches."""
-        everything = Shortened.none(self.plan, self.programs[-1], self._chain(fake))
-        return self._samples(fake, everything, Folding.none(self.programs))[0]
+    def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
+        """All steps, with those layers and microbatches that stand for all if `fold`."""
+        if not fold or (self.allocator and is_endless(self.plan)):
+            return self._whole(fake)
+        if self.allocator:
+            return self._all_layers(fake)
+        return self._endless(fake) if is_endless(self.plan) else self._folded(fake)
 
-    def endless(self, fake: FakeTarget) -> list[list[MemorySample]]:
-        """The same under an endless schedule, with those microbatches that stand for all."""
+    def peaks(self, device: int, ran: _Ran) -> AllocatorPeaks | None:
+        """What the allocator of a device holds at most; None unless it is simulated."""
+        if self.allocator is None:
+            return None
+        events, requested = ran.lives[device].events, max(sample.total_bytes for sample in ran.samples[device])
+        return allocator_peaks(self.plan, self.programs[-1], device, events, self.allocator, requested)
+
+    def _whole(self, fake: FakeTarget) -> _Ran:
+        return self._run(fake, self._everything(fake), Folding.none(self.programs))
+
+    def _all_layers(self, fake: FakeTarget) -> _Ran:
+        """All layers, and those microbatches that stand for all."""
+        ran = self._run(fake, self._everything(fake), Folding.of(self.programs[0]))
+        return ran if ran.alike else self._whole(fake)
+
+    def _everything(self, fake: FakeTarget) -> Shortened:
+        return Shortened.none(self.plan, self.programs[-1], self._chain(fake))
+
+    def _endless(self, fake: FakeTarget) -> _Ran:
+        """An endless schedule, with those microbatches that stand for all."""
         last = len(self.programs) - 1
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted)
@@ -120,29 +169,29 @@ class _DryRun:
             for runner, of_device in zip(runners, effects, strict=True):
                 device = runner.number
                 samples[device] += of_device.samples(step, program.actions[device], known[device])
-        return samples
+        return _Ran(samples)
 
-    def folded(self, fake: FakeTarget) -> list[list[MemorySample]]:
-        """The same, with those layers and microbatches that stand for all."""
+    def _folded(self, fake: FakeTarget) -> _Ran:
+        """Those layers and microbatches that stand for all."""
         (program,) = self.programs
         folding = Folding.of(program)
         short = Shortened.of(self.task, self.plan, program, self._chain(fake))
-        samples, alike = self._samples(fake, short, folding)
-        if not alike:  # layers that seemed to be equal: all of them are run, and not those that have been trained
-            samples, _ = self._samples(fake, Shortened.none(self.plan, program, self._chain(fake)), folding)
-        return samples
+        ran = self._run(fake, short, folding)
+        # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
+        return ran if ran.alike else self._run(fake, self._everything(fake), folding)
 
     def _chain(self, fake: FakeTarget) -> Chain:
         chain = fake_chain(self.task, fake, self.like)
         check_model(self.plan, self.task, chain)
         return chain
 
-    def _samples(self, fake: FakeTarget, short: Shortened, folding: Folding) -> tuple[list[list[MemorySample]], bool]:
-        """The memory samples of every device, and whether the layers that stand for others turned out alike."""
+    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding) -> _Ran:
+        """Every step of a shortened plan, in the microbatches of a folding."""
         runners, meters = self._runners(fake, short)
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
         unfoldings = [Unfolding(folding, meter.level) for meter in meters]
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
+        lives = {runner.number: LivesOf(folding) for runner in runners}
         for step in range(self.steps):
             ran = folding.later if step else folding.first
             program = self.programs[min(step, len(self.programs) - 1)]
@@ -151,7 +200,10 @@ class _DryRun:
             for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
                 actions = program.actions[runner.number]
                 samples[runner.number] += unfolding.step(step, actions, meter.changes())
-        return samples, all(meter.alike for meter in meters)
+                if isinstance(meter, LivesMeter):
+                    lives[runner.number].step(step, actions, meter.take())
+        alike = all(meter.alike for meter in meters) and all(of_device.consistent for of_device in lives.values())
+        return _Ran(samples, alike, lives)
 
     def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
         """Inputs and targets of so many microbatches, without bytes."""
@@ -176,10 +228,16 @@ class _DryRun:
         )
         runners, meters = [], []
         for stages in short.plan.ranks:
-            meter = RepeatedMeter(short.plan.stages[stages[0]].device, kernels=self.kernels, swept=short.swept)
+            meter = self._meter(short, short.plan.stages[stages[0]].device)
             runner = assemble(site, stages, device=fake.device, meter=meter)
             for stage in runner.stages.values():
                 meter.own_layers(stage, short.copies[stage.start : stage.stop])
             runners.append(runner)
             meters.append(meter)
         return runners, meters
+
+    def _meter(self, short: Shortened, device: int) -> RepeatedMeter:
+        if self.allocator is None:
+            return RepeatedMeter(device, kernels=self.kernels, swept=short.swept)
+        workspace = overheads(self.plan, device).cublas_workspace_bytes
+        return LivesMeter(device, kernels=self.kernels, swept=short.swept, workspace_bytes=workspace)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipefit.actions import Action, Kind
 from pipefit.program import Program
@@ -18,6 +18,8 @@ from pipefit.trace import MemorySample
 
 Path = tuple[object, ...]  # the actions of one microbatch on one stage, without its number
 Bytes = tuple[int, ...]  # by category
+Place = tuple[int, int, int]  # stage, microbatch, and number in the microbatch's path
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,41 +86,59 @@ class Change:
     after: Bytes
 
 
+class Seat(NamedTuple):
+    """An action in a step: its place, None without a microbatch, and the microbatch that was run instead, if any."""
+
+    place: Place | None
+    like: int | None
+
+
+class Repetition(Generic[T]):
+    """What all actions of a step did, from what was seen of those that were run."""
+
+    def __init__(self, folding: Folding) -> None:
+        self._folding = folding
+        self._known: dict[Place, T] = {}
+
+    def step(self, number: int, actions: Sequence[Action], seen: Sequence[T]) -> Iterator[tuple[Seat, T]]:
+        """Every action of step `number` in order: where it is, and what it did, as seen of itself or of an equal one,
+        which may come later in the program.
+        """
+        ran = self._folding.later if number else self._folding.first
+        places, left = list(_places(actions)), iter(seen)
+        known = [next(left) if place is None or place[1] in ran else None for place in places]
+        for place, one in zip(places, known, strict=True):
+            if place is not None and one is not None:
+                self._known.setdefault(place, one)
+        for place, one in zip(places, known, strict=True):
+            if one is not None:
+                yield Seat(place, None), one
+            elif place is not None:
+                stage, microbatch, position = place
+                like = self._folding.like[stage, microbatch]
+                yield Seat(place, like), self._known[stage, like, position]
+
+
 class Unfolding:
     """Computes the memory of one device in the whole program, step by step, from that in the shortened one."""
 
     def __init__(self, folding: Folding, rest: Bytes) -> None:
-        self._folding, self._level = folding, rest
-        self._known: dict[tuple[int, int, int], Change] = {}  # by stage, microbatch and place in its path
+        self._repetition = Repetition[Change](folding)
+        self._level = rest
 
     def step(self, number: int, actions: Sequence[Action], measured: Sequence[Change]) -> Iterator[MemorySample]:
         """The memory samples of one step of all `actions`, from the changes that were measured for those that were run.
 
         The time of a sample is its position in the program.
         """
-        ran = self._folding.later if number else self._folding.first
-        for position, (action, change) in enumerate(zip(actions, self._changes(actions, ran, measured), strict=True)):
+        changes = self._repetition.step(number, actions, measured)
+        for position, (action, (_, change)) in enumerate(zip(actions, changes, strict=True)):
             peak: Any = plus(self._level, change.at_peak)
             yield MemorySample(step=number, action=str(action), seconds=float(position), bytes=peak)
             self._level = plus(self._level, change.after)
 
-    def _changes(self, actions: Sequence[Action], ran: frozenset[int], measured: Sequence[Change]) -> Iterator[Change]:
-        """The change of every action: as measured, or that of an equal action, which may come later in the program."""
-        places = list(_places(actions))
-        left = iter(measured)
-        known = [next(left) if place is None or place[1] in ran else None for place in places]
-        for place, change in zip(places, known, strict=True):
-            if place is not None and change is not None:
-                self._known.setdefault(place, change)
-        for place, change in zip(places, known, strict=True):
-            if change is not None:
-                yield change
-            elif place is not None:
-                stage, microbatch, number = place
-                yield self._known[stage, self._folding.like[stage, microbatch], number]
 
-
-def _places(actions: Sequence[Action]) -> Iterator[tuple[int, int, int] | None]:
+def _places(actions: Sequence[Action]) -> Iterator[Place | None]:
     """Stage, microbatch and number in the microbatch's path of every action; None for those without a microbatch."""
     lengths: dict[tuple[int, int], int] = {}
     for action in actions:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.actions import SENDS, Action, Placement, message_partner
+from pipefit.cost.communicators import sums
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
@@ -236,15 +237,13 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     return network
 
 
-def _members(plan: Plan) -> dict[tuple[int, ...], None]:
-    """The sets of stages that add tensors up: gradients of shared parameters, and vectors of the agreement.
+def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that add tensors up.
 
     Raises:
         UsageError: two of them are on one device.
     """
-    members = dict.fromkeys(plan.summed.values())
-    if plan.training.agrees:
-        members[tuple(stages[0] for stages in plan.ranks)] = None
+    members = sums(plan)
     for stages in members:
         if len({plan.stages[stage].device for stage in stages}) < len(stages):
             raise UsageError(
