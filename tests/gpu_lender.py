@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from pipefit.cluster import Cluster
 from pipefit.runtime.cuda_driver import CudaDriver
 from pipefit.runtime.cuda_memory import CudaMemory
 from pipefit.schedule.arenas import Arena
@@ -15,7 +16,7 @@ from pipefit.schedule.arenas import Arena
 def lend(arenas: Sequence[Arena], pipe: Connection) -> None:
     """Tell of these arenas; when asked, tell which of them hold something else than the zeros of the beginning."""
     torch.cuda.set_device(0)
-    memory = CudaMemory(lambda number: torch.device("cuda", 0), CudaDriver())
+    memory = CudaMemory(Cluster.emulated((2, 1)), arenas, lambda number: torch.device("cuda", 0), CudaDriver())
     told = [memory.lend(arena)[0] for arena in arenas]
     lent = [slots[0].owner for slots in map(memory.borrow, arenas, told)]
     for tensor in lent:

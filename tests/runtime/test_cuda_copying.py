@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,20 +26,22 @@ from moving_plans import make_chain, with_disk
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.devices import Host
-from pipefit.errors import OutOfMemory, UsageError
+from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.places import Member, MemberKind, parse_place
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime import Trainer
 from pipefit.runtime.copying import Part, Slot
-from pipefit.runtime.cuda_copying import OnStream
-from pipefit.runtime.cuda_driver import CudaDriver
+from pipefit.runtime.cuda_copying import OnStream, StreamCopies
+from pipefit.runtime.cuda_driver import CudaDriver, Driver
 from pipefit.runtime.cuda_memory import CudaMemory, pinned_slots
+from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
 from pipefit.runtime.lending import Lending, check_lending
 from pipefit.runtime.memory import HostMemory
 from pipefit.schedule import lower
 from pipefit.schedule.arenas import Arena, arenas_of
 from pipefit.schedule.room import pinned_sizes, room_needed
+from pipelines import make_cluster
 from tiny import alone, batch_of, plan_of
 
 BYTES = 64
@@ -48,6 +53,13 @@ class Event:
     """Set when its stream has come to it."""
 
     is_set: bool = False
+
+    def synchronize(self) -> None:
+        for _ in range(1000):
+            if self.is_set:
+                return
+            time.sleep(0.01)
+        raise AssertionError("the event never came")
 
 
 @dataclass(eq=False)
@@ -235,12 +247,17 @@ class FakeDriver:
         self.closed.append(start)
 
 
+def memory_of(driver: Driver, arenas: Sequence[Arena] = (), cluster: Cluster | None = None) -> CudaMemory:
+    """Memory of GPUs that are the CPU."""
+    return CudaMemory(cluster or make_cluster(2), arenas, lambda _: torch.device("cpu"), driver, lambda _: Settled())
+
+
 def test_what_another_process_lends_begins_where_its_handle_says() -> None:
     """A handle names a whole allocation, of which the arena is a part. It is closed when no slot is left; the lender
     itself uses its own memory.
     """
     driver, arena = FakeDriver(), Arena(Member.device(1), 0, 3, 100)
-    lender, borrower = (CudaMemory(lambda _: torch.device("cpu"), driver) for _ in range(2))
+    lender, borrower = (memory_of(driver) for _ in range(2))
     told, mapped = lender.lend(arena)
     mapped()
     slots = borrower.borrow(arena, told)
@@ -255,11 +272,10 @@ def test_what_another_process_lends_begins_where_its_handle_says() -> None:
 
 def test_memory_that_cannot_be_shared_is_named_with_the_way_out() -> None:
     """The driver's own words, and what usually is the reason."""
-    memory_of = CudaMemory(lambda _: torch.device("cpu"), FakeDriver())
     with pytest.raises(
         UsageError, match=r"device 0 cannot use what device1 lends \(cuIpc.*INVALID_VALUE\): .* expandable"
     ):
-        memory_of.borrow(Arena(Member.device(1), 0, 3, 100), (b"other", 0))
+        memory_of(FakeDriver()).borrow(Arena(Member.device(1), 0, 3, 100), (b"other", 0))
 
 
 class Library:
@@ -330,15 +346,6 @@ def test_pinned_memory_counts_as_it_is_allocated() -> None:
         check_lending(on_gpus("host*2+device1*1", needed - 1), lower(plan))
 
 
-def test_gpus_move_nothing_to_disks() -> None:
-    """That is refused before a launch, with the way out."""
-    plan = on_gpus("disk")
-    with pytest.raises(
-        UsageError, match="device 0 moves tensors to disk0, which GPUs cannot do yet: move them to the host"
-    ):
-        check_lending(plan, lower(plan))
-
-
 class AtOnce(FakeDriver):
     """Copies as it is asked to, as if no stream had anything else to do."""
 
@@ -346,17 +353,36 @@ class AtOnce(FakeDriver):
         ctypes.memmove(target, source, nbytes)
 
 
-def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+class Settled(Stream):
+    """A stream that has done what it was given before anybody looks."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.events = 0
+
+    def record_event(self) -> Event:
+        self.events += 1
+        return Event(is_set=True)
+
+    def synchronize(self) -> None:
+        """It is done already."""
+
+
+@pytest.mark.parametrize("place", ["device1*2+host*1", "disk", "disk*1+device1*1"])
+def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """On plain memory, with a driver that copies it: parameters are bitwise those of plain training, slots in pinned
-    pieces and on a peer are enough, and all are free at the end.
+    pieces, on a peer and in a file are enough, and all are free at the end.
     """
     monkeypatch.setattr("pipefit.runtime.cuda_memory._pinned", lambda n: torch.empty(n, dtype=torch.uint8))
-    driver, queue = AtOnce(), Stream(0)
-    task, plan = make_chain(), replace(on_gpus("device1*2+host*1"), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
+    driver, queue = AtOnce(), Settled()
+    task, plan = make_chain(), replace(on_gpus(place), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
 
     def within(plan: Plan, program: Program) -> Lending:
-        memory = CudaMemory(lambda _: torch.device("cpu"), driver)
-        return Lending(arenas_of(plan, program), lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
+        arenas = arenas_of(plan, program)
+        memory = memory_of(driver, arenas, plan.cluster)
+        return Lending(arenas, lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)
 
     monkeypatch.setattr(Lending, "within", within)
     trainer = Trainer(task, plan)
@@ -365,7 +391,32 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(monkeypat
     state = alone(task, plan, 3)[1]
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.state_dict().items())
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
-    assert queue.work  # it has been used
+    assert queue.events == 2 * 2 * 4 * 3  # before and behind each copy, out and in, of each microbatch, in each step
+
+
+def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
+    """A thread waits for the event before it reads the tensor. The join returns when the file is written; what fails
+    is told there.
+    """
+    gpu, tensor = Gpu(), torch.zeros(BYTES, dtype=torch.uint8)
+    gpu.copies.synchronize = lambda: None  # type: ignore[method-assign]
+    buffers = [Buffers([memoryview(bytearray(24)) for _ in range(2)], StreamCopies(Settled(), AtOnce())) for _ in "oi"]
+    file = nameless_file(Arena(Member(MemberKind.DISK, 0), 0, 1, BYTES), str(tmp_path))
+    slot = DiskSlot(nbytes=BYTES, owner=file, outward=buffers[0], inward=buffers[1])
+    parts = [Part(tensor.untyped_storage(), 0, slot, 0, BYTES)]
+    gpu.computing.work.append(lambda: tensor.fill_(5))
+    copy = gpu.copier.start(parts, outward=True, seconds=0.0)
+    assert copy.files is not None and not copy.files.done()
+    gpu.computing.run_one()
+    gpu.computing.run_one()
+    gpu.copier.join(copy)
+    assert os.pread(file.fileno(), BYTES, 0) == b"\5" * BYTES
+    os.ftruncate(file.fileno(), 10)
+    copy = gpu.copier.start(parts, outward=False, seconds=0.0)
+    gpu.run(Random(0))
+    with pytest.raises(WorkerFailed, match="cannot be read from the disk"):
+        gpu.copier.join(copy)
+    gpu.copier.abandon()
 
 
 def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +428,7 @@ def test_a_lender_on_a_gpu_waits_until_all_have_copied(monkeypatch: pytest.Monke
     plan = on_gpus("device1")
     Lending(memory=HostMemory(plan.cluster, ())).settle()
     assert not calls
-    Lending(memory=CudaMemory(lambda _: torch.device("cpu"), FakeDriver())).settle()
+    Lending(memory=memory_of(FakeDriver())).settle()
     assert calls == ["own GPU", "all workers"]
 
 

@@ -27,7 +27,7 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.copying import Part
-from pipefit.runtime.disk import Buffers, DiskSlot, nameless_file
+from pipefit.runtime.disk import DiskSlot, nameless_file, plain_buffers
 from pipefit.schedule.arenas import Arena
 from pipefit.trace import Stream, Trace
 from tiny import batch_of, plan_of
@@ -83,9 +83,8 @@ def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
 def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:
     """The second of two slots of a file."""
     file = nameless_file(Arena(DISK, 0, 2, nbytes), str(folder))
-    return DiskSlot(
-        nbytes=nbytes, address=nbytes, owner=file, outward=Buffers(buffer_bytes), inward=Buffers(buffer_bytes)
-    )
+    outward, inward = (plain_buffers(buffer_bytes) for _ in range(2))
+    return DiskSlot(nbytes=nbytes, address=nbytes, owner=file, outward=outward, inward=inward)
 
 
 # -------------------------------------------------------------------- slots

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gpu_lender import lend
-from moving_plans import movable
+from moving_plans import movable, with_disk
 from pipefit.capture import Task
 from pipefit.decisions import Decision, SavedTensors, What
-from pipefit.places import MemberKind, parse_place
+from pipefit.places import Member, MemberKind, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
@@ -59,7 +59,7 @@ def moving_to(place: str) -> tuple[Plan, Plan]:
     still = plan_of(task, [layers], size=8, microbatches=4, schedule="gpipe", memory_bytes=1 << 34, profiled=found)
     still = replace(still, cluster=replace(still.cluster, backend="cuda", devices=still.cluster.devices * 2))
     link = replace(still.cluster.links[0], members=parse_place("device0*1+device1*1+host0*1").members)
-    still = replace(still, cluster=replace(still.cluster, links=(link,)))
+    still = replace(still, cluster=with_disk(replace(still.cluster, links=(link,)), disk_bytes=1 << 34))
     subject = SavedTensors(tensors=tuple(movable(still, 0)[::2]))
     decision = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place(place), ahead=1)
     return still, replace(still, decisions=(decision,))
@@ -85,10 +85,11 @@ def warm() -> None:
     gc.collect()
 
 
-def test_what_is_moved_to_pinned_memory_comes_back() -> None:
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_what_is_moved_to_the_host_comes_back(place: str) -> None:
     """Losses are bitwise those of the plan that moves nothing; the allocator's peaks are those certified to 1 %."""
     warm()
-    still, moved = moving_to("host")
+    still, moved = moving_to(place)
     (expected, high), (losses, low) = trained(still), trained(moved)
     assert losses == expected
     peaks = [certify(gpt(), plan, target="cuda").devices[0].step_peak_bytes(1) for plan in (still, moved)]
@@ -108,7 +109,7 @@ def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyP
     here, there = context.Pipe()
     lender = context.Process(target=lend, args=(lent, there), daemon=True)
     lender.start()
-    memory = CudaMemory(lambda number: DEVICE, CudaDriver())
+    memory = CudaMemory(moved.cluster, arenas, lambda number: DEVICE, CudaDriver())
     mapped = {arena: memory.borrow(arena, told) for arena, told in zip(lent, here.recv(), strict=True)}
     expected, high = trained(still)
     monkeypatch.setattr(Lending, "within", lambda *_: Lending(arenas, OnStream.of, memory, mapped))
@@ -126,9 +127,8 @@ def test_what_is_moved_to_another_process_comes_back(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("nbytes", [1, 1000, (1 << 24) + 3])
 def test_bytes_make_the_round_trip(nbytes: int) -> None:
     """Odd sizes too; memory that is freed at the join and given to others meanwhile does not spoil them."""
-    slot, other = CudaMemory(lambda number: DEVICE, CudaDriver()).own(
-        Arena(parse_place("host0").members[0], 0, 2, nbytes)
-    )
+    arena, cluster = Arena(Member.host(0), 0, 2, nbytes), moving_to("host")[0].cluster
+    slot, other = CudaMemory(cluster, [arena], lambda number: DEVICE, CudaDriver()).own(arena)
     copier, tensor = OnStream.of(DEVICE), torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     wanted, storage = tensor.clone(), tensor.untyped_storage()
     copier.join(copier.start([Part(storage, 0, slot, 0, nbytes)], outward=True, seconds=0.0))

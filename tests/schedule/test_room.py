@@ -68,6 +68,7 @@ def test_buffers_before_a_disk_are_bounded() -> None:
     for slots in (1, 9):
         needed = room_needed(made(), [Arena(DISK, 0, slots, 16 << 20), Arena(DISK, 1, 2, 30), Arena(DISK, 1, 1, 20)])
         assert needed == {DISK: {0: slots * (16 << 20), 1: 80}, HOST: {0: 4 * (4 << 20), 1: 4 * 30}}
+    assert room_needed(made("cuda"), [Arena(DISK, 1, 2, 30)])[HOST] == {1: 4 * 32}
 
 
 @pytest.mark.parametrize(

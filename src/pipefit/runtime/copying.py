@@ -79,7 +79,7 @@ class AtOnce(NoCopier):
     """Copies as a copy starts, in no time of any link: for several devices in one process, which take turns anyway."""
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
-        _copy(parts, outward=outward)
+        carry(parts, outward=outward)
 
 
 class Beside:
@@ -108,11 +108,12 @@ class Beside:
 
     def _paced(self, parts: Sequence[Part], outward: bool, seconds: float) -> None:
         end, ending = time.monotonic() + seconds, self._ending
-        _copy(parts, outward=outward)
+        carry(parts, outward=outward)
         while (left := end - time.monotonic()) > 0 and not ending.wait(left):
             pass
 
 
-def _copy(parts: Sequence[Part], *, outward: bool) -> None:
+def carry(parts: Sequence[Part], *, outward: bool) -> None:
+    """Copy parts to their slots, or back from them; it has been done when this returns."""
     for slot, own in groupby(parts, attrgetter("slot")):
         slot.carry(list(own), outward=outward)

@@ -6,19 +6,24 @@ alternates forwards and backwards. That was faster than a stream for each direct
 that leave are there, and memory for those that come is free. Its join lets the computing stream wait for it. What is
 freed or read afterwards is so on the computing stream, whose allocations torch's allocator gives out again in the order
 of that stream: no `record_stream`, which would make peaks depend on timing.
+
+What goes to a disk or comes from one is copied by threads, on streams of their own: files know no events, so that the
+join of such a copy stops the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from pipefit.runtime.copying import Part
+from pipefit.runtime.copying import Part, carry
 from pipefit.runtime.cuda_driver import CudaDriver, Driver
+from pipefit.runtime.disk import DiskSlot
 
 
 class Queue(Protocol):
@@ -40,10 +45,24 @@ class Queue(Protocol):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A copy: the event behind it, and the parts whose storages it needs until it is joined."""
+    """A copy: the event behind it, its files if it has any, and the parts whose storages it needs until its join."""
 
     done: Any
+    files: Future[None] | None
     parts: Sequence[Part]
+
+
+class StreamCopies:
+    """Copies between a GPU and the buffers before a disk, on a stream of their own."""
+
+    def __init__(self, stream: Queue, driver: Driver) -> None:
+        self._stream, self._driver = stream, driver
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._driver.copy(target, source, nbytes, self._stream.cuda_stream)
+
+    def settle(self) -> None:
+        self._stream.synchronize()
 
 
 class OnStream:
@@ -62,6 +81,8 @@ class OnStream:
         here: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._copies, self._computing, self._driver, self._here = copies, computing, driver, here
+        self._threads = [ThreadPoolExecutor(1, f"pipefit-files-{way}") for way in ("in", "out")]
+        self._files: list[Future[None]] = []
 
     @classmethod
     def of(cls, device: torch.device) -> OnStream:
@@ -74,17 +95,34 @@ class OnStream:
         )
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> UnderWay:
+        on_disks = [part for part in parts if isinstance(part.slot, DiskSlot)]
         with self._here():
-            self._copies.wait_event(self._computing().record_event())
+            ready = self._computing().record_event()
+            self._copies.wait_event(ready)
             for storage, offset, slot, within, nbytes in parts:
-                here, there = storage.data_ptr() + offset, slot.address + within
-                target, source = (there, here) if outward else (here, there)
-                self._driver.copy(target, source, nbytes, self._copies.cuda_stream)
-            return UnderWay(self._copies.record_event(), parts)
+                if not isinstance(slot, DiskSlot):
+                    here, there = storage.data_ptr() + offset, slot.address + within
+                    target, source = (there, here) if outward else (here, there)
+                    self._driver.copy(target, source, nbytes, self._copies.cuda_stream)
+            done = self._copies.record_event()
+        files = self._threads[outward].submit(self._through, ready, on_disks, outward) if on_disks else None
+        self._files = [file for file in (*self._files, files) if file is not None and not file.done()]
+        return UnderWay(done, files, parts)
 
     def join(self, handle: UnderWay) -> None:
+        if handle.files is not None:
+            handle.files.result()
         self._computing().wait_event(handle.done)
         handle.parts = ()
 
     def abandon(self) -> None:
+        for file in self._files:
+            file.exception()  # returns when it has ended
+        self._files.clear()
         self._copies.synchronize()
+
+    def _through(self, ready: Any, parts: Sequence[Part], outward: bool) -> None:
+        """Carry parts to files or back, when all that was launched before has been computed."""
+        with self._here():
+            ready.synchronize()
+            carry(parts, outward=outward)

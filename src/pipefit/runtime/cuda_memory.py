@@ -8,16 +8,19 @@ the processes end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError, first_line
 from pipefit.places import MemberKind
 from pipefit.runtime.copying import Slot
+from pipefit.runtime.cuda_copying import Queue, StreamCopies
 from pipefit.runtime.cuda_driver import Driver
+from pipefit.runtime.disk import Buffers, Disks
 from pipefit.schedule.arenas import Arena
 from pipefit.schedule.room import pinned_sizes
 from pipefit.units import format_bytes
@@ -26,17 +29,28 @@ Told = tuple[bytes, int]  # a handle of an allocation, and how far into it the a
 
 
 class CudaMemory:
-    """Memory for what the GPUs of this process move.
+    """Memory for what the GPUs of this process move; `arenas` are all of the run.
 
     Args:
         device: where this process reaches a device of the cluster, by its number there.
+        stream: makes one of a device, for what passes through buffers before a disk.
     """
 
-    def __init__(self, device: Callable[[int], torch.device], driver: Driver) -> None:
-        self._device, self._driver = device, driver
+    def __init__(
+        self,
+        cluster: Cluster,
+        arenas: Sequence[Arena],
+        device: Callable[[int], torch.device],
+        driver: Driver,
+        stream: Callable[[torch.device], Queue] = torch.cuda.Stream,
+    ) -> None:
+        self._device, self._driver, self._stream = device, driver, stream
+        self._disks = Disks(cluster, arenas, self._buffers)
         self._lent: dict[Arena, Tensor] = {}
 
     def own(self, arena: Arena) -> list[Slot]:
+        if arena.lender.kind is MemberKind.DISK:
+            return self._disks.slots(arena)
         if arena.lender.kind is MemberKind.HOST:
             return pinned_slots(arena, _pinned)
         lent = self._allocated(arena)
@@ -56,6 +70,11 @@ class CudaMemory:
         with _shared(arena):
             opened = Opened(self._driver, handle)
         return _slots(arena, opened.start + offset, opened)
+
+    def _buffers(self, borrower: int, nbytes: int) -> Buffers:
+        """Pinned buffers before a disk, for one direction of a device."""
+        pinned = [_pinned(nbytes).numpy().data for _ in range(2)]
+        return Buffers(pinned, StreamCopies(self._stream(self._device(borrower)), self._driver))
 
     def _touched(self, arena: Arena) -> Tensor:
         """A byte of the GPU that borrows, which has a context of this process from here on: the driver needs it."""

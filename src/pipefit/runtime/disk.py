@@ -13,14 +13,16 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol
 
+from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError, WorkerFailed
 from pipefit.runtime.copying import Part, Slot
 from pipefit.schedule.arenas import Arena
+from pipefit.schedule.room import buffer_bytes
 from pipefit.units import format_bytes
 
 Row = tuple[int, int]  # bytes in a row: their address and how many
@@ -68,13 +70,33 @@ def nameless_file(arena: Arena, folder: str) -> IO[bytes]:
     return file
 
 
-class Buffers:
-    """Two buffers for copies in one direction, of which a thread writes or reads one while the other is copied."""
+class Copies(Protocol):
+    """What copies between a device and a buffer."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = [mmap.mmap(-1, nbytes) for _ in range(2)]
-        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self._memory]
-        self._nbytes = nbytes
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Begin to copy between two addresses."""
+
+    def settle(self) -> None:
+        """Return when all that was begun is complete."""
+
+
+class PlainCopies:
+    """Copies within plain memory."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def settle(self) -> None:
+        """Copies were complete as they began."""
+
+
+class Buffers:
+    """Two equal buffers for one direction, of which a thread writes or reads one while the other is copied."""
+
+    def __init__(self, memory: Sequence[memoryview], copies: Copies) -> None:
+        self._memory, self._copies = memory, copies
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in memory]
+        self._nbytes = len(memory[0])
         self._thread = ThreadPoolExecutor(1, "pipefit-disk")
 
     def write(self, file: int, at: int, rows: Sequence[Row]) -> None:
@@ -84,7 +106,7 @@ class Buffers:
             if number >= 2:
                 written[-2].result()
             size = self._copy(number % 2, chunk, gather=True)
-            written.append(self._thread.submit(_write, file, memoryview(self._memory[number % 2])[:size], at))
+            written.append(self._thread.submit(_write, file, self._memory[number % 2][:size], at))
             at += size
         for future in written[-2:]:
             future.result()
@@ -96,7 +118,7 @@ class Buffers:
             size = sum(nbytes for _, nbytes in chunk)
             if number >= 2:
                 self._scatter(number - 2, known, read)
-            read.append(self._thread.submit(_read, file, memoryview(self._memory[number % 2])[:size], at))
+            read.append(self._thread.submit(_read, file, self._memory[number % 2][:size], at))
             at += size
         for number in range(max(len(known) - 2, 0), len(known)):
             self._scatter(number, known, read)
@@ -109,8 +131,9 @@ class Buffers:
         """Copy rows into a buffer, or out of it; how many bytes they are."""
         address = self._addresses[buffer]
         for row, nbytes in chunk:
-            ctypes.memmove(*((address, row) if gather else (row, address)), nbytes)
+            self._copies.copy(*((address, row) if gather else (row, address)), nbytes)
             address += nbytes
+        self._copies.settle()
         return address - self._addresses[buffer]
 
 
@@ -132,6 +155,37 @@ class DiskSlot(Slot):
                 f"a moved tensor cannot be {'written to' if outward else 'read from'} the disk ({error.strerror}): "
                 "move tensors to the host instead, or name another folder as its disk_folder"
             ) from error
+
+
+def plain_buffers(nbytes: int) -> Buffers:
+    """Buffers of plain memory."""
+    return Buffers([memoryview(mmap.mmap(-1, nbytes)) for _ in range(2)], PlainCopies())
+
+
+class Disks:
+    """The disks' arenas of the devices of a process.
+
+    Args:
+        arenas: all of the run; the buffers before a disk are as large as they need.
+        buffers: makes those of one direction of a device, of so many bytes each.
+    """
+
+    def __init__(self, cluster: Cluster, arenas: Sequence[Arena], buffers: Callable[[int, int], Buffers]) -> None:
+        self._cluster, self._arenas, self._make = cluster, arenas, buffers
+        self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
+
+    def slots(self, arena: Arena) -> list[Slot]:
+        """The slots of an arena, in a new file."""
+        borrower, host = arena.borrower, self._cluster.hosts[arena.lender.number or 0]
+        if borrower not in self._buffers:
+            nbytes = buffer_bytes(self._arenas, borrower)
+            self._buffers[borrower] = self._make(borrower, nbytes), self._make(borrower, nbytes)
+        outward, inward = self._buffers[borrower]
+        file = nameless_file(arena, folder_of(host.disk_folder))
+        return [
+            DiskSlot(nbytes=arena.slot_bytes, address=start, owner=file, outward=outward, inward=inward)
+            for start in range(0, arena.nbytes, arena.slot_bytes)
+        ]
 
 
 def chunks(rows: Sequence[Row], nbytes: int) -> Iterator[list[Row]]:

@@ -88,7 +88,7 @@ class Lending:
         """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            return _on_gpus(arenas, partial(gpu, plan.cluster))
+            return _on_gpus(plan, arenas, partial(gpu, plan.cluster))
         memory, alone = HostMemory(plan.cluster, arenas), len(plan.ranks) == 1
         return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
 
@@ -100,7 +100,7 @@ class Lending:
         """
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            lending = _on_gpus(arenas, lambda number: here if number == device else gpu(plan.cluster, number))
+            lending = _on_gpus(plan, arenas, lambda number: here if number == device else gpu(plan.cluster, number))
         else:
             lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
         return replace(lending, mapped=_exchanged(lending.memory, device, _shared(plan, arenas)))
@@ -128,9 +128,11 @@ class Lending:
         return self.mapped.get(arena) or self.memory.own(arena)
 
 
-def _on_gpus(arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
+def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torch.device]) -> Lending:
     """The arenas of GPUs, which `device` finds by their numbers; without any, nothing of CUDA is touched."""
-    return Lending(arenas, OnStream.of, CudaMemory(device, CudaDriver())) if arenas else Lending()
+    if not arenas:
+        return Lending()
+    return Lending(arenas, OnStream.of, CudaMemory(plan.cluster, arenas, device, CudaDriver()))
 
 
 def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
@@ -160,7 +162,7 @@ def check_lending(plan: Plan, program: Program) -> None:
 
     Raises:
         OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to another host, to a folder that cannot be used, or from a GPU to a disk.
+        UsageError: it goes to another host, or to a folder that cannot be used.
     """
     _checked_here(plan, program)
 
@@ -200,12 +202,6 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
 def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The same, if this machine can make them."""
     arenas = _checked(plan, program)
-    on_disks = [arena for arena in arenas if arena.lender.kind is MemberKind.DISK]
-    if on_disks and plan.cluster.backend == "cuda":
-        raise UsageError(
-            f"device {on_disks[0].borrower} moves tensors to {on_disks[0].lender}, which GPUs cannot do yet: move them "
-            "to the host, or certify the plan and train on emulated devices"
-        )
     needed, on_disk = 0, Counter[str]()
     for member, shares in room_needed(plan, arenas).items():
         if member.kind is MemberKind.HOST:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import MemberKind
 from pipefit.runtime.copying import Slot
-from pipefit.runtime.disk import Buffers, DiskSlot, folder_of, nameless_file
+from pipefit.runtime.disk import Disks, plain_buffers
 from pipefit.schedule.arenas import Arena
-from pipefit.schedule.room import buffer_bytes
 from pipefit.units import format_bytes
 
 
@@ -35,19 +34,14 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of the host and of its disk.
+    """Memory of the host and of its disk; `arenas` are all of the run."""
 
-    Args:
-        arenas: all of the run; the buffers before a disk are as large as they need.
-    """
-
-    def __init__(self, cluster: Cluster, arenas: tuple[Arena, ...]) -> None:
-        self.cluster, self.arenas = cluster, arenas
-        self._buffers: dict[int, tuple[Buffers, Buffers]] = {}
+    def __init__(self, cluster: Cluster, arenas: Sequence[Arena]) -> None:
+        self._disks = Disks(cluster, arenas, lambda borrower, nbytes: plain_buffers(nbytes))
 
     def own(self, arena: Arena) -> list[Slot]:
         if arena.lender.kind is MemberKind.DISK:
-            return self._on_disk(arena)
+            return self._disks.slots(arena)
         return _in(mmap.mmap(-1, arena.nbytes), arena)
 
     def lend(self, arena: Arena) -> tuple[str, Callable[[], None]]:
@@ -56,19 +50,6 @@ class HostMemory:
 
     def borrow(self, arena: Arena, told: str) -> list[Slot]:
         return _in(_mapped(arena, told), arena)
-
-    def _on_disk(self, arena: Arena) -> list[Slot]:
-        """Slots in a file of the disk's folder."""
-        borrower, host = arena.borrower, self.cluster.hosts[arena.lender.number or 0]
-        if borrower not in self._buffers:
-            nbytes = buffer_bytes(self.arenas, borrower)
-            self._buffers[borrower] = Buffers(nbytes), Buffers(nbytes)
-        outward, inward = self._buffers[borrower]
-        file = nameless_file(arena, folder_of(host.disk_folder))
-        return [
-            DiskSlot(nbytes=arena.slot_bytes, address=start, owner=file, outward=outward, inward=inward)
-            for start in range(0, arena.nbytes, arena.slot_bytes)
-        ]
 
 
 def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:

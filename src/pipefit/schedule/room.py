@@ -41,13 +41,15 @@ def pinned_sizes(slot_bytes: int, slots: int) -> tuple[int, ...]:
 def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
     """What every member of the cluster sets aside for arenas."""
     found: Room = defaultdict(Counter)
+    on_gpus = plan.cluster.backend == "cuda"
     for arena in lent:
-        pinned = plan.cluster.backend == "cuda" and arena.lender.kind is MemberKind.HOST
+        pinned = on_gpus and arena.lender.kind is MemberKind.HOST
         nbytes = sum(pinned_sizes(arena.slot_bytes, arena.slots)) if pinned else arena.nbytes
         found[arena.lender][arena.borrower] += nbytes
     for borrower in {arena.borrower for arena in lent}:
         if buffer := buffer_bytes(lent, borrower):
-            found[Member.host(plan.cluster.devices[borrower].host)][borrower] += DISK_BUFFERS * buffer
+            nbytes = sum(pinned_sizes(buffer, 1)) if on_gpus else buffer
+            found[Member.host(plan.cluster.devices[borrower].host)][borrower] += DISK_BUFFERS * nbytes
     return found
 
 
