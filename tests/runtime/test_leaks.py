@@ -137,6 +137,7 @@ def test_whoever_ends_leaves_nothing(how: str, kind: Kind) -> None:
 
 
 @pytest.mark.gallery
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", [0, 1])
 @pytest.mark.parametrize("how", HOW)
 def test_at_whatever_action_it_ends_nothing_is_left(how: str, device: int, tmp_path: Path) -> None:

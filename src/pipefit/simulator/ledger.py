@@ -37,7 +37,7 @@ class Ledger:
         self._born: set[int] = set()  # layers with gradients
         self._complete: set[int] = set()  # stages all of whose layers have gradients
         self._stepped: set[int] = set()  # stages with optimizer state
-        self.placed: list[Action] = []  # actions of one step that name a place
+        self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
 
     def read(self, actions: tuple[Action, ...]) -> Effects:
         """The effects of one step.
@@ -50,7 +50,7 @@ class Ledger:
         self.placed = placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
-            if place is not None:
+            if place is not None and wait is (kind is Kind.RELOAD):
                 placed.append(action)
             flight = stage, microbatch
             residency = flights.get(flight)
