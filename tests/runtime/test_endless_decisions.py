@@ -66,6 +66,7 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     plan = plan_of(
         task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)
     )
+    plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
     return task, decided(plan, rng)
 
 

@@ -161,14 +161,6 @@ def test_state_that_cannot_move_is_refused(plan: Plan, message: str) -> None:
         lower(plan)
 
 
-def test_versions_of_everything_stay() -> None:
-    """Their room for gradients and optimizer state has no place to go."""
-    plan = plan_of(2, 4, state("versions"))
-    everything = replace(plan, training=replace(plan.training, versions="everything"))
-    with pytest.raises(UsageError, match=r"versions of everything have room .*; use versions of weights"):
-        lower(everything)
-
-
 def test_shares_are_the_same_in_every_step() -> None:
     """A share of every three of four microbatches is refused with those that divide them; and a step behind a smaller
     batch, which would begin inside a share, is refused until what is in flight has ended.

@@ -56,8 +56,6 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
         why = f"only saved tensors and versions of weights move under schedule {name} yet; move others under 1f1b"
     elif name == "pipedream-2bw":
         why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
-    elif plan.training.versions == "everything":
-        why = "versions of everything have room for gradients and optimizer state, which stays; use versions of weights"
     elif decision.stage == last:
         why = f"stage {last} is the last one and updates in place, so that it has no older weights; leave it out"
     else:
