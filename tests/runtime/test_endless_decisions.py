@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from endless_plans import decided
-from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, trained
+from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
 from moving_plans import make_chain, movable
 from oracle import measured_peaks
 from pipefit.capture import Task
@@ -132,6 +132,25 @@ def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeyp
     """The same of many plans."""
     assert_foretold(name, schedule, seed)
     assert_replayed(name, schedule, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
+    """Its blocks are recomputed and moved, and under PipeDream its older weights, which are called by their names."""
+    task, rng = skipping(), Random(schedule)
+    layers = len((measured := profile(task, microbatch_size=2, threads=1)).layers)
+    still = plan_of(task, [2, layers - 4, 2], microbatches=4, schedule=schedule, profiled=measured)
+    plan = decided(still, rng)
+    assert {decision.what for decision in plan.decisions} == {What.RECOMPUTE, What.OFFLOAD}
+    one, other = (Trainer(task, each, seed=SEED) for each in (plan, still))
+    steps = distinct_steps(plan)
+    for step in range(steps):
+        batch = batch_of(task, plan, step)
+        first, second = one.step(batch), other.step(batch)
+        assert first == second or isnan(first)
+    assert samples(one.trace) == samples(certify(task, plan, steps=steps))
+    assert one.finish() == other.finish()
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 # -------------------------------------------------------------------- one plan with everything
