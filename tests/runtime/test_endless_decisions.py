@@ -25,12 +25,13 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.devices import Host
-from pipefit.errors import OutOfMemory
+from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.endless_folding import fewer
 from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
 from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.schedule.endless import period
@@ -248,6 +249,25 @@ def test_after_a_failed_step_everything_is_where_it_was() -> None:
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
     assert isnan(trainer.step(batch_of(task, plan, 5)))
     assert len(trainer.finish()) == 1
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_few_of_many_microbatches_stand_for_all(schedule: str) -> None:
+    """A dry run of two or three steps of forty executes steps of a few, whatever is decided."""
+    plan = mixed(schedule, microbatches=40)
+    assert sum(program.microbatches for program in fewer(plan, step_programs(plan))) <= 12
+
+
+def test_behind_a_smaller_batch_shares_begin_anew_after_the_end() -> None:
+    """Three of four microbatches leave half a share: the next step is refused until what is in flight has ended."""
+    task, plan = make_chain(), mixed("pipedream")
+    trainer, (whole, smaller) = Trainer(task, plan), batches_of(task, [8, 6])
+    trainer.step(whole)
+    trainer.step(smaller)
+    with pytest.raises(UsageError, match=r"shares of every 2 microbatches, .* as Trainer.finish does"):
+        trainer.step(whole)
+    assert len(trainer.finish()) == 1
+    assert isnan(trainer.step(whole))
 
 
 # -------------------------------------------------------------------- where nothing else fits

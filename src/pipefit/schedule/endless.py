@@ -91,9 +91,9 @@ def check_in_turn(plan: Plan, entered: int) -> None:
     """
     if entered % (turn := period(plan)):
         raise UsageError(
-            f"the steps so far had {entered} microbatches, and the plan decides for shares of {turn}, which now would "
-            "lie across the ends of steps, where the plan's peaks do not hold: after a smaller batch end what is in "
-            "flight, as Trainer.finish does, leave that batch out, or decide for all microbatches alike"
+            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple of them: "
+            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a smaller "
+            "batch end what is in flight, as Trainer.finish does, leave it out, or decide for all microbatches alike"
         )
 
 
