@@ -174,7 +174,7 @@ def test_shares_are_the_same_in_every_step() -> None:
     lower(half, microbatches=3, entered=4)
     lower_drain(half, entered=7)
     with pytest.raises(
-        UsageError, match=r"had 7 microbatches, and the plan decides for shares of 2, .* Trainer.finish"
+        UsageError, match=r"every 2 microbatches, and the batch before was no multiple of them: .*Trainer.finish"
     ):
         lower(half, entered=7)
 

@@ -92,8 +92,8 @@ def check_in_turn(plan: Plan, entered: int) -> None:
     if entered % (turn := period(plan)):
         raise UsageError(
             f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple of them: "
-            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a smaller "
-            "batch end what is in flight, as Trainer.finish does, leave it out, or decide for all microbatches alike"
+            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a batch "
+            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all microbatches"
         )
 
 
