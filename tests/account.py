@@ -265,16 +265,20 @@ class StageAccount:
                     storage.away = False
                 self.device.reach(0)
             case Kind.STASH:
-                weights = self.device.held_by(self._of("newest"))
-                self.device.release(self._of("newest"))
-                next(iter(weights)).nbytes += self._room()
-                self._new_weights()
+                self._keep_weights()
             case Kind.STEP:
                 for weights in self.device.held_by(self._of("newest")):
                     assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
                 self._step()
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
+
+    def _keep_weights(self) -> None:
+        """The newest weights are copied, and become older ones with room."""
+        for old in self.device.held_by(self._of("newest")):
+            old.nbytes += self._room(old.layer)
+        self.device.release(self._of("newest"))
+        self._new_weights()
 
     def _compute(self, flight: Flight, action: Action) -> None:
         """A stage or a piece of it; the loss belongs to the piece that ends the model."""
@@ -538,13 +542,15 @@ class StageAccount:
         self.born.clear()
         self.device.release(self._of("parameter gradients"))
 
-    def _room(self) -> int:
-        """For gradients and optimizer state, if every version but the newest has it; of a shared parameter once."""
+    def _room(self, layer: int) -> int:
+        """For a layer's gradients and optimizer state, if every version but the newest has it; a shared one's are its
+        first user's.
+        """
         if not self.everything:
             return 0
-        of_layers = sum(self.costs[layer].gradient_bytes + self.costs[layer].state_bytes for layer in self.layers)
-        repeated = sum((len(self._users(s)) - 1) * (s.gradient_bytes + s.state_bytes) for s in self.shared)
-        return of_layers - repeated
+        repeated = [s for s in self._shared_by(layer) if layer != self._users(s)[0]]
+        own = self.costs[layer].gradient_bytes + self.costs[layer].state_bytes
+        return own - sum(s.gradient_bytes + s.state_bytes for s in repeated)
 
     # ---------------------------------------------------------------- finding things
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from moving_plans import movable, random_place
+from movable import movable, random_place
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.plans import Plan
 

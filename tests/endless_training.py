@@ -62,9 +62,55 @@ def perceptrons() -> list[nn.Module]:
     return [nn.Linear(8, 8), nn.Tanh(), frozen, nn.LayerNorm(8), Recurrent(), nn.Linear(8, 4)]
 
 
+class Attention(nn.Module):
+    """Attention over rows of four words, with dropout, and what came in added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(width // 4, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.view(x.shape[0], 4, -1)
+        return x + self.mix(words, words, words, need_weights=False)[0].reshape(x.shape)
+
+
+def attention() -> list[nn.Module]:
+    """Attention, views, and activations in place."""
+    head = nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(16, 4)
+    return [nn.Linear(8, 16), nn.LayerNorm(16), Attention(16), nn.SiLU(inplace=True), *head]
+
+
+class Skipping(nn.Module):
+    """Convolutions with batch norm, and skips across them, that no list of layers could be written for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4 * 36, 3)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = x + F.relu(norm(block(x)))
+        return self.head(x.flatten(1))
+
+
+def skipping() -> Task:
+    """A model that is traced."""
+    return Task(
+        Skipping,
+        batch=lambda size: (torch.randn(size, 2, 6, 6), torch.randint(0, 3, (size,))),
+        loss=F.cross_entropy,
+        optimizer=MOMENTUM,
+        name="skipping",
+    )
+
+
 TASKS: dict[str, Callable[[], Task]] = {
     "convolutions": convolutions,
     "tied": lambda: task_of(tied, optimizer=ADAMW),
+    "attention": lambda: task_of(attention, optimizer=ADAMW),
     "perceptrons": lambda: replace(task_of(perceptrons, optimizer=ADAMW), scheduler=halving),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,38 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from accidents import Spot
-from pipefit.actions import Subject
+from movable import movable, random_place
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.decisions import Decision, Microbatches, SavedTensors, What
 from pipefit.devices import Link
-from pipefit.errors import UsageError
-from pipefit.places import Place, parse_place
 from pipefit.plans import Plan
-
-
-def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
-    """The saved tensors of a stage that may be moved, one name for each storage, which no recomputed layer saves."""
-    storages, names = StageStorages.of(plan, stage), dict[int, tuple[int, int]]()
-    runs = [d.subject for d in plan.decisions_of(stage, What.RECOMPUTE)]
-    again = {n for run in runs if isinstance(run, Run) for n in range(run.start, run.stop)}
-    place = plan.stages[stage]
-    for layer in range(place.start, place.stop):
-        for saved in plan.measurement.costs[layer].saved:
-            subject = Subject(layer, saved.index)
-            with suppress(UsageError):  # of a parameter, or of what autograd does not hold
-                if saved.origin.kind in ("own", "input") and not again.intersection(storages.savers(subject)):
-                    names.setdefault(storages.storage(subject), (layer, saved.index))
-    return list(names.values())
-
-
-def random_place(plan: Plan, device: int, rng: Random) -> Place:
-    """The host, its disk if it has one, another device, or shares of several of them."""
-    disks = ["disk"] * bool(plan.cluster.hosts[plan.cluster.devices[device].host].disk_bytes)
-    members = ["host", *disks, *(f"device{n}" for n in range(len(plan.cluster.devices)) if n != device)]
-    chosen = rng.sample(members, rng.randint(1, min(3, len(members))))
-    return parse_place("+".join(f"{member}*{rng.randint(1, 3)}" for member in chosen))
 
 
 def with_disk(cluster: Cluster, folder: Path | None = None, disk_bytes: int = 1 << 20) -> Cluster:

@@ -250,7 +250,9 @@ def _carried(program: Program) -> set[Message]:
 
 def shifted(action: Action, by: int) -> Action:
     """The action with its microbatch counted from one that comes `by` earlier."""
-    return action if action.microbatch is None else action._replace(microbatch=action.microbatch + by)
+    if not by or action.microbatch is None:
+        return action
+    return Action(action.kind, action.stage, action.microbatch + by, *action[3:])
 
 
 def joined(programs: Sequence[Program]) -> Program:

@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from endless_plans import decided
-from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, trained
+from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
 from moving_plans import make_chain, movable
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.devices import Host
-from pipefit.errors import OutOfMemory
+from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.endless_folding import fewer
 from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
 from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.schedule.endless import period
@@ -66,6 +67,7 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     plan = plan_of(
         task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)
     )
+    plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
     return task, decided(plan, rng)
 
 
@@ -131,6 +133,25 @@ def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeyp
     """The same of many plans."""
     assert_foretold(name, schedule, seed)
     assert_replayed(name, schedule, seed, monkeypatch)
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
+    """Its blocks are recomputed and moved, and under PipeDream its older weights, which are called by their names."""
+    task, rng = skipping(), Random(schedule)
+    layers = len((measured := profile(task, microbatch_size=2, threads=1)).layers)
+    still = plan_of(task, [2, layers - 4, 2], microbatches=4, schedule=schedule, profiled=measured)
+    plan = decided(still, rng)
+    assert {decision.what for decision in plan.decisions} == {What.RECOMPUTE, What.OFFLOAD}
+    one, other = (Trainer(task, each, seed=SEED) for each in (plan, still))
+    steps = distinct_steps(plan)
+    for step in range(steps):
+        batch = batch_of(task, plan, step)
+        first, second = one.step(batch), other.step(batch)
+        assert first == second or isnan(first)
+    assert samples(one.trace) == samples(certify(task, plan, steps=steps))
+    assert one.finish() == other.finish()
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 # -------------------------------------------------------------------- one plan with everything
@@ -228,6 +249,25 @@ def test_after_a_failed_step_everything_is_where_it_was() -> None:
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
     assert isnan(trainer.step(batch_of(task, plan, 5)))
     assert len(trainer.finish()) == 1
+
+
+@pytest.mark.parametrize("schedule", ENDLESS)
+def test_few_of_many_microbatches_stand_for_all(schedule: str) -> None:
+    """A dry run of two or three steps of forty executes steps of a few, whatever is decided."""
+    plan = mixed(schedule, microbatches=40)
+    assert sum(program.microbatches for program in fewer(plan, step_programs(plan))) <= 12
+
+
+def test_behind_a_smaller_batch_shares_begin_anew_after_the_end() -> None:
+    """Three of four microbatches leave half a share: the next step is refused until what is in flight has ended."""
+    task, plan = make_chain(), mixed("pipedream")
+    trainer, (whole, smaller) = Trainer(task, plan), batches_of(task, [8, 6])
+    trainer.step(whole)
+    trainer.step(smaller)
+    with pytest.raises(UsageError, match=r"shares of every 2 microbatches, .* as Trainer.finish does"):
+        trainer.step(whole)
+    assert len(trainer.finish()) == 1
+    assert isnan(trainer.step(whole))
 
 
 # -------------------------------------------------------------------- where nothing else fits

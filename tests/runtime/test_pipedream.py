@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, trained
+from endless_training import SEED, TASKS, Skipping, batches_of, differences, skipping, trained
 from oracle import measured_peaks
 from pipefit.actions import Kind
 from pipefit.capture import Task
@@ -96,34 +95,12 @@ def decisions(plan: Plan, recompute: str) -> tuple[Decision, ...]:
     )
 
 
-class Skipping(nn.Module):
-    """Convolutions with batch norm, and skips across them, that no list of layers could be written for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4 * 36, 3)
-        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            x = x + F.relu(norm(block(x)))
-        return self.head(x.flatten(1))
-
-
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_traced_models_are_trained_alike(schedule: str) -> None:
     """The module itself, called with old weights by name, learns the same; its last microbatches are smaller, for which
     it is traced again.
     """
-    task = Task(
-        Skipping,
-        batch=lambda size: (torch.randn(size, 2, 6, 6), torch.randint(0, 3, (size,))),
-        loss=F.cross_entropy,
-        optimizer=MOMENTUM,
-        name="skipping",
-    )
+    task = skipping()
     layers = len(profile(task, microbatch_size=2, threads=1).layers)
     plan = plan_of(task, [1, layers - 2, 1], microbatches=3, schedule=schedule)
     given = batches_of(task, [6, 5, 6, 5])

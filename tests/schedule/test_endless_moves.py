@@ -161,14 +161,6 @@ def test_state_that_cannot_move_is_refused(plan: Plan, message: str) -> None:
         lower(plan)
 
 
-def test_versions_of_everything_stay() -> None:
-    """Their room for gradients and optimizer state has no place to go."""
-    plan = plan_of(2, 4, state("versions"))
-    everything = replace(plan, training=replace(plan.training, versions="everything"))
-    with pytest.raises(UsageError, match=r"versions of everything have room .*; use versions of weights"):
-        lower(everything)
-
-
 def test_shares_are_the_same_in_every_step() -> None:
     """A share of every three of four microbatches is refused with those that divide them; and a step behind a smaller
     batch, which would begin inside a share, is refused until what is in flight has ended.
@@ -182,7 +174,7 @@ def test_shares_are_the_same_in_every_step() -> None:
     lower(half, microbatches=3, entered=4)
     lower_drain(half, entered=7)
     with pytest.raises(
-        UsageError, match=r"had 7 microbatches, and the plan decides for shares of 2, .* Trainer.finish"
+        UsageError, match=r"every 2 microbatches, and the batch before was no multiple of them: .*Trainer.finish"
     ):
         lower(half, entered=7)
 

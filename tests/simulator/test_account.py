@@ -24,7 +24,7 @@ from made_up import (
     training,
     value,
 )
-from moving_plans import movable
+from movable import movable
 from pipefit.actions import Action, Kind, Subject
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import UsageError
@@ -189,7 +189,7 @@ def endless_plan(rng: Random, schedule: str, model: Measurement) -> Plan:
 
 def any_versions(rng: Random, plan: Plan) -> Iterator[Decision]:
     """In some stages that hold older weights, those of some layers go to the host, or those of all layers do."""
-    has_some = plan.training.schedule == "pipedream" and plan.training.versions == "weights"
+    has_some = plan.training.schedule == "pipedream"
     for number, stage in enumerate(plan.stages[:-1] if has_some and rng.random() < 0.7 else ()):
         layers = (stage.start, stage.stop)
         if not any(shared.gradient_bytes for shared in plan.measurement.shared):

@@ -34,7 +34,7 @@ class StageCost:
     ) -> None:
         self.start, self.stop = start, stop
         self._times = times
-        self.storages = StageStorages(measurement, start, stop)
+        self.storages = StageStorages(measurement, start, stop, rooms=training.versions == "everything")
         self.flights = Flights(self.storages)
         self.rest = StageRest(self.storages, training.microbatches, everything=training.versions == "everything")
         self.layers = frozenset(range(start, stop))

@@ -58,10 +58,12 @@ class StageStorages:
     """Layers `start` to `stop - 1` on one device, and the loss, if they end the model.
 
     Positions number the layers of the stage from 0; the loss has the last position. Boundary n lies before position n:
-    boundary 0 has the stage's inputs, and the last boundary its outputs.
+    boundary 0 has the stage's inputs, and the last boundary its outputs. With `rooms`, a version of the weights has
+    room for gradients and optimizer state too.
     """
 
-    def __init__(self, measurement: Measurement, start: int, stop: int) -> None:
+    def __init__(self, measurement: Measurement, start: int, stop: int, *, rooms: bool = False) -> None:
+        self.rooms = rooms
         costs = tuple(measurement.kinds[kind] for kind in measurement.layers[start:stop])
         self.measurement, self.start, self.stop = measurement, start, stop
         self.last = stop == len(measurement.layers)
@@ -80,7 +82,8 @@ class StageStorages:
     def of(plan: Plan, stage: int) -> StageStorages:
         """The storages of a stage of `plan`."""
         place = plan.stages[stage]
-        return StageStorages(plan.measurement, place.start, place.stop)
+        rooms = plan.training.versions == "everything"
+        return StageStorages(plan.measurement, place.start, place.stop, rooms=rooms)
 
     # ---------------------------------------------------------------- values
 
@@ -163,9 +166,20 @@ class StageStorages:
 
     def version_bytes(self, layer: int) -> int:
         """A version of the weights of a layer of the model; that of a shared one belongs to the stage's first user."""
-        position = layer - self.start
-        shared = (again.shared for again in self.repetitions if again.later == position)
-        return self.costs[position].trained_bytes - sum(one.nbytes for one in shared if one.gradient_bytes)
+        shared = sum(one.nbytes for one in self._shared_before(layer) if one.gradient_bytes)
+        return self.costs[layer - self.start].trained_bytes - shared + self.room_bytes(layer)
+
+    def room_bytes(self, layer: int) -> int:
+        """What a version of a layer's weights takes beside them."""
+        if not self.rooms:
+            return 0
+        cost, shared = self.costs[layer - self.start], list(self._shared_before(layer))
+        repeated = sum(one.gradient_bytes + one.state_bytes for one in shared)
+        return cost.gradient_bytes + cost.state_bytes - repeated
+
+    def _shared_before(self, layer: int) -> Iterator[SharedParameter]:
+        """The parameters of a layer that an earlier one of the stage has too."""
+        return (again.shared for again in self.repetitions if again.later == layer - self.start)
 
     def savers(self, subject: Subject) -> tuple[int, ...]:
         """The layers of the model whose backward needs the storage of a saved tensor; the loss counts as the last."""

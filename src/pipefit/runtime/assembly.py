@@ -11,7 +11,6 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
-from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
@@ -97,12 +96,6 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     )
 
 
-def _room_bytes(plan: Plan, storages: StageStorages) -> int:
-    """What a version of a stage's weights takes beside them."""
-    training = plan.training
-    return StageRest(storages, training.microbatches, everything=training.versions == "everything").room_bytes
-
-
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
     """The runner of the device with these stages, whose layers are moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
@@ -121,7 +114,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
             shared=own[stage],
             microbatches=plan.training.microbatches,
             agreement=agreement,
-            room_bytes=_room_bytes(plan, storages) if plan.training.endless else None,
+            rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,

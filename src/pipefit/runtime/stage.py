@@ -42,8 +42,8 @@ class StageRunner:
         shared: this stage's copies of shared parameters, by their numbers in the profile.
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
-        room_bytes: what a version of the weights takes beside them; None where the stage needs no versions, because it
-            is not updated with microbatches in flight.
+        rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
+            because it is not updated with microbatches in flight.
         seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -58,7 +58,7 @@ class StageRunner:
         shared: dict[int, nn.Parameter],
         microbatches: int,
         agreement: Agreement | None,
-        room_bytes: int | None = None,
+        rooms: Sequence[int] | None = None,
         device: torch.device,
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
@@ -72,12 +72,12 @@ class StageRunner:
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
         self.scheduler = make_scheduler(task, self.optimizer)
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
-        self.weights = None if room_bytes is None else self._versions(room_bytes)
+        self.weights = None if rooms is None else self._versions(rooms)
         self._graph_dropped = graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
-    def _versions(self, room_bytes: int) -> Weights:
-        return Weights(self.layers, start=self.start, room_bytes=room_bytes, device=self.device)
+    def _versions(self, rooms: Sequence[int]) -> Weights:
+        return Weights(self.layers, start=self.start, rooms=rooms, device=self.device)
 
     @property
     def held(self) -> list[Tensor]:

@@ -31,13 +31,13 @@ Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, an
 class Version:
     """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them.
 
-    A version that is not the newest any more may have `room` for gradients and optimizer state, which nobody uses. The
-    weights of layers that are `away`, or on their way, have been moved.
+    A version that is not the newest any more may have `rooms` for gradients and optimizer state, by layer, which nobody
+    uses. The weights of layers that are `away`, or on their way, have been moved.
     """
 
     leaves: list[nn.Parameter]
     users: int = 0
-    room: Tensor | None = None
+    rooms: dict[int, Tensor] = field(default_factory=dict)
     away: set[int] = field(default_factory=set)
 
 
@@ -50,16 +50,16 @@ class _Bound:
 
 
 class Weights:
-    """The versions of the trained parameters of `layers`, and of each but the newest `room_bytes` on `device`.
+    """The versions of the trained parameters of `layers`, the first of which has the number `start` in the model.
 
-    `start` is the number of the first layer in the model.
+    All but the newest also take `rooms` on `device`, bytes for each layer.
 
     Raises:
         UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer], *, start: int, room_bytes: int, device: torch.device) -> None:
-        self._room_bytes, self._device = room_bytes, device
+    def __init__(self, layers: Sequence[ChainLayer], *, start: int, rooms: Sequence[int], device: torch.device) -> None:
+        self._rooms, self._device = dict(enumerate(rooms, start)), device
         self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
         named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
         self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
@@ -80,10 +80,11 @@ class Weights:
 
     def stash(self) -> list[Tensor]:
         """Copy the newest weights, for updates of the copy; what the version holds that was the newest until now."""
-        kept: list[Tensor] = [*self._newest.leaves]
-        if self._room_bytes:
-            self._newest.room = torch.empty(self._room_bytes, dtype=torch.uint8, device=self._device)
-            kept.append(self._newest.room)
+        rooms = {layer: nbytes for layer, nbytes in self._rooms.items() if nbytes}
+        self._newest.rooms = {
+            layer: torch.empty(nbytes, dtype=torch.uint8, device=self._device) for layer, nbytes in rooms.items()
+        }
+        kept: list[Tensor] = [*self._newest.leaves, *self._newest.rooms.values()]
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
@@ -111,7 +112,7 @@ class Weights:
         self._newest.leaves = self._leaves()
 
     def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
-        """The memory of a layer's weights in a version; that of a shared one belongs to the first layer that has it.
+        """The memory of a layer in a version; that of a shared weight belongs to the first layer that has it.
 
         Raises:
             UsageError: forwards or updates use the version, or a parameter is a part of other memory.
@@ -128,7 +129,7 @@ class Weights:
                         "something else or belongs to something else than torch: leave its versions where they are"
                     )
                 found.append(storage)
-        return found
+        return [*found, version.rooms[layer].untyped_storage()] if layer in version.rooms else found
 
     def forget(self) -> None:
         """Nothing is in flight any more, because a step has failed."""

@@ -56,8 +56,6 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
         why = f"only saved tensors and versions of weights move under schedule {name} yet; move others under 1f1b"
     elif name == "pipedream-2bw":
         why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
-    elif plan.training.versions == "everything":
-        why = "versions of everything have room for gradients and optimizer state, which stays; use versions of weights"
     elif decision.stage == last:
         why = f"stage {last} is the last one and updates in place, so that it has no older weights; leave it out"
     else:
@@ -93,9 +91,9 @@ def check_in_turn(plan: Plan, entered: int) -> None:
     """
     if entered % (turn := period(plan)):
         raise UsageError(
-            f"the steps so far had {entered} microbatches, and the plan decides for shares of {turn}, which now would "
-            "lie across the ends of steps, where the plan's peaks do not hold: after a smaller batch end what is in "
-            "flight, as Trainer.finish does, leave that batch out, or decide for all microbatches alike"
+            f"the plan decides for shares of every {turn} microbatches, and the batch before was no multiple of them: "
+            "from now on shares would lie across the ends of steps, where the plan's peaks do not hold. After a batch "
+            "like that end what is in flight, as Trainer.finish does, or leave it out, or decide for all microbatches"
         )
 
 
