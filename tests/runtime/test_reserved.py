@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moving_plans import moving
 from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -35,7 +36,7 @@ from pipefit.runtime.folding import Folding
 from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.reserved import LivesOf, allocator_peaks
 from pipefit.schedule import lower
-from pipefit.trace import AllocatorPeaks, Trace
+from pipefit.trace import AllocatorPeaks, Category, Trace
 from pipefit.zoo import build
 from plain_allocator import Pages, Plain
 from random_cases import random_plan
@@ -133,6 +134,17 @@ def captured() -> Iterator[list[Any]]:
         yield seen
 
 
+def highest(events: Any) -> int:
+    """The highest sum of what lives."""
+    level, most, living = 0, 0, {}
+    for name, nbytes in events:
+        level += nbytes or -living.pop(name)
+        most = max(most, level)
+        if nbytes:
+            living[name] = nbytes
+    return most
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> None:
     """The highest sum of living storages is the certified peak, to the byte, on every device."""
@@ -142,13 +154,7 @@ def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> 
     used = [device for device in trace.devices if device.allocator]
     assert len(used) == len(plan.ranks) == len(events)
     for device, own in zip(used, events, strict=True):
-        highest, level, living = 0, 0, {}
-        for name, nbytes in own:
-            level += nbytes or -living.pop(name)
-            highest = max(highest, level)
-            if nbytes:
-                living[name] = nbytes
-        assert highest == device.peak_bytes == device.allocator.requested_bytes
+        assert highest(own) == device.peak_bytes == device.allocator.requested_bytes
 
 
 # ---------------------------------------------------------------- folding
@@ -162,6 +168,19 @@ def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int)
         folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
     assert not again.called
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> None:
+    """With random moves of saved tensors, folded microbatches reserve what all do, and the meter's peak is met."""
+    plan = moving(random_plan(found, Random(seed), microbatches=5), Random(seed))
+    with captured() as events:
+        folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
+    assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
+    lent = [max((s.by_category.get(Category.LENT, 0) for s in d.memory), default=0) for d in folded.devices]
+    used = [device for device in folded.devices if device.allocator]
+    for device, own in zip(used, events, strict=True):
+        assert highest(own) == device.peak_bytes - lent[device.device]
 
 
 def test_of_equal_layers_all_are_run() -> None:
