@@ -160,7 +160,7 @@ def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> 
 # ---------------------------------------------------------------- folding
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int) -> None:
     """Any split, schedule and recomputation: all three numbers of three steps are equal, and nothing is run twice."""
     plan = on_gpus(random_plan(found, Random(seed), microbatches=5))
@@ -170,7 +170,7 @@ def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int)
     assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> None:
     """With random moves of saved tensors, folded microbatches reserve what all do, and the meter's peak is met."""
     plan = moving(random_plan(found, Random(seed), microbatches=5), Random(seed))
@@ -440,18 +440,17 @@ def test_one_device_needs_none(found: ModelProfile) -> None:
     assert communicators(plan, lower(plan), 0) == 0
 
 
-# ---------------------------------------------------------------- GPT's numbers in order
-
-
-@pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE, AllocatorSettings.parse("max_split_size_mb:32")])
-def test_the_three_numbers_are_ordered(settings: AllocatorSettings) -> None:
-    """Requested, allocated, reserved, on every device of a GPT under 1F1B; and a preset's lines are its own."""
-    task = build("gpt", layers=3, hidden=256, heads=4, vocabulary=2000, sequence=64)
+def test_the_three_numbers_are_ordered() -> None:
+    """Requested, allocated, reserved, on every device of a GPT under 1F1B; a preset's lines are its own, and settings
+    are told as they can be read again.
+    """
+    task = build("gpt", layers=3, hidden=128, heads=4, vocabulary=1000, sequence=64)
     found = profile(task, microbatch_size=8, target="cuda")
-    plan = plan_of(task, [2, 2, 2], size=8, microbatches=4, profiled=found)
-    trace = certify(task, replace(plan, cluster=Cluster.preset("hgx-h100")), allocator=settings)
-    for one in peaks(trace)[:3]:
-        assert one is not None
-        assert one.requested_bytes <= one.allocated_bytes <= one.reserved_bytes < one.process_bytes
-        assert one.workspace_bytes == 32 * MIB
-        assert AllocatorSettings.parse(one.settings) == settings
+    plan = plan_of(task, [2, 2, 2], size=8, microbatches=3, profiled=found)
+    for settings in (DEFAULT, EXPANDABLE, AllocatorSettings.parse("max_split_size_mb:32")):
+        trace = certify(task, replace(plan, cluster=Cluster.preset("hgx-h100")), allocator=settings)
+        for one in peaks(trace)[:3]:
+            assert one is not None
+            assert one.requested_bytes <= one.allocated_bytes <= one.reserved_bytes < one.process_bytes
+            assert one.workspace_bytes == 32 * MIB
+            assert AllocatorSettings.parse(one.settings) == settings
