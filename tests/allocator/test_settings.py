@@ -101,6 +101,14 @@ def test_settings_are_those_that_torch_makes_of_the_text(torch_says: dict[str, l
     assert [found.divisions(1 << power) for power in range(15, 40)] == divisions
 
 
+@pytest.mark.parametrize("text", [*ACCEPTED, "per_process_memory_fraction:0.25", "large_segment_size_mb:11"])
+def test_settings_are_written_as_they_are_read(text: str) -> None:
+    """The text of any settings stands for them again; that of the usual ones is empty."""
+    found = AllocatorSettings.parse(text)
+    assert AllocatorSettings.parse(str(found)) == found
+    assert (str(found) == "") == (found == AllocatorSettings())
+
+
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_torch_refuses_is_refused(torch_says: dict[str, list[object]], text: str) -> None:
     """A value out of bounds or of another form raises, and says which key."""

@@ -228,7 +228,7 @@ class _DryRun:
         )
         runners, meters = [], []
         for stages in short.plan.ranks:
-            meter = self._meter(short, short.plan.stages[stages[0]].device)
+            meter = self._meter(fake, short, short.plan.stages[stages[0]].device)
             runner = assemble(site, stages, device=fake.device, meter=meter)
             for stage in runner.stages.values():
                 meter.own_layers(stage, short.copies[stage.start : stage.stop])
@@ -236,8 +236,8 @@ class _DryRun:
             meters.append(meter)
         return runners, meters
 
-    def _meter(self, short: Shortened, device: int) -> RepeatedMeter:
+    def _meter(self, fake: FakeTarget, short: Shortened, device: int) -> RepeatedMeter:
         if self.allocator is None:
             return RepeatedMeter(device, kernels=self.kernels, swept=short.swept)
         workspace = overheads(self.plan, device).cublas_workspace_bytes
-        return LivesMeter(device, kernels=self.kernels, swept=short.swept, workspace_bytes=workspace)
+        return LivesMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)

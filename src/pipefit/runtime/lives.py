@@ -37,14 +37,23 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
     """A meter that also tells the lives of storages.
 
     Args:
+        place: where the device's tensors are. Tensors elsewhere, such as the counters of Adam's steps on the host, are
+            counted by the meter, but have no lives here.
         workspace_bytes: of one workspace of cuBLAS.
     """
 
     def __init__(
-        self, device: int, *, kernels: Kernels | None, swept: Mapping[str, frozenset[int]], workspace_bytes: int
+        self,
+        device: int,
+        *,
+        kernels: Kernels | None,
+        swept: Mapping[str, frozenset[int]],
+        place: torch.device,
+        workspace_bytes: int,
     ) -> None:
         super().__init__(device, kernels=kernels, swept=swept)
-        self._workspace_bytes = workspace_bytes
+        self._place, self._workspace_bytes = place, workspace_bytes
+        self._here: set[int] = set()  # keys of living storages on the device
         self._workspaces: set[int] = set()
         self._names: dict[int, int] = {}  # of living storages, by their keys, which others have after them
         self._named = 0
@@ -80,26 +89,30 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor) -> Tracked:
         known = storage_key(tensor) in self._live
         tracked = super()._track(tensor)
-        if not known:
+        if not known and tensor.device.type == self._place.type:
+            self._here.add(tracked.key)
             self._birth(tracked.key, tracked.nbytes)
         return tracked
 
     def _resize(self, tracked: Tracked, nbytes: int) -> None:
         """A resized storage has new memory before its old one is freed."""
-        old = self._names.pop(tracked.key, None)
         super()._resize(tracked, nbytes)
-        self._birth(tracked.key, nbytes)
-        if old is not None:
-            self._lives[-1].append((old, 0))
+        if tracked.key in self._here:
+            old = self._names.pop(tracked.key, None)
+            self._birth(tracked.key, nbytes)
+            self._death(old)
 
     def _died(self, tracked: Tracked) -> None:
         super()._died(tracked)
-        name = self._names.pop(tracked.key, None)
-        if name is not None:
-            self._lives[-1].append((name, 0))
+        self._here.discard(tracked.key)
+        self._death(self._names.pop(tracked.key, None))
 
     def _birth(self, key: int, nbytes: int) -> None:
         if nbytes:  # an empty tensor takes no memory
             self._names[key] = self._named
             self._lives[-1].append((self._named, nbytes))
             self._named += 1
+
+    def _death(self, name: int | None) -> None:
+        if name is not None:
+            self._lives[-1].append((name, 0))
