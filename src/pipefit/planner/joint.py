@@ -114,7 +114,7 @@ def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
         return best, ()
     lending = with_peers(filler, best)
     if lending is None:
-        return best, ("No device has memory to lend that would spare another one its recomputation.",)
+        return best, ("No plan in which devices lend each other memory was found to fit.",)
     share = 100 * lending.gained_seconds / best.found.seconds
     if lending.gained_seconds <= _WORTH * best.found.seconds:
         return best, (f"Lending memory between devices is declined: steps would take {-share:.1f} % longer.",)
