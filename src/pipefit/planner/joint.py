@@ -42,7 +42,7 @@ from pipefit.provenance import Objective
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
 _EVALUATIONS, _POLISHES = 40, 200  # for improving a plan, and for polishing it
-_ACTIONS = 250_000  # in all programs that are simulated for either
+_ACTIONS = 150_000  # in all programs that are simulated for either
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
