@@ -170,3 +170,18 @@ def test_training_runs_need_devices_and_devices_runs(capsys: pytest.CaptureFixtu
     for alone in (["--runs", "trimmed"], ["--cluster", "emulated:3x1MiB"]):
         assert main(["profile", *MODEL, "--microbatch-size", "4", *alone]) == 2
         assert "--runs and --cluster go together" in capsys.readouterr().err
+
+
+def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is profiled by itself, for the cluster's kernels; the plan is the one of its profile."""
+    profile, plans = str(tmp_path / "profile.json"), [str(tmp_path / name) for name in ("one.json", "two.json")]
+    model = ["zoo:mlp", "--set", "widths=(64, 32, 16, 8)"]
+    ask = ["--cluster", "4x-titan-rtx", "--stages", "2", "--batch-size", "16"]
+    assert main(["profile", *model, "--microbatch-size", "4", "--target", "cuda", "-o", profile]) == 0
+    assert main(["plan", profile, *ask, "-o", plans[0]]) == 0
+    assert main(["plan", *model, "--microbatch-size", "4", *ask, "-o", plans[1]]) == 0
+    one, two = (load(Path(path), Plan) for path in plans)
+    assert (one.stages, one.decisions, one.profile) == (two.stages, two.decisions, two.profile)
+    capsys.readouterr()
+    assert main(["plan", profile, "--microbatch-size", "4", *ask]) == 2
+    assert "are for a MODEL to profile" in capsys.readouterr().err

@@ -43,9 +43,9 @@ def test_where_the_time_split_fits_it_is_the_plan() -> None:
 
 def test_long_intervals_behind_a_fast_link_go_to_the_host() -> None:
     """Nothing is recomputed where copies hide, and the step is as long as with ample memory."""
-    chain, how = chain_of(*[4.0] * 6), training("1f1b", 12)
-    ample = planned(Case(chain, cluster([AMPLE] * 3, host_rate=1e6, peer_rate=1e6), how))
-    made = planned(Case(chain, cluster([620] * 3, host_rate=1e6, peer_rate=1e6), how))
+    chain, how = chain_of(*[4.0] * 12), training("1f1b", 12)
+    ample = planned(Case(chain, cluster([AMPLE] * 6, host_rate=1e6, peer_rate=1e6), how))
+    made = planned(Case(chain, cluster([1100] * 6, host_rate=1e6, peer_rate=1e6), how))
     assert set(places(made)) == {"host"} and len(made.decisions) == len(places(made))
     assert made.prediction and ample.prediction
     assert made.prediction.step_seconds == pytest.approx(ample.prediction.step_seconds, rel=1e-2)

@@ -1,18 +1,25 @@
-"""`pipefit plan`: which layers go where."""
+"""`pipefit plan`: which layers go where, and what is recomputed or moved."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Recompute, Versions
+from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Precision, Recompute, Settings, Target, Versions
+from pipefit.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipefit.profiles import ModelProfile
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What pipefit profile saved.")],
+    profile: Annotated[
+        str,
+        typer.Argument(metavar="PROFILE|MODEL", help="What pipefit profile saved, or a model to profile, as there."),
+    ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
     ],
@@ -40,6 +47,14 @@ def command(
     stages: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
     ] = None,
+    settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
+    microbatch_size: Annotated[
+        int | None, typer.Option("--microbatch-size", "-b", min=1, help="Of a MODEL: samples in one; 1 unless given.")
+    ] = None,
+    target: Annotated[
+        Target | None, typer.Option(help="Of a MODEL: whose kernels will run; the cluster's unless given.")
+    ] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of a MODEL: cast it and its data to this.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -49,11 +64,19 @@ def command(
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
-    from pipefit.files import load, load_cluster
-    from pipefit.profiles import ModelProfile
+    from pipefit.files import load_cluster
 
     check_output(output)
-    model, devices = load(profile, ModelProfile), load_cluster(cluster)
+    if not _is_model(profile) and (settings or microbatch_size or target or precision):
+        raise UsageError(
+            f"{profile} is a file: --set, --microbatch-size, --target and --precision are for a MODEL to profile"
+        )
+    if not _is_model(profile):
+        model, devices = _loaded(profile), load_cluster(cluster)
+    else:
+        devices = load_cluster(cluster)
+        kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
+        model = _profiled(profile, settings, precision, kernels, microbatch_size or 1)
     from pipefit.planner import plan
 
     with progress("planning"):
@@ -77,3 +100,29 @@ def command(
             f"{devices.name}: profile again with --target cuda",
             file=sys.stderr,
         )
+
+
+def _is_model(text: str) -> bool:
+    """Whether the argument names a model, such as hf:gpt2, and not a file."""
+    return ":" in text and not Path(text).exists()
+
+
+def _loaded(path: str) -> ModelProfile:
+    from pipefit.files import load
+    from pipefit.profiles import ModelProfile
+
+    return load(Path(path), ModelProfile)
+
+
+def _profiled(
+    model: str, settings: list[str], precision: Precision | None, target: Target, microbatch_size: int
+) -> ModelProfile:
+    """The profile of a model, without a device."""
+    from pipefit.cli.model import resolve
+    from pipefit.cli.progress import progress
+
+    task = resolve(model, settings, precision)
+    from pipefit.profiler import profile
+
+    with progress("profiling") as report:
+        return profile(task, microbatch_size=microbatch_size, target=target, progress=report)

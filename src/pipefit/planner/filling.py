@@ -25,7 +25,7 @@ from pipefit.planner.bounds import Work, highest_line, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.menus import Menu
-from pipefit.planner.peaks import stage_peaks
+from pipefit.planner.peaks import range_peak
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
 
@@ -66,6 +66,7 @@ class Filler:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.question = evaluator, evaluator.question
         self._filled: dict[Setting, Filled | None] = {}
+        self._peaks: dict[tuple[int, int, int], int] = {}
 
     def fill(self, setting: Setting, margins: Sequence[float] | None = None) -> Filled | None:
         """The best candidate of a setting; None if its decisions cannot be carried out.
@@ -127,7 +128,15 @@ class Filler:
         return max(found)
 
     def _whole(self, split: Split) -> tuple[int, ...]:
-        return stage_peaks(self.question, split)
+        stages = enumerate(pairwise(split.edges))
+        return tuple(self._peak(stage, *edges) for stage, edges in stages)
+
+    def _peak(self, stage: int, start: int, stop: int) -> int:
+        """The peak of a stage that keeps everything."""
+        key = stage, start, stop
+        if key not in self._peaks:
+            self._peaks[key] = range_peak(self.question, stage, start, stop)
+        return self._peaks[key]
 
     def _budgets(self, split: Split) -> list[int]:
         return [self.question.cluster.budgets[device] for device in split.devices]

@@ -20,7 +20,7 @@ with 32 microbatches. Longer programs get fewer simulations. (After AdaPipe, Mis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from pipefit.planner.bisection import bisection
 from pipefit.planner.bounds import step_bound
@@ -42,7 +42,7 @@ from pipefit.provenance import Objective
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
 _EVALUATIONS, _POLISHES = 40, 200  # for improving a plan, and for polishing it
-_ACTIONS = 250_000  # in all programs that are simulated for either
+_ACTIONS = 150_000  # in all programs that are simulated for either
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
@@ -82,24 +82,31 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 def _best_start(filler: Filler) -> Filled:
     """The best of all splits, each as it is or filled, without and with the host.
 
-    A split whose stages take longer than a plan that is known to fit is left out.
+    Even splits are only of use where something must be recomputed or moved.
     """
-    best: Filled | None = None
-    for split in dict.fromkeys(_splits(filler.question)):
+    question = filler.question
+    best = _best_of(filler, [planner(question).split for planner in _OTHERS], None)
+    if best is None or not best.found.fits or not _keeps(best):
+        balance = Balance(question)
+        best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best)
+    assert best is not None, "a split that keeps everything can be carried out"
+    return best
+
+
+def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None) -> Filled | None:
+    """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out."""
+    for split in dict.fromkeys(splits):
         for host in (0.0,) if filler.evaluator.pinned else (0.0, 1.0):
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
                 filled = filler.fill(Setting.of(split, host))
                 if filled is not None and (best is None or filled.found.order < best.found.order):
                     best = filled
-    assert best is not None, "a split that keeps everything can be carried out"
     return best
 
 
-def _splits(question: Question) -> Iterator[Split]:
-    for planner in _OTHERS:
-        yield planner(question).split
-    balance = Balance(question)
-    yield from (balance.split(host) for host in _HOST_PARTS)
+def _keeps(filled: Filled) -> bool:
+    """Whether nothing is recomputed or moved."""
+    return all(choice.idle for choice in filled.found.candidate.choices)
 
 
 def _evaluations(found: Evaluation, most: int) -> int:
@@ -110,11 +117,11 @@ def _evaluations(found: Evaluation, most: int) -> int:
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
     """The plan with memory of peers, if that is faster; and what came of it, in a sentence."""
-    if filler.evaluator.pinned or all(choice.idle for choice in best.found.candidate.choices):
+    if filler.evaluator.pinned or _keeps(best):
         return best, ()
     lending = with_peers(filler, best)
     if lending is None:
-        return best, ("No device has memory to lend that would spare another one its recomputation.",)
+        return best, ("No plan in which devices lend each other memory was found to fit.",)
     share = 100 * lending.gained_seconds / best.found.seconds
     if lending.gained_seconds <= _WORTH * best.found.seconds:
         return best, (f"Lending memory between devices is declined: steps would take {-share:.1f} % longer.",)

@@ -17,7 +17,8 @@ import numpy as np
 
 from pipefit.errors import UsageError
 from pipefit.places import Member
-from pipefit.planner.closed_forms.bands import stage_peak
+from pipefit.planner.bounds import position_of
+from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.prices import Floats, Prices, ranges
 from pipefit.planner.question import Question, Split
 
@@ -32,6 +33,7 @@ class Balance:
     def __init__(self, question: Question) -> None:
         self.question, self.prices = question, Prices(question)
         self.passes = ranges(self.prices.forward + self.prices.backward)
+        self._known: dict[int, Floats] = {}
         self.valid = np.arange(question.blocks)[:, None] < np.arange(question.blocks + 1)
 
     def split(self, host: float) -> Split:
@@ -64,14 +66,17 @@ class Balance:
 
     def _peaks(self, stage: int) -> Floats:
         """The peak of every range that keeps everything."""
-        question = self.question
-        band = question.ranges.band(question.blocks)
-        peaks = stage_peak(band, question.surroundings(stage))
-        found = np.zeros_like(self.passes)
-        for start in range(question.blocks):
-            widths = question.blocks - start
-            found[start, start + 1 :] = peaks[:widths, start]
-        return found
+        if stage not in self._known:
+            blocks = self.question.blocks
+            peaks = stage_peak(self._band, self.question.surroundings(stage))
+            found = self._known[stage] = np.zeros_like(self.passes)
+            for start in range(blocks):
+                found[start, start + 1 :] = peaks[: blocks - start, start]
+        return self._known[stage]
+
+    @cached_property
+    def _band(self) -> Band:
+        return self.question.ranges.band(self.question.blocks)
 
     @cached_property
     def _kept(self) -> Floats:
@@ -84,8 +89,6 @@ class Balance:
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        from pipefit.planner.bounds import position_of
-
         how, stages = self.question.training, self.question.stages
         if how.endless:
             return [stages - stage for stage in range(stages)]
