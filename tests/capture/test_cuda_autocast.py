@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -104,6 +105,28 @@ def test_the_cpus_casts_come_back() -> None:
     with pytest.raises(ZeroDivisionError), casting_for("cuda"):
         raise ZeroDivisionError
     assert types() == before == (BF16, BF16, BF16)
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [
+        (("cuda", BF16, True, False), {}),
+        ((), {"device_type": "cuda", "dtype": BF16, "enabled": True, "cache_enabled": False}),
+        (("cuda",), {"dtype": BF16}),
+    ],
+)
+def test_autocast_is_called_as_torch_allows(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """By position or by name, as a context or around a function, for CUDA and for the CPU's own."""
+    x = torch.ones(4, 4)
+    taken = list(inspect.signature(torch.autocast.__init__).parameters)
+    assert taken == ["self", "device_type", "dtype", "enabled", "cache_enabled"]
+    for target, expected in (("cuda", BF16), ("cpu", FLOAT)):
+        with casting_for(target):  # type: ignore[arg-type]
+            with torch.autocast(*positional, **named):
+                assert (x @ x).dtype == expected
+            assert torch.autocast(*positional, **named)(lambda: x @ x)().dtype == expected
+            with torch.autocast(device_type="cpu", dtype=torch.float16):
+                assert (x @ x).dtype == torch.float16
 
 
 @pytest.mark.parametrize(("target", "enabled"), [("cpu", False), ("cuda", True)])

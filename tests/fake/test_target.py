@@ -266,6 +266,10 @@ def _layers(device: torch.device) -> dict[str, list[int]]:
             build, shape = MODELS[name]
             model, x = build().to(device, dtype), torch.randn(shape, device=device, dtype=dtype)
             layers[f"{name} {dtype}"] = saved(lambda model=model, x=x: model(x), model.parameters())  # type: ignore[misc]
+            if dtype != torch.float32:
+                wide, given = build().to(device), torch.randn(shape, device=device)
+                with torch.autocast(device.type, dtype):
+                    layers[f"{name} mixed {dtype}"] = saved(lambda m=wide, x=given: m(x), wide.parameters())  # type: ignore[misc]
         q = torch.randn(*ATTENDED, device=device, dtype=dtype, requires_grad=True)
         mask = torch.ones(ATTENDED[2], ATTENDED[2], dtype=torch.bool, device=device)
         for label, options in (
@@ -294,7 +298,7 @@ def _run(*arguments: str) -> str:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("where", ["this machine", "a machine without a GPU"])
 def test_cuda_saves_what_the_target_predicts(where: str) -> None:
-    """Each layer's saved storages on a real GPU are those predicted with that GPU's help, and without any."""
+    """Each layer's saved storages on a real GPU are those predicted beside it, and on a machine without any."""
     if where == "this machine":
         with FakeTarget("cuda") as fake:
             predicted = _layers(fake.device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from huggingface_models import TINY
@@ -18,6 +18,7 @@ from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
+from pipefit.runtime.specializations import Specializations, boundaries
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
 from pipefit.training import Precision
@@ -100,3 +101,34 @@ def test_boundaries_have_the_types_that_travel() -> None:
     found = [cost.outputs[0].dtype for cost in measurement.costs]
     assert found == ["bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16"]
     assert measurement.loss.outputs[0].dtype == "float32"
+
+
+class Normed(nn.Module):
+    """Linear layers and norms by turns, to be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(part for _ in range(2) for part in (nn.Linear(8, 8), nn.LayerNorm(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("module", [Normed, lambda: nn.Sequential(*Normed().parts)])
+def test_smaller_microbatches_have_the_types_of_the_plan(module: Callable[[], nn.Module]) -> None:
+    """The last batch of an epoch, and an evaluation, cross between GPUs in the types of the profile."""
+    task = Task(
+        module,
+        batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss=F.mse_loss,
+        precision="mixed-bfloat16",
+        granularity="layers",
+    )
+    found = plan(profile(task, microbatch_size=2, target="cuda"), Cluster.preset("4x-rtx-4090"), batch_size=8)
+    expected = [[value.dtype for value in values] for values in boundaries(found.measurement)]
+    assert ["float32"] in expected[1:]
+    assert ["bfloat16"] in expected
+    smaller = Specializations(task, found, {}, traced=module is Normed).of(1, training=True)
+    assert [[value.dtype for value in values] for values in smaller.boundaries] == expected

@@ -81,8 +81,8 @@ def _off_for_cuda() -> Any:
     """Inside, autocast for `cuda` is off, and does not ask whether there is a GPU."""
     begin = autocast_mode.autocast.__init__
 
-    def off(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        begin(self, device_type, *args, **kwargs | ({"enabled": False} if device_type == _CUDA else {}))
+    def off(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        begin(self, device_type, dtype, enabled and device_type != _CUDA, cache_enabled)
 
     return mock.patch.object(autocast_mode.autocast, "__init__", off)
 
@@ -95,11 +95,13 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
     return both
 
 
-def _renamed(begin: Callable[..., None], device_type: str) -> Callable[..., None]:
+def _renamed(begin: Callable[..., None], stand_in: str) -> Callable[..., None]:
     """The constructor of `torch.autocast`, which takes `cuda` for the device that stands for it."""
 
-    def renamed(self: Any, device_type_: str, *args: Any, **kwargs: Any) -> None:
-        begin(self, device_type if device_type_ == _CUDA else device_type_, *args, **kwargs)
+    def renamed(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        begin(self, stand_in if device_type == _CUDA else device_type, dtype, enabled, cache_enabled)
 
     return renamed
 

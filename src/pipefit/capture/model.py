@@ -19,6 +19,7 @@ from torch import nn
 from pipefit.capture.chain import Chain, ChainLayer, packing_of
 from pipefit.capture.constants import constants
 from pipefit.capture.copying import hooks_of
+from pipefit.capture.random_state import seed_torch
 from pipefit.capture.refused_modules import refuse_module
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Tree
@@ -66,7 +67,7 @@ def built(task: Task, *, seed: int = 0, target: Target = "cpu") -> Task:
     leaves their generators alone.
     """
     with torch.random.fork_rng(devices=[]):
-        (torch.manual_seed if target == "cuda" else torch.default_generator.manual_seed)(seed)
+        seed_torch(seed, target=target)
         return replace(task, module=in_mode(task.build(), True))
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from pipefit.profiles import Target
+
 
 def python_state() -> bytes:
     """The states of Python's and numpy's generators, to see by whether something was drawn from them."""
@@ -26,6 +28,11 @@ def put_back() -> Iterator[None]:
     finally:
         random.setstate(own)
         np.random.set_state(numpys)
+
+
+def seed_torch(seed: int, *, target: Target) -> None:
+    """Seed torch's generators, as `torch.manual_seed` does; those of GPUs only where GPUs compute."""
+    (torch.manual_seed if target == "cuda" else torch.default_generator.manual_seed)(seed)
 
 
 def seed_all(seed: int) -> None:

@@ -136,6 +136,12 @@ class FakeTarget:
         self._mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
 
+def follows_fake_streams() -> bool:
+    """Whether a `cuda` target has been used in this process, so that autograd asks `fakecuda` for streams, not GPUs."""
+    found: str = torch._C._get_privateuse1_backend_name()
+    return found == FAKE_CUDA
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` has no bytes, so that nothing can be read from it."""
     return isinstance(tensor, FakeTensor)

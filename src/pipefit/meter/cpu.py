@@ -180,8 +180,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Count what an operation allocated. Returns the bytes of a number in its arguments that autograd had kept."""
         kept = 0
-        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)):
-            kept = self._scalar(args[0], args[1])
+        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and args[0].device.type == "cpu":
+            kept = self._scalar(args[0], args[1])  # that of a tensor on a GPU is on the host
         if not isinstance(out, Tensor):
             if not func.is_view:
                 self._track_all(out)

@@ -19,6 +19,7 @@ import torch
 
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture.caller import on_a_copy
+from pipefit.capture.random_state import seed_torch
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory
@@ -29,6 +30,7 @@ from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.runtime.plan_check import target_of
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
@@ -81,7 +83,7 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
         trainer = Trainer(on_a_copy(task), plan, numbers=False)
-        torch.manual_seed(0)
+        seed_torch(0, target=target_of(plan.cluster))
         for _ in range(steps):
             trainer.step(task.batch(plan.training.batch_size))
     peaks = trainer.trace.peak_bytes

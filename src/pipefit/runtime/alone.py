@@ -12,6 +12,7 @@ from torch import Tensor
 from pipefit.actions import RECEIVES, Action
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.model import build_chain
+from pipefit.capture.random_state import seed_torch
 from pipefit.capture.sample import pair
 from pipefit.capture.task import Task
 from pipefit.meter import MemoryMeter
@@ -20,7 +21,7 @@ from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
-from pipefit.runtime.plan_check import check_casts, check_model
+from pipefit.runtime.plan_check import check_casts, check_model, target_of
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 
@@ -90,7 +91,7 @@ class LoneStages:
         try:
             devices = [device] if device.type == "cuda" else []
             with recording("profiling"), torch.random.fork_rng(devices, device_type="cuda"):
-                torch.manual_seed(self.seed)
+                seed_torch(self.seed, target=target_of(plan.cluster))
                 for step in range(distinct_steps(plan) if steps is None else steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)

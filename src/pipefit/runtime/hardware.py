@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.fake.target import follows_fake_streams
 from pipefit.meter import MemoryMeter
 from pipefit.meter.cpu import Meter
 from pipefit.meter.cuda import CudaMeter
@@ -54,6 +57,23 @@ def gpu(cluster: Cluster, number: int) -> torch.device:
             "cluster of fewer devices, or emulated ones"
         )
     return torch.device("cuda", number)
+
+
+def check_streams(devices: Iterable[torch.device]) -> None:
+    """Check that GPUs train on their default streams, where backwards could not follow another one.
+
+    Raises:
+        UsageError: one does not, in a process that has profiled or certified for CUDA.
+    """
+    if not follows_fake_streams():
+        return
+    for device in devices:
+        if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+            raise UsageError(
+                f"{device} trains on a stream of its own, in a process that has profiled or certified for CUDA, where "
+                "backwards run on the default stream and would not wait for it: profile in another process, or train "
+                "on the default stream"
+            )
 
 
 def meter_of(cluster: Cluster, number: int, device: torch.device, kernels: Kernels) -> MemoryMeter | None:

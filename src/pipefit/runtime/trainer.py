@@ -42,7 +42,7 @@ from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback, StepReport
 from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.hardware import backend_of, local_device, meter_of
+from pipefit.runtime.hardware import backend_of, check_streams, local_device, meter_of
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.plan_check import check_casts, check_model, target_of
@@ -323,6 +323,7 @@ class Trainer:
     def _run_program(self, program: Program, **options: Any) -> None:
         """Run all devices of this process."""
         devices = [stage.device for stage in self.stages if stage.device.type == "cuda"]
+        check_streams(devices)
         with torch.random.fork_rng(devices, device_type="cuda"):
             try:
                 run_in_turn(self.runners, program=program, **options)
