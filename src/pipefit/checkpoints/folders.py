@@ -19,7 +19,7 @@ from typing import cast
 from torch import Tensor
 
 from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, loads
-from pipefit.checkpoints.shards import read_shard
+from pipefit.checkpoints.shards import check_shard, read_shard
 from pipefit.errors import FileError
 from pipefit.texts import printable
 from pipefit.units import format_bytes
@@ -52,6 +52,18 @@ class Checkpoint:
             except FileError as error:
                 raise FileError(f"{error}{self._way_out()}") from None
         return found
+
+    def verify(self) -> None:
+        """Check that all shards are as they were saved.
+
+        Raises:
+            FileError: one is missing or damaged; names the checkpoint before, if there is one.
+        """
+        for shard in self.manifest.shards:
+            try:
+                check_shard(self.folder, shard)
+            except FileError as error:
+                raise FileError(f"{error}{self._way_out()}") from None
 
     def _way_out(self) -> str:
         """What to load instead."""
@@ -159,6 +171,12 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     partial.rename(target)
     _flush(target.parent)
     return target
+
+
+def clear(partial: Path) -> None:
+    """Remove what is left of a checkpoint that could not be written, as far as the system lets us."""
+    with suppress(OSError):
+        _remove(partial)
 
 
 def remove_old(directory: Path, keep: int) -> None:

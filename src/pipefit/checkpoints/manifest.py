@@ -184,10 +184,9 @@ class Manifest:
         for tensor in self.tensors:
             _check_tensor(tensor, len(self.shards))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def bytes_of(self, kind: Kind) -> int:
+        """Bytes of all tensors of a kind."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.kind == kind)
 
 
 def tensor_key(kind: Kind, name: str, state: str = "") -> str:

@@ -30,7 +30,7 @@ _LARGEST_INDEX = 64 << 20
 def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Parameters and buffers of the checkpoint in `path`, or of the newest in a folder of them, by original names.
 
-    Tied parameters have all of their names, as in a module's own state dict. All shards are verified.
+    Tied parameters have all of their names, as in a module's own state dict. What is read is verified.
 
     Raises:
         FileError: there is no whole checkpoint, or it is damaged.

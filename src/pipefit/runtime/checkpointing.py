@@ -14,16 +14,18 @@ from torch import Tensor
 from pipefit import __version__
 from pipefit.checkpoints.folders import find
 from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
+from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, OutOfMemory
 from pipefit.pieces import adapter
 from pipefit.plans import Plan
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.naming import Names
-from pipefit.runtime.restoring import check_task, restore, state_of
+from pipefit.runtime.restoring import check_task, check_weight, restore, state_of
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import Saved, Saver, Target
 from pipefit.runtime.snapshot import Snapshot, copied, snapshot
 from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.state import StageState
 from pipefit.trace import Category
 from pipefit.validation import whole
 
@@ -106,6 +108,20 @@ class Checkpointing:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that this process would store, by their keys."""
         return dict(snapshot(self.stages, self.names, dict.fromkeys(self.stages, 0), self._rank).tensors)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.
+
+        Raises:
+            FileError: there is no such file, it is damaged, or its tensors are not those of the model.
+        """
+        state = StageState.of(list(self.stages.values()))
+        own = {self.names.stored[name] for name in state.tensors}
+        found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
+        known = {self.names.stored[name]: tensor for name, tensor in found.items()}
+        for name, into in state.tensors.items():
+            check_weight(path, name, known.get(self.names.stored[name]), into)
+        self.take_up(known)
 
     def take_up(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors by their keys, as `tensors` has them, or parameters and buffers alone, by any of their names.

@@ -7,6 +7,7 @@ taken, by which random draws go.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,26 @@ def state_of(
         master_weights=under_all_names(masters),
         numbers=under_all_names(numbers or {}),
     )
+
+
+def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
+    """Check that a tensor of a file can become `into`, the model's; other floating-point numbers are cast.
+
+    Raises:
+        FileError: it is missing, or of another shape or kind of numbers.
+    """
+    source = printable(os.fspath(path))
+    if found is None:
+        raise FileError(f"{source} does not fit the model: it has no {name}, of shape {tuple(into.shape)}")
+    if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
+        raise FileError(
+            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
+            f"{into.dtype} and {tuple(into.shape)} are needed"
+        )
+
+
+def _both_floating(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() and other.is_floating_point()
 
 
 def _check_tensors(checkpoint: Checkpoint, stages: Sequence[StageRunner], state: StageState) -> None:

@@ -78,8 +78,10 @@ class Saver:
     ) -> None:
         """Begin to write what `take` finds, as it is after `copy`, to `target`; all workers call it together.
 
+        Where another worker cannot begin, which tells why, nothing is saved.
+
         Raises:
-            PipefitError: this worker or another one cannot save; no file is left.
+            PipefitError: this worker cannot begin: what is trained cannot be written, or the folder not be made.
         """
         self.wait()
         began = time.perf_counter()
@@ -95,7 +97,7 @@ class Saver:
         if error is not None:
             raise error
         if failures:
-            raise FileError(f"checkpoint {target.step} is not saved: {_workers(failures)} could not begin; it says why")
+            return
         tensors, copied_bytes = copy(found)
         self._writing = _Writing(self, target, partial, tensors, found, join)
         self._writing.start()
@@ -118,6 +120,8 @@ class Saver:
         if failures and writing.failure is None:
             writing.give_up(f"{_workers(failures)} could not write")
         writing.thread.join() if failures else self._join(writing, writing.ended)
+        if self.rank == 0 and (failures or writing.failure is not None):
+            folders.clear(writing.partial)
         self.look()
         self._writing = None
 

@@ -258,15 +258,22 @@ class Trainer:
         return dict(state.tensors) | (self._checkpoints.tensors() if optimizer else {})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up tensors by the names of `state_dict`, such as those of `checkpoints.load_state_dict`.
-
-        Names of other processes' layers are passed over. Without the optimizer's tensors, its state stays as it is.
+        """Take up tensors by the names of `state_dict`; without the optimizer's, its state stays as it is.
 
         Raises:
             UsageError: a parameter or buffer of this process is missing, or has another shape.
         """
         self._drain()
         self._checkpoints.take_up(tensors)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take up this process's parameters and buffers from a safetensors file, or a folder with a sharded model.
+
+        Raises:
+            FileError: the file cannot be used, or its tensors are not those of the model.
+        """
+        self._drain()
+        self._checkpoints.load_weights(path)
 
     @property
     def steps_done(self) -> int:
