@@ -13,7 +13,15 @@ from pipefit.cli.options import Json
 
 if TYPE_CHECKING:
     from pipefit.checkpoints import Checkpoint
+    from pipefit.checkpoints.manifest import Kind
     from pipefit.tables import Block
+
+_WORDS: dict[Kind, str] = {
+    "model": "parameters and buffers",
+    "optimizer": "optimizer state",
+    "master": "master weights",
+    "held": "other tensors",
+}
 
 
 def command(
@@ -59,7 +67,7 @@ def _figures(found: Checkpoint) -> dict[str, object]:
         "pipefit": manifest.pipefit_version,
         "torch": manifest.torch_version,
         "shards": [{"file": shard.file, "bytes": shard.nbytes} for shard in manifest.shards],
-        "bytes": {kind: manifest.bytes_of(kind) for kind in ("model", "optimizer", "master", "held")},
+        "bytes": {kind: manifest.bytes_of(kind) for kind in _WORDS},
     }
 
 
@@ -70,11 +78,11 @@ def _described(found: Checkpoint) -> list[Block]:
     manifest = found.manifest
     shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
     stages = f"{len(manifest.stages)} stage{'s' * (len(manifest.stages) > 1)}"
-    kinds = (("model", "parameters and buffers"), ("optimizer", "optimizer state"), ("master", "master weights"))
-    held = ", ".join(f"{format_bytes(nbytes)} of {name}" for kind, name in kinds if (nbytes := manifest.bytes_of(kind)))
+    made_by = f"pipefit {printable(manifest.pipefit_version)} and torch {printable(manifest.torch_version)}"
+    sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
+    held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
     return [
         f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they were saved",
-        f"trained in {stages} under {printable(manifest.schedule)}, by pipefit {printable(manifest.pipefit_version)} "
-        f"and torch {printable(manifest.torch_version)}",
+        f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
         f"{len(manifest.tensors)} tensors: {held}",
     ]

@@ -199,7 +199,8 @@ class _Told:
         except FileError as failure:
             self.failed_save(failure)
         else:
-            self._pipe.send(("saved", trainer.saved))
+            if trainer.saved is not None and trainer.saved.step == trainer.steps_done:  # all workers have begun it
+                self._pipe.send(("saved", trainer.saved))
 
     def failed_save(self, failure: FileError) -> None:
         """A checkpoint that could not be written, which may end the training."""
