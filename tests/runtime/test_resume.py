@@ -19,7 +19,9 @@ SPLIT = (2, 2, 2)
 SPLITS = ((6,), (1, 5), (3, 1, 2), (1, 1, 2, 1, 1))
 
 
-def assert_equal(ours: tuple[list[float], dict[str, Tensor], Trainer], theirs: tuple[list[float], dict[str, Tensor], Trainer]) -> None:
+def assert_equal(
+    ours: tuple[list[float], dict[str, Tensor], Trainer], theirs: tuple[list[float], dict[str, Tensor], Trainer]
+) -> None:
     """Losses, all tensors and the learning rates are equal, bit by bit."""
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
@@ -67,7 +69,11 @@ def test_training_goes_on_under_every_schedule_with_every_feature(schedule: str,
 
 CHANGES = [("dropout", (6,), (3, 1, 2)), ("several", (1, 1, 2, 1, 1), (2, 4)), ("masters", (2, 4), (4, 1, 1))]
 FEATURED = ("norm", "held", "groups", "cycle", "numbers", "scaling", "clipping")
-EVERY = [(name, *change) for name in (*FEATURED, "dropout", "several", "masters") for change in itertools.permutations(SPLITS, 2)]
+EVERY = [
+    (name, *change)
+    for name in (*FEATURED, "dropout", "several", "masters")
+    for change in itertools.permutations(SPLITS, 2)
+]
 
 
 def goes_on_elsewhere(name: str, before: Plan, after: Plan, folder: Path) -> None:

@@ -50,7 +50,7 @@ class Checkpoint:
             try:
                 found |= read_shard(self.folder, shard, here) if here else {}
             except FileError as error:
-                raise FileError(f"{error}{self._way_out()}") from None
+                raise FileError(f"{error}{_way_out(self.folder)}") from None
         return found
 
     def verify(self) -> None:
@@ -63,12 +63,7 @@ class Checkpoint:
             try:
                 check_shard(self.folder, shard)
             except FileError as error:
-                raise FileError(f"{error}{self._way_out()}") from None
-
-    def _way_out(self) -> str:
-        """What to load instead."""
-        before = [folder for step, folder in whole(self.folder.parent) if step < self.manifest.step]
-        return f"; the checkpoint before it is {printable(str(before[-1]))}" if before else ""
+                raise FileError(f"{error}{_way_out(self.folder)}") from None
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
@@ -83,7 +78,10 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
         if not known:
             raise FileError(f"there is no whole checkpoint in {_named(folder)}: name a folder that was saved to")
         folder = known[-1][1]
-    manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
+    try:
+        manifest = cast("Manifest", loads(_read(folder / MANIFEST), Manifest, _named(folder / MANIFEST)))
+    except FileError as error:
+        raise FileError(f"{error}{_way_out(folder)}") from None
     return Checkpoint(folder=folder, manifest=manifest)
 
 
@@ -101,6 +99,12 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
     found = [(int(match[1]), directory / match[0]) for match in map(_WHOLE.fullmatch, names) if match]
     return sorted((step, folder) for step, folder in found if (folder / MANIFEST).is_file())
+
+
+def _way_out(folder: Path) -> str:
+    """What to load instead of a checkpoint."""
+    before = [other for _, other in whole(folder.parent) if other.name < folder.name]
+    return f"; the checkpoint before it is {_named(before[-1])}" if before else ""
 
 
 def folder_of(directory: Path, step: int) -> Path:

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder of safetensors shards, one for each worker, and `manifest.json`:
 
-    {"pipefit": "checkpoint", "version": 1, "step": 800, "seed": 0, "model": {...}, "shards": [...], "tensors": [...]}
+    {"pipefit": "checkpoint", "version": 1, "sha256": "...", "step": 800, "model": {...}, "shards": [...], ...}
 
+The digest is that of all bytes behind it, so that a manifest which a disk has changed is no other training.
 Each worker writes a `Part`: its own shard and what only its stages know. The first worker joins the parts into a
 `Manifest`. Tensors, parameter groups and the scheduler's state go by the names of the original module, so that a
 manifest does not depend on stages. It is data: it names no code, and no file outside its folder.
@@ -16,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain
 from typing import Any, Literal
 
@@ -29,7 +31,8 @@ from pipefit.validation import parsed, sentence
 VERSION = 1
 SHARD = re.compile(r"worker-\d{5}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_HEADER = frozenset({"pipefit", "version"})
+_HEADER = frozenset({"pipefit", "version", "sha256"})
+_END = '"\n}'  # of the header, behind the digest
 _LARGEST = 1 << 60  # bytes; no tensor and no file has as many
 _MOST_DIMENSIONS = 64  # as torch has it
 
@@ -223,11 +226,12 @@ def dumps(document: Manifest | Part) -> str:
     """
     kind: Any = type(document)
     body = adapter(kind).dump_python(document, mode="python", warnings="none")
-    header = {"pipefit": _kind(kind), "version": VERSION}
     try:
-        return json.dumps({**header, **body}, indent=1, allow_nan=False) + "\n"
+        rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{")
     except ValueError as error:
         raise FileError(f"the checkpoint cannot be written: {error}") from None
+    header = json.dumps({"pipefit": _kind(kind), "version": VERSION, "sha256": _digest(f'",{rest}'.encode())}, indent=1)
+    return f'{header.removesuffix(_END)}",{rest}'
 
 
 def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Manifest | Part:
@@ -248,6 +252,9 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
             f"{source} is not of version {VERSION}, which this pipefit reads: load the checkpoint with the pipefit "
             "that has saved it"
         )
+    digest = header.get("sha256")
+    if not isinstance(digest, str) or _digest(content.partition(digest.encode())[2]) != digest:
+        raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
     return parsed(kind, text, source, ignored=_HEADER)
 
 
@@ -265,6 +272,10 @@ def joined_settings(known: Sequence[dict[str, Setting]]) -> dict[str, Setting] |
                 "what does not depend on a stage, or save without a scheduler"
             )
     return known[0] if known else None
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()
 
 
 def _kind(kind: type[Manifest] | type[Part]) -> str:

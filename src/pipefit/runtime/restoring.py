@@ -57,7 +57,7 @@ def restore(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names)
     tensors = checkpoint.read(wanted)
     state = state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
     _check_tensors(checkpoint, stages, state)
-    state.load_into(stages)
+    state.load_into(stages, replace=True)
     _take_held(checkpoint, held, tensors)
     for stage in stages:
         _take_groups(checkpoint, stage, names)

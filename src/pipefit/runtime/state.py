@@ -62,10 +62,11 @@ class StageState:
                         numbers[name] = _numbers(known[trained], name)
         return StageState(tensors, kept, masters, numbers)
 
-    def load_into(self, stages: Sequence[StageRunner]) -> None:
+    def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
         """Load this state into these stages, whatever plan it was trained under.
 
-        A parameter with a float32 copy gets that copy's value, rounded to its own precision.
+        With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a float32
+        copy gets that copy's value, rounded to its own precision.
 
         Raises:
             UsageError: a tensor of the stages is missing in this state, or has another shape.
@@ -85,6 +86,8 @@ class StageState:
                             **{key: _like(value, trained) for key, value in kept.items()},
                             **self.numbers.get(name, {}),
                         }
+                    elif replace and stage.optimizer is not None:
+                        stage.optimizer.state.pop(trained, None)
 
 
 def _check(layer: ChainLayer, local: str, kept: object) -> None:
