@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing as mp
+import os
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -181,3 +185,31 @@ def unbroken(name: str, plan: Plan, directory: Path | None = None) -> tuple[list
             trainer.save(directory)
     losses += trainer.finish()
     return [loss for loss in losses if loss == loss], kept(trainer), trainer
+
+
+# -------------------------------------------------------------------- tasks that workers can build
+
+SEED = 1000  # of trainings by workers, so that a batch can tell its step from the seed before it
+
+
+def named(name: str) -> Task:
+    """A feature's task."""
+    return FEATURES[name].task()
+
+
+def killed(worker: int, step: int) -> Task:
+    """A task with dropout, of which one worker is killed as it makes the batch of a step."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        if mp.current_process().name == f"pipefit-worker-{worker}" and torch.initial_seed() == SEED + step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return FEATURES["dropout"].task().batch(size)
+
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def limited(worker: int, nbytes: int) -> Task:
+    """A task with dropout, of which one worker can write no file beyond so many bytes."""
+    if mp.current_process().name == f"pipefit-worker-{worker}":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return FEATURES["dropout"].task()

@@ -79,6 +79,7 @@ def through_json(settings: Any) -> Any:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_over_other_groups(name: str, tensors: bool) -> None:
     """Five groups are trained; two of them go on in another optimizer, at the rates they would have had."""
+
     def rate(number: int) -> Any:
         return torch.tensor(0.1 + number / 10) if tensors else 0.1 + number / 10
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoints.folders import find
-from pipefit.checkpoints.shards import write_shard
+from pipefit.checkpoints.shards import write_tensors
 from pipefit.errors import FileError, UsageError
 from pipefit.texts import printable, shortened
 
@@ -60,7 +60,7 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
         if target.suffix == ".pt":
             torch.save({name: tensor.clone() for name, tensor in tensors.items()}, temporary)
         else:
-            write_shard(temporary, dict(once))
+            write_tensors(temporary, dict(once))
         temporary.replace(target)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)

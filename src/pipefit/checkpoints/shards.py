@@ -29,7 +29,15 @@ _BLOCK = 8 << 20  # bytes written and hashed at a time
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None) -> Shard:
-    """Write `tensors` to a new file, flushed to the disk; its name, size and hash.
+    """Write `tensors` to a new shard; its name, size and hash. See `write_tensors`."""
+    nbytes, digest = write_tensors(path, tensors, progress)
+    return Shard(file=path.name, nbytes=nbytes, sha256=digest)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None
+) -> tuple[int, str]:
+    """Write `tensors` to a new safetensors file, flushed to the disk; its bytes and its SHA-256.
 
     `progress` is called with the bytes of each block that is written.
 
@@ -46,7 +54,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[i
                 nbytes += len(piece)
                 progress(len(piece))
         os.fsync(file.fileno())
-    return Shard(file=path.name, nbytes=nbytes, sha256=digest.hexdigest())
+    return nbytes, digest.hexdigest()
 
 
 def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
@@ -77,7 +85,8 @@ def check_shard(folder: Path, shard: Shard) -> None:
 
 def _header(tensors: Mapping[str, Tensor]) -> memoryview:
     """The length of the header, and the header, padded so that the tensors are aligned."""
-    entries, start = {}, 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses a file
+    start = 0
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()
         dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]

@@ -65,8 +65,8 @@ class StageState:
     def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
         """Load this state into these stages, whatever plan it was trained under.
 
-        With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a float32
-        copy gets that copy's value, rounded to its own precision.
+        With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a
+        float32 copy gets that copy's value, rounded to its own precision.
 
         Raises:
             UsageError: a tensor of the stages is missing in this state, or has another shape.
