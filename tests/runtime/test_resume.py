@@ -27,6 +27,13 @@ def assert_equal(
     assert ours[1].keys() == theirs[1].keys()
     assert [name for name, tensor in theirs[1].items() if not torch.equal(ours[1][name], tensor)] == []
     assert rates(ours[2]) == rates(theirs[2])
+    assert scales(ours[2]) == scales(theirs[2])
+
+
+def scales(trainer: Trainer) -> set[tuple[float, int]]:
+    """The loss scale, and for how many steps nothing has overflowed."""
+    agreements = [stage.agreement for stage in trainer.stages if stage.agreement is not None]
+    return {(one.scale.value, one.scale.quiet) for one in agreements if one.scale is not None}
 
 
 def rates(trainer: Trainer) -> set[str]:
@@ -58,6 +65,11 @@ SAMPLE = [*(("1f1b", name) for name in FEATURES), *((s, "dropout") for s in (*SY
 def test_training_goes_on_as_if_it_had_never_stopped(schedule: str, name: str, tmp_path: Path) -> None:
     """A new trainer, with other weights, loads a checkpoint; its losses and state are those without a break."""
     goes_on(name, schedule, tmp_path)
+
+
+def test_the_loss_scale_of_the_table_has_changed() -> None:
+    """So that a scale which is not resumed would be seen: one overflow, and then four steps without."""
+    assert scales(unbroken("scaling", plan_for("scaling", "1f1b", SPLIT))[2]) == {(2.0**15, 4)}
 
 
 @pytest.mark.gallery

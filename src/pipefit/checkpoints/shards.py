@@ -13,6 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def write_tensors(
     """
     digest, nbytes = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for block in (_header(tensors), *map(_bytes_of, tensors.values())):
+        for block in chain((_header(tensors),), map(_bytes_of, tensors.values())):
             for start in range(0, len(block), _BLOCK):
                 piece = block[start : start + _BLOCK]
                 _write(file.fileno(), piece)

@@ -57,10 +57,13 @@ def restore(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names)
     tensors = checkpoint.read(wanted)
     state = state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
     _check_tensors(checkpoint, stages, state)
-    state.load_into(stages, replace=True)
-    _take_held(checkpoint, held, tensors)
+    for name, into in held.items():
+        _check_like(checkpoint, name, tensors.get(tensor_key("held", name)), into)
     for stage in stages:
         _take_groups(checkpoint, stage, names)
+    state.load_into(stages, replace=True)
+    _take_held(held, tensors)
+    for stage in stages:
         _take_rest(manifest, stage)
 
 
@@ -134,32 +137,30 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
         )
 
 
-def _take_held(checkpoint: Checkpoint, held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def _take_held(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Give layers what they hold outside of their state dicts; what has not changed is left alone."""
     for name, into in held.items():
-        found = tensors.get(tensor_key("held", name))
-        _check_like(checkpoint, name, found, into)
-        assert found is not None
+        found = tensors[tensor_key("held", name)]
         if not torch.equal(into, found.to(into.device)):
             with torch.no_grad():
                 into.copy_(found)
 
 
 def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:
-    """Give the optimizer's groups their options, and the scheduler its state."""
+    """Give the scheduler its state, and the optimizer's groups their options."""
     if stage.optimizer is None:
         return
     known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
-    named, found = named_parameters(stage, names), list[GroupSettings]()
-    for group in stage.optimizer.param_groups:
-        found.append(_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known))
-        take_options(group, found[-1].options)
+    named, groups = named_parameters(stage, names), stage.optimizer.param_groups
+    found = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
     common = checkpoint.manifest.scheduler
     if (stage.scheduler is None) != (common is None):
         have, has = ("none", "one") if common is None else ("one", "none")
         raise FileError(f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task")
     if stage.scheduler is not None and common is not None:
         take_state(stage.scheduler, common, [group.scheduled for group in found])
+    for group, settings in zip(groups, found, strict=True):
+        take_options(group, settings.options)
 
 
 def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]) -> GroupSettings:
