@@ -200,15 +200,13 @@ def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
 
 
 def _take_rest(manifest: Manifest, stage: StageRunner) -> None:
-    """The loss scale, what random draws depend on, and versions of weights: there is one, that which was loaded."""
+    """The loss scale, and what random draws depend on."""
     batches = _batches(manifest, stage)
     assert batches is not None
     stage.seed, stage.batch_number = manifest.seed, batches
     scale = None if stage.agreement is None else stage.agreement.scale
     if scale is not None and manifest.loss_scale is not None:
         scale.value, scale.quiet = manifest.loss_scale.value, manifest.loss_scale.quiet
-    if stage.weights is not None:
-        stage.weights.forget()
 
 
 def _named(checkpoint: Checkpoint) -> str:
