@@ -22,7 +22,7 @@ from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, saver
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 from tiny import task_of
@@ -216,3 +216,19 @@ def limited(worker: int, nbytes: int) -> Task:
     if mp.current_process().name == f"pipefit-worker-{worker}":
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     return FEATURES["dropout"].task()
+
+
+def killed_while_it_writes(directory: Path) -> None:
+    """Saves one checkpoint, and is killed when half of a shard of the next one is written."""
+
+    def half(path: Path, *arguments: Any) -> Any:
+        path.write_bytes(b"half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer, batches = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))), batches_of("dropout")
+    trainer.step(batches[0])
+    trainer.save(directory, background=False)
+    saver.write_shard = half
+    trainer.step(batches[1])
+    trainer.save(directory)
+    trainer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -15,7 +16,7 @@ from pipefit import __version__
 from pipefit.checkpoints.folders import find
 from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
 from pipefit.checkpoints.plain import load_weights
-from pipefit.errors import FileError, OutOfMemory
+from pipefit.errors import FileError, OutOfMemory, PipefitWarning
 from pipefit.pieces import adapter
 from pipefit.plans import Plan
 from pipefit.runtime.host import free_bytes
@@ -41,6 +42,7 @@ class Checkpointing:
         workers: how many processes train together.
         rank: of this one.
         on_wait: called again and again while a save waits for the one before.
+        on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Checkpointing:
         workers: int,
         rank: int,
         on_wait: Callable[[], None],
+        on_failed_save: OnFailedSave | None,
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
         self.stages: dict[int, StageRunner] = {n: stage for runner in runners for n, stage in runner.stages.items()}
         device = next(iter(self.stages.values())).device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
+        self._on_failed_save = on_failed_save or _warn
 
     @property
     def saved(self) -> Saved | None:
@@ -86,9 +90,10 @@ class Checkpointing:
         """Return when the last checkpoint is whole, or has failed; all workers call it together."""
         self._saver.wait()
 
-    def failures(self) -> list[FileError]:
-        """Saves that have failed since the last call."""
-        return self._saver.failures()
+    def tell_failures(self) -> None:
+        """Tell which saves have failed since the last call."""
+        for failure in self._saver.failures():
+            self._on_failed_save(failure)
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
@@ -168,6 +173,10 @@ def _independent(found: Snapshot) -> tuple[Mapping[str, Tensor], int]:
     if found.nbytes > free_bytes():
         return found.tensors, 0
     return copied(found.tensors), found.nbytes
+
+
+def _warn(failure: FileError) -> None:
+    warnings.warn(str(failure), PipefitWarning, stacklevel=4)
 
 
 def _count(runner: DeviceRunner) -> None:

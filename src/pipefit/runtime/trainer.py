@@ -32,7 +32,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
-from pipefit.errors import FileError, PipefitWarning, UsageError
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -156,8 +156,9 @@ class Trainer:
         self.specializations = Specializations(task, plan, own, traced=chain.traced)
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         workers = len(ranks) if self.distributed else 1
-        self._checkpoints = Checkpointing(plan, self.runners, names, workers=workers, rank=self.rank, on_wait=on_wait)
-        self._on_failed_save = on_failed_save or _warn
+        self._checkpoints = Checkpointing(
+            plan, self.runners, names, workers=workers, rank=self.rank, on_wait=on_wait, on_failed_save=on_failed_save
+        )
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
         self._steps_before = 0  # those of the checkpoint that was loaded
@@ -197,7 +198,7 @@ class Trainer:
         self._step_seconds.append(seconds)
         report = report_of(next(self.stages), self.steps_done - 1, seconds, sum(given.sizes))
         self._untold.append(Untold(result, report))
-        self._tell_failed_saves()
+        self._checkpoints.tell_failures()
         return self._tell() if len(self._untold) > self.late else float("nan")
 
     @property
@@ -213,7 +214,7 @@ class Trainer:
         """
         self._drain()
         self._checkpoints.wait()
-        self._tell_failed_saves()
+        self._checkpoints.tell_failures()
         return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
@@ -354,10 +355,6 @@ class Trainer:
             for layer in stage.layers:
                 layer.module.zero_grad(set_to_none=True)
 
-    def _tell_failed_saves(self) -> None:
-        for failure in self._checkpoints.failures():
-            self._on_failed_save(failure)
-
     def _drain(self) -> None:
         """End what is in flight, if anything is."""
         if self._entered:
@@ -397,7 +394,3 @@ class Trainer:
     def _tell(self) -> float:
         """The loss of the earliest batch that has not been told; callbacks learn of it too."""
         return self._untold.popleft().tell(self.callbacks)
-
-
-def _warn(failure: FileError) -> None:
-    warnings.warn(str(failure), PipefitWarning, stacklevel=4)
