@@ -54,6 +54,11 @@ def put_link(path: Path) -> None:
     path.symlink_to(path.name)
 
 
+def put_link_outside(path: Path) -> None:
+    path.rename(path.parent.parent / "moved")
+    path.symlink_to(path.parent.parent / "moved")
+
+
 def put_other(path: Path) -> None:
     shutil.copy(path.with_name("worker-00000.safetensors"), path)
 
@@ -69,6 +74,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (put_fifo, "is not a regular file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "is not a regular file|cannot be read"),
     "a link to itself": (put_link, "cannot be read"),
+    "a link out of the folder": (put_link_outside, "cannot be read"),
 }
 
 

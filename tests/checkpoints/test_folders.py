@@ -71,6 +71,8 @@ def test_links_are_not_followed_when_removing(tmp_path: Path) -> None:
     folders.begin(here, 9)
     assert find(elsewhere).manifest.step == 1
     find(elsewhere).verify()
+    assert (here / "step-00000001").is_symlink()
+    assert (here / "step-00000003.partial").is_symlink()
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
