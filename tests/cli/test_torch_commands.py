@@ -179,13 +179,18 @@ def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
     line, runs = ["train", str(folder / "plan.json"), *MODEL], str(tmp_path / "runs")
     assert main([*line, "--steps", "5", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)["losses"]
+    metrics = ["--metrics", str(tmp_path / "metrics.jsonl")]
+    assert main([*line, "--steps", "4", *metrics]) == 0
+    capsys.readouterr()
     assert main([*line, "--steps", "3", "--save", runs, "--every", "2", "--keep", "1"]) == 0
     assert f"2 checkpoints of 32.20 KiB in {runs}, the last of step 3;" in capsys.readouterr().out
     assert [path.name for path in Path(runs).iterdir()] == ["step-00000003"]
-    assert main([*line, "--steps", "5", "--resume", runs, "--json"]) == 0
+    assert main([*line, "--steps", "5", "--resume", runs, "--json", *metrics]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["losses"] == whole[3:]
     assert f"going on from {runs}/step-00000003, after step 3" in err
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(whole))
     assert main([*line, "--steps", "3", "--resume", runs]) == 2
     assert "3 steps, and 3 are wanted in all" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,28 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     assert [number for number, _ in folders.whole(tmp_path)][:1] == [1]
     trainer.finish()
     assert [number for number, _ in folders.whole(tmp_path)] == [1, 2]
+
+
+def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that waits for a slow disk does not hang, as long as bytes are written; then it does."""
+    signs: list[int] = []
+    trainer = trained(on_wait=lambda: signs.append(1))
+    opened, usual = threading.Event(), saver.write_shard
+
+    def slow(path: Path, tensors: Any, progress: Any) -> Any:
+        for _ in range(3):
+            time.sleep(0.5)
+            progress(1)
+        assert opened.wait(60)
+        return usual(path, tensors)
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    trainer.save(tmp_path)
+    threading.Timer(3.5, opened.set).start()
+    trainer.finish()
+    assert 2 <= len(signs) <= 4
 
 
 def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -89,7 +89,7 @@ def command(
 
     saving = _saving(save, every, keep, on_failed_save)
     told = _Told(saving, resume)
-    with progress("training") as report, _metrics(metrics) as note, told.stopping():
+    with progress("training") as report, _metrics(metrics, told.steps_done) as note, told.stopping():
 
         def on_step(step: int, loss: float) -> None:
             note(step, loss)
@@ -173,10 +173,11 @@ class _Told:
 
 
 @contextmanager
-def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
+def _metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], None]]:
     """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
 
-    Seconds are those since the step before ended; the first step's include the start of the workers.
+    Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
+    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew.
 
     Raises:
         FileError: the file cannot be written, as on a full disk.
@@ -186,8 +187,9 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
     if path is None:
         yield lambda step, loss: None
         return
-    last = perf_counter()
+    last, before = perf_counter(), _lines_before(path, first)
     with path.open("wb", buffering=0) as file:
+        file.write(b"".join(before))
 
         def note(step: int, loss: float) -> None:
             nonlocal last
@@ -202,6 +204,17 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
             last = now
 
         yield note
+
+
+def _lines_before(path: Path, first: int) -> list[bytes]:
+    """The lines that a file of metrics has of steps before `first`."""
+    if not first or not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            found += [line] if json.loads(line)["step"] < first else []
+    return found
 
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
