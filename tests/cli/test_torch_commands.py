@@ -185,3 +185,64 @@ def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main(["plan", profile, "--microbatch-size", "4", *ask]) == 2
     assert "are for a MODEL to profile" in capsys.readouterr().err
+
+
+def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--save`, `--every`, `--keep` and `--resume`: what was saved, what it goes on from, and what steps are left."""
+    line, runs = ["train", str(folder / "plan.json"), *MODEL], str(tmp_path / "runs")
+    assert main([*line, "--steps", "5", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["losses"]
+    metrics = ["--metrics", str(tmp_path / "metrics.jsonl")]
+    assert main([*line, "--steps", "4", *metrics]) == 0
+    capsys.readouterr()
+    assert main([*line, "--steps", "3", "--save", runs, "--every", "2", "--keep", "1"]) == 0
+    assert f"2 checkpoints of 32.20 KiB in {runs}, the last of step 3;" in capsys.readouterr().out
+    assert [path.name for path in Path(runs).iterdir()] == ["step-00000003"]
+    assert main([*line, "--steps", "5", "--resume", runs, "--json", *metrics]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["losses"] == whole[3:]
+    assert f"going on from {runs}/step-00000003, after step 3" in err
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(whole))
+    assert main([*line, "--steps", "3", "--resume", runs]) == 2
+    assert "3 steps, and 3 are wanted in all" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_verified_shown_and_exported(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pipefit checkpoint` tells what is in one, writes its weights, and names a shard that is damaged."""
+    runs, weights = tmp_path / "runs", tmp_path / "model.safetensors"
+    line = ["train", str(folder / "plan.json"), *MODEL, "--steps", "2"]
+    assert main([*line, "--save", str(runs)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", str(runs), "-o", str(weights)]) == 0
+    assert "step 2, seed 0, 2 shards, all as they were saved" in capsys.readouterr().out
+    assert main(["checkpoint", str(runs), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    numbers = 20 * 64 + 64 + 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
+    assert figures["bytes"]["model"] == 4 * numbers
+    assert main([*line, "--weights", str(weights), "--json"]) == 0
+    capsys.readouterr()
+    shard = runs / "step-00000002" / "worker-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["checkpoint", str(runs)]) == 6
+    assert str(shard) in capsys.readouterr().err
+
+
+def test_a_stop_by_ctrl_c_tells_what_is_saved(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is 130, and a line says how far training came and what to go on from."""
+    from pipefit.cli import progress
+
+    def interrupt(done: int, total: int, what: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress, "_ignore", interrupt)
+    runs = str(tmp_path / "runs")
+    assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "50", "--save", runs, "--every", "1"]) == 130
+    assert "steps done: 3, last saved: " in capsys.readouterr().err

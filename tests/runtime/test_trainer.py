@@ -248,7 +248,7 @@ def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
         asked.append(number)
         return torch.device("cpu")
 
-    monkeypatch.setattr("pipefit.runtime.trainer.local_device", note)
+    monkeypatch.setattr("pipefit.runtime.joining.local_device", note)
     task, plan = make()
     places = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, (2, 0, 1), strict=True))
     Trainer(task, replace(plan, stages=places))

@@ -35,7 +35,6 @@ Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 PredictedSteps = Annotated[
     int | None,
     typer.Option("--steps", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."),

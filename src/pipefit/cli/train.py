@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, PlanFile, Settings, Steps
+from pipefit.cli.options import Json, Model, Output, PlanFile, Settings
 
 if TYPE_CHECKING:
+    from pipefit.runtime.saver import Saved
+    from pipefit.runtime.saving import Saving
     from pipefit.trace import Trace
 
 
@@ -24,8 +26,12 @@ def command(
     plan: PlanFile,
     model: Model,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
-    steps: Steps = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Decides weights, data and dropout.")] = 0,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Training steps in all, with those before --resume.")
+    ] = 10,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Decides weights, data and dropout: 0, or the checkpoint's, if not given.")
+    ] = None,
     timeout: Annotated[
         float,
         typer.Option(
@@ -40,17 +46,37 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save checkpoints here, one after the last step too.")
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from checkpoint to checkpoint.")] = 100,
+    keep: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints; all, if not given.")
+    ] = None,
+    on_failed_save: Annotated[
+        Literal["warn", "stop"], typer.Option(help="Whether a checkpoint that cannot be written stops the training.")
+    ] = "warn",
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Go on from the newest whole checkpoint here, or from this one."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start from a safetensors file, or a folder in Hugging Face's layout."),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Train MODEL as PLAN says.
 
-    One worker process for each device of the plan; what it measured is a trace, like a prediction.
+    One worker process for each device of the plan; what it measured is a trace, like a prediction. With --save and
+    --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
     """
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
-    from pipefit.files import load, save
+    from pipefit.files import load
+    from pipefit.files import save as save_document
     from pipefit.plans import Plan
 
     check_output(output)
@@ -61,10 +87,13 @@ def command(
     from pipefit.runtime import train
     from pipefit.runtime.launch import START_SECONDS
 
-    with progress("training") as report, _metrics(metrics) as note:
+    saving = _saving(save, every, keep, on_failed_save)
+    told = _Told(saving, resume)
+    with progress("training") as report, _metrics(metrics, told.steps_done) as note, told.stopping():
 
         def on_step(step: int, loss: float) -> None:
             note(step, loss)
+            told.steps_done = step + 1
             report(step + 1, steps, f"loss {loss:.4f}")
 
         losses, trace = train(
@@ -76,19 +105,79 @@ def command(
             start_seconds=max(timeout, START_SECONDS),
             numbers=numbers,
             on_step=on_step,
+            saving=saving,
+            resume=told.resumed,
+            weights=weights,
+            on_saved=told.saved,
         )
     if output is not None:
-        save(trace, output)
-    _print(losses, trace, as_json=as_json)
+        save_document(trace, output)
+    _print(losses, trace, told, as_json=as_json)
     if output is not None and not as_json:
         print(f"saved to {output}", file=sys.stderr)
 
 
+def _saving(save: Path | None, every: int, keep: int | None, on_failure: Literal["warn", "stop"]) -> Saving | None:
+    from pipefit.runtime.saving import Saving
+
+    if save is None:
+        return None
+    return Saving(directory=str(save), every=every, keep=keep, on_failure=on_failure)
+
+
+class _Told:
+    """What the command says of checkpoints: the one that it goes on from, what saves take, what a break leaves."""
+
+    def __init__(self, saving: Saving | None, resume: Path | None) -> None:
+        from pipefit.checkpoints import find
+        from pipefit.texts import printable
+
+        self._saving, self.resumed, self.steps_done = saving, resume, 0
+        self._bytes: dict[int, int] = {}  # of all workers, by step
+        self._still_seconds: dict[int, float] = {}  # of the worker that stood still for the longest
+        if resume is not None:
+            checkpoint = find(resume)
+            self.resumed, self.steps_done = checkpoint.folder, checkpoint.manifest.step
+            print(f"going on from {printable(str(self.resumed))}, after step {self.steps_done}", file=sys.stderr)
+
+    def saved(self, saved: Saved) -> None:
+        """What a save took one worker."""
+        self._bytes[saved.step] = self._bytes.get(saved.step, 0) + saved.nbytes
+        self._still_seconds[saved.step] = max(self._still_seconds.get(saved.step, 0.0), saved.still_seconds)
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Inside, a stop by a signal tells how far the training came. Errors of the training tell it themselves."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            if self._saving is not None:
+                print(f"pipefit: {self._saving.told(self.steps_done)}", file=sys.stderr)
+            raise
+
+    @property
+    def lines(self) -> list[str]:
+        """How many checkpoints there were, how large, and how long training stood still for one."""
+        if self._saving is None or not self._bytes:
+            return []
+        from pipefit.texts import printable
+        from pipefit.units import format_bytes, format_seconds
+
+        last, count = max(self._bytes), len(self._bytes)
+        what = f"{count} checkpoint{'s' * (count > 1)} of {format_bytes(self._bytes[last])}"
+        where = f"in {printable(self._saving.directory)}, the last of step {last}"
+        longest = format_seconds(max(self._still_seconds.values()))
+        return [f"{what} {where}; training stood still for at most {longest} for one"]
+
+
 @contextmanager
-def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
+def _metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], None]]:
     """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
 
-    Seconds are those since the step before ended; the first step's include the start of the workers.
+    Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
+    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew.
 
     Raises:
         FileError: the file cannot be written, as on a full disk.
@@ -98,8 +187,9 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
     if path is None:
         yield lambda step, loss: None
         return
-    last = perf_counter()
+    last, before = perf_counter(), _lines_before(path, first)
     with path.open("wb", buffering=0) as file:
+        file.write(b"".join(before))
 
         def note(step: int, loss: float) -> None:
             nonlocal last
@@ -116,7 +206,18 @@ def _metrics(path: Path | None) -> Iterator[Callable[[int, float], None]]:
         yield note
 
 
-def _print(losses: list[float], trace: Trace, *, as_json: bool) -> None:
+def _lines_before(path: Path, first: int) -> list[bytes]:
+    """The lines that a file of metrics has of steps before `first`."""
+    if not first or not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            found += [line] if json.loads(line)["step"] < first else []
+    return found
+
+
+def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
     """The losses and the trace."""
     from pipefit.files import dumps
     from pipefit.report.trace import describe_trace
@@ -125,4 +226,10 @@ def _print(losses: list[float], trace: Trace, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"losses": losses, "trace": json.loads(dumps(trace))}))
     else:
-        write([f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last", *describe_trace(trace)])
+        write(
+            [
+                f"loss {losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last",
+                *told.lines,
+                *describe_trace(trace),
+            ]
+        )

@@ -26,19 +26,23 @@ from pipefit.actions import COPIES, Action
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
-from pipefit.program import Program
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
+from pipefit.runtime.orders import Orders, orders
 from pipefit.runtime.processes import Passed, Surroundings, forks, start
+from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
-from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, STARTING, Assignment, Heartbeat, work
-from pipefit.schedule import lower_drain, step_programs, whole_run
+from pipefit.runtime.saver import Saved
+from pipefit.runtime.saving import Saving
+from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, SAVING, STARTING, Assignment, Heartbeat, work
+from pipefit.schedule import whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
-from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
+from pipefit.validation import LONGEST_SECONDS, number
 
 OnStep = Callable[[int, float], None]
+OnSaved = Callable[[Saved], None]
 START_SECONDS = 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats
 _GRACE_SECONDS = 3.0  # for other workers to report, once one has failed
@@ -47,6 +51,7 @@ _PHASES = {
     RENDEZVOUS: "while it waited for the others to start",
     BUILDING: "while it built its layers",
     BETWEEN_STEPS: "while it made its batch",
+    SAVING: "while it saved a checkpoint",
 }
 
 
@@ -55,40 +60,53 @@ def train(
     plan: Plan,
     *,
     steps: int,
-    seed: int = 0,
+    seed: int | None = None,
     timeout_seconds: float = 60.0,
     start_seconds: float = START_SECONDS,
     numbers: bool = True,
     on_step: OnStep | None = None,
+    saving: Saving | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    on_saved: OnSaved | None = None,
 ) -> tuple[list[float], Trace]:
-    """Train for `steps` steps with one worker process per device; the losses and the measured trace of all devices.
+    """Train for `steps` steps in all with one worker process per device; the losses and measured trace of this run.
 
     Args:
         task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
             one).
+        seed: of weights, data and dropout: 0, or that of the checkpoint, unless given.
         timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
             as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
         start_seconds: the longest that a worker may take to start, and to build its layers.
         numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
         on_step: called with (step, mean loss) as each step ends.
+        saving: where checkpoints go and when; None for none.
+        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on.
+        weights: a safetensors file, or a folder with a sharded model, whose parameters and buffers the training starts
+            from.
+        on_saved: called with what a save took, by each worker, as training goes on after it.
 
     Raises:
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
-        FileError: the plan was made for another model.
+        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used.
         UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
             numbers as a chain than as a module.
     """
-    whole("steps", steps, 1)
-    seed_number(seed)
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
+    ordered = orders(plan, steps=steps, seed=seed, numbers=numbers, resume=resume, weights=weights, saving=saving)
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor, pickled = _Supervisor(plan, steps, timeout_seconds, start_seconds, numbers, on_step), _pickled(task)
+    supervisor, pickled = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved), _pickled(task)
     try:
-        supervisor.start(pickled, seed)
+        supervisor.start(pickled)
         supervisor.until_done()
+    except PipefitError as error:
+        if saving is not None:
+            error.args = (f"{error}; {saving.told(ordered.first + len(supervisor.losses))}",)
+        raise
     finally:
         with interrupts_held():
             supervisor.stop()
@@ -154,16 +172,16 @@ class _Supervisor:
     """The parent's side: starts the workers, collects their reports, and finds the root cause of a failure."""
 
     plan: Plan
-    steps: int
+    orders: Orders
     timeout_seconds: float
     start_seconds: float
-    numbers: bool
     on_step: OnStep | None
+    on_saved: OnSaved | None
     workers: list[_Worker] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     meeting: int | None = None  # the file through which the workers find each other
 
-    def start(self, task: bytes, seed: int) -> None:
+    def start(self, task: bytes) -> None:
         """Start all workers.
 
         Raises:
@@ -172,18 +190,16 @@ class _Supervisor:
         ranks = len(self.plan.ranks)
         for rank in range(ranks):
             try:
-                self._start(task, rank, seed)
+                self._start(task, rank)
             except OSError as error:
                 raise WorkerFailed(f"worker {rank} of {ranks} cannot be started: {_obstacle(error)}") from error
 
-    def _start(self, task: bytes, rank: int, seed: int) -> None:
+    def _start(self, task: bytes, rank: int) -> None:
         """Start one worker; `stop` will find it, whatever happens meanwhile."""
         if self.meeting is None:
             self.meeting = _nameless()
         meeting, context = Passed(self.meeting), forks()
-        assignment = Assignment(
-            task=task, plan=self.plan, rank=rank, steps=self.steps, seed=seed, numbers=self.numbers, meeting=meeting
-        )
+        assignment = Assignment(task=task, plan=self.plan, rank=rank, orders=self.orders, meeting=meeting)
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
         process = context.Process(
@@ -235,7 +251,7 @@ class _Supervisor:
         )
         return Trace(
             source="measured",
-            steps=self.steps,
+            steps=self.orders.steps - self.orders.first,
             devices=devices,
             step_seconds=tuple(map(max, zip(*seconds, strict=True))),
         )
@@ -256,6 +272,9 @@ class _Supervisor:
             self.losses.append(loss)
             if self.on_step is not None:
                 self.on_step(step, loss)
+        elif kind == "saved":
+            if self.on_saved is not None:
+                self.on_saved(words[0])
         elif kind == "warning":
             warnings.warn(words[0], PipefitWarning, stacklevel=2)
         elif kind == "done":
@@ -298,19 +317,16 @@ class _Supervisor:
     # ---------------------------------------------------------------- where workers are
 
     @cached_property
-    def _programs(self) -> list[Program]:
-        """The programs of all steps, and what ends those in flight; the last step's stands for those that repeat it."""
-        programs = step_programs(self.plan)
-        drains = [lower_drain(self.plan, entered=self.steps * programs[0].microbatches)] if programs[0].endless else []
-        return [*programs[: self.steps], *drains]
+    def _programs(self) -> Programs:
+        return Programs(self.plan)
 
     def _actions(self, rank: int) -> Sequence[Action]:
-        """The actions of a worker in the step that it is in."""
-        step, programs = self.workers[rank].heartbeat.step, self._programs
-        drains = step == self.steps and programs[0].endless
-        last = len(programs) - 1 - programs[0].endless
-        actions = programs[-1 if drains else min(step, last)].actions
-        return actions[self.plan.stages[self.plan.ranks[rank][0]].device]
+        """The actions of a worker in the step that it is in, or behind it, where it ends what is in flight."""
+        heartbeat, training = self.workers[rank].heartbeat, self.plan.training
+        empties = training.endless and heartbeat.empties
+        entered = heartbeat.step * training.microbatches if training.endless else 0
+        program = self._programs.training(0 if empties else training.microbatches, entered, update=True)
+        return program.actions[self.plan.stages[self.plan.ranks[rank][0]].device]
 
     def _place(self, rank: int) -> str:
         """What a worker is doing."""
@@ -326,7 +342,7 @@ class _Supervisor:
         """
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if not 0 <= number < len(actions):
-            return number == RENDEZVOUS or number >= len(actions)
+            return number in (RENDEZVOUS, SAVING) or number >= len(actions)
         return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:

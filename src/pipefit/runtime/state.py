@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipefit.capture.chain import ChainLayer
+from pipefit.checkpoints.manifest import Scalar
 from pipefit.errors import UsageError
 from pipefit.runtime.master_weights import copies_of
+from pipefit.runtime.settings import scalar
 from pipefit.runtime.stage import StageRunner
+from pipefit.texts import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,36 +27,46 @@ class StageState:
     """The state of stages, by names in the original module.
 
     `tensors` has parameters and buffers; `optimizer` has for every parameter the optimizer's tensors, by their names
-    there; `master_weights` has the float32 copies of parameters.
+    there; `master_weights` has the float32 copies of parameters; `numbers` has what the optimizer keeps for a parameter
+    besides tensors.
     """
 
     tensors: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]
     master_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
 
     @staticmethod
     def of(stages: Sequence[StageRunner]) -> StageState:
-        """The state of these stages; the tensors are not copied."""
+        """The state of these stages; the tensors are not copied.
+
+        Raises:
+            UsageError: a layer or the optimizer keeps what is neither a tensor nor a number; names it.
+        """
         tensors: dict[str, Tensor] = {}
         kept: dict[str, dict[str, Tensor]] = {}
         masters: dict[str, Tensor] = {}
+        numbers: dict[str, dict[str, Scalar]] = {}
         for stage in stages:
             known = stage.optimizer.state if stage.optimizer is not None else {}
             copies = copies_of(stage.optimizer)
             for layer in stage.layers:
                 for local, tensor in layer.module.state_dict(keep_vars=True).items():
+                    _check(layer, local, tensor)
                     name, trained = layer.originals[local], copies.get(tensor, tensor)
                     tensors[name] = tensor.detach()
                     if tensor in copies:
                         masters[name] = trained.detach()
                     if trained in known:
                         kept[name] = {k: v for k, v in known[trained].items() if isinstance(v, Tensor)}
-        return StageState(tensors, kept, masters)
+                        numbers[name] = _numbers(known[trained], name)
+        return StageState(tensors, kept, masters, numbers)
 
-    def load_into(self, stages: Sequence[StageRunner]) -> None:
+    def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
         """Load this state into these stages, whatever plan it was trained under.
 
-        A parameter with a float32 copy gets that copy's value, rounded to its own precision.
+        With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a
+        float32 copy gets that copy's value, rounded to its own precision.
 
         Raises:
             UsageError: a tensor of the stages is missing in this state, or has another shape.
@@ -67,7 +82,26 @@ class StageState:
                         _copy(values, name, trained)
                     kept = self.optimizer.get(name)
                     if kept is not None and stage.optimizer is not None:
-                        stage.optimizer.state[trained] = {key: _like(value, trained) for key, value in kept.items()}
+                        stage.optimizer.state[trained] = {
+                            **{key: _like(value, trained) for key, value in kept.items()},
+                            **self.numbers.get(name, {}),
+                        }
+                    elif replace and stage.optimizer is not None:
+                        stage.optimizer.state.pop(trained, None)
+
+
+def _check(layer: ChainLayer, local: str, kept: object) -> None:
+    if not isinstance(kept, Tensor):
+        raise UsageError(
+            f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a tensor: a state "
+            "can hold tensors alone; keep it in a buffer"
+        )
+
+
+def _numbers(kept: Mapping[str, Any], name: str) -> dict[str, Scalar]:
+    """What an optimizer keeps for a parameter besides tensors."""
+    others = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
+    return {key: scalar(value, f"what the optimizer keeps for {name} as {key}") for key, value in others.items()}
 
 
 def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor) -> None:

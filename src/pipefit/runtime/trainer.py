@@ -13,16 +13,15 @@ an earlier batch, and `finish` ends what is in flight.
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,28 +38,25 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import Cut, cut_batch
-from pipefit.runtime.callbacks import Callback, StepReport
+from pipefit.runtime.callbacks import Callback
+from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.hardware import backend_of, check_streams, local_device, meter_of
+from pipefit.runtime.hardware import check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
+from pipefit.runtime.joining import device_of, joins_workers
 from pipefit.runtime.lending import Lending, lending_trace
+from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model, target_of
+from pipefit.runtime.programs import Programs
+from pipefit.runtime.reports import Untold, report_of
 from pipefit.runtime.results import Result, tell
+from pipefit.runtime.saver import Saved
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport, connect
-from pipefit.schedule import (
-    as_early,
-    loss_delay,
-    lower,
-    lower_drain,
-    lower_evaluation,
-    step_programs,
-    updates_alone,
-    whole_run,
-)
+from pipefit.schedule import loss_delay, step_programs, updates_alone, whole_run
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -82,6 +78,9 @@ class Trainer:
             and `not_compared` says there why it did not.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
             supervision.
+        on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
+            ends the training; unless given, it warns.
+        on_wait: called again and again while a save waits for the one before; for supervision.
 
     Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
     this process has; where the numbers could not be compared; and, on emulated devices, of operations whose kernels
@@ -104,25 +103,26 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         numbers: bool = True,
         on_action: Callable[[int], None] | None = None,
+        on_failed_save: OnFailedSave | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         seed_number(seed)
         whole("accumulate", accumulate, 1)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._accumulated = 0  # batches since the last update
-        self._programs: dict[tuple[int, bool, int], Program] = {}
+        self._programs = Programs(plan)
         self._entered = 0  # microbatches since the pipeline was empty, under an endless schedule
-        self._untold: deque[_Untold] = deque()
-        self._evaluations: dict[int, Program] = {}
+        self._untold: deque[Untold] = deque()
         self._kernels = Kernels(torch.get_num_threads())
-        self.distributed = _distributed(plan, timeout_seconds)
+        self.distributed = joins_workers(plan, timeout_seconds)
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = step_programs(plan)[-1]
         transport: Transport = InProcess()
         if self.distributed:  # before building, which may take longer on one worker than on another
-            here = _device(plan, self.rank, distributed=True)
+            here = device_of(plan, self.rank, distributed=True)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
             lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here)
         else:
@@ -130,7 +130,7 @@ class Trainer:
         self._lending = lending  # what others have borrowed stays ours
         self.not_compared = ""
         self.chain = chain = self._captured(seed, numbers)
-        ranks = plan.ranks
+        ranks, names = plan.ranks, Names.of(chain.layers)
         site = Site(
             task=task,
             chain=chain,
@@ -147,7 +147,7 @@ class Trainer:
             assemble(
                 site,
                 ranks[number],
-                device=(device := _device(plan, number, distributed=self.distributed)),
+                device=(device := device_of(plan, number, distributed=self.distributed)),
                 meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
             )
             for number in ([self.rank] if self.distributed else range(len(ranks)))
@@ -155,8 +155,13 @@ class Trainer:
         own = {number: stage.layers for runner in self.runners for number, stage in runner.stages.items()}
         self.specializations = Specializations(task, plan, own, traced=chain.traced)
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
+        workers = len(ranks) if self.distributed else 1
+        self._checkpoints = Checkpointing(
+            plan, self.runners, names, workers=workers, rank=self.rank, on_wait=on_wait, on_failed_save=on_failed_save
+        )
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
+        self._steps_before = 0  # those of the checkpoint that was loaded
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """One training step on `batch`, a pair (inputs, targets) on the host; the mean loss, on every worker.
@@ -181,7 +186,7 @@ class Trainer:
             refuse_gradients(both, self.task.name)
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
-            program = self._program(len(given.sizes), update=update)
+            program = self._programs.training(len(given.sizes), self._entered, update=update)
             if self._accumulated == 0 and not self._entered:
                 self._drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
@@ -191,7 +196,9 @@ class Trainer:
             self._entered += len(given.sizes) if program.endless else 0
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
-        self._untold.append(self._told_later(result, seconds, sum(given.sizes)))
+        report = report_of(next(self.stages), self.steps_done - 1, seconds, sum(given.sizes))
+        self._untold.append(Untold(result, report))
+        self._checkpoints.tell_failures()
         return self._tell() if len(self._untold) > self.late else float("nan")
 
     @property
@@ -202,9 +209,12 @@ class Trainer:
     def finish(self) -> list[float]:
         """End what is in flight under an endless schedule; the losses of batches that `step` has not returned.
 
-        `evaluate`, `state` and `state_dict` end it too, so that all of these have to be called on every worker.
+        `evaluate`, `save`, `load`, `state` and `state_dict` end it too, so that all of these have to be called on every
+        worker. Returns when the last checkpoint is on the disk.
         """
         self._drain()
+        self._checkpoints.wait()
+        self._checkpoints.tell_failures()
         return [self._tell() for _ in range(len(self._untold))]
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
@@ -214,7 +224,7 @@ class Trainer:
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(stage.evaluating())
-            return self._run(given, self._evaluation(len(given.sizes)), 1, training=False).joined()[0]
+            return self._run(given, self._programs.evaluation(len(given.sizes)), 1, training=False).joined()[0]
 
     @property
     def trace(self) -> Trace:
@@ -239,9 +249,77 @@ class Trainer:
         self._drain()
         return StageState.of(list(self.stages))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's layers, under their names in the original module."""
-        return dict(self.state.tensors)
+    def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's layers, under their names in the original module.
+
+        With `optimizer`, also the optimizer's tensors and master weights, under names such as
+        `optimizer/fc.weight/exp_avg` and `master/fc.weight`.
+        """
+        state = self.state
+        return dict(state.tensors) | (self._checkpoints.tensors() if optimizer else {})
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up tensors by the names of `state_dict`; without the optimizer's, its state stays as it is.
+
+        Raises:
+            UsageError: a parameter or buffer of this process is missing, or has another shape.
+        """
+        self._drain()
+        self._checkpoints.take_up(tensors)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take up this process's parameters and buffers from a safetensors file, or a folder with a sharded model.
+
+        Raises:
+            FileError: the file cannot be used, or its tensors are not those of the model.
+        """
+        self._drain()
+        self._checkpoints.load_weights(path)
+
+    @property
+    def steps_done(self) -> int:
+        """How many batches have been trained, those before the checkpoint that was loaded included."""
+        return self._steps_before + len(self._step_seconds)
+
+    def save(self, directory: str | os.PathLike[str], *, keep: int | None = None, background: bool = True) -> None:
+        """Save a checkpoint: a folder in `directory`, such as `step-00000800`, named after `steps_done`.
+
+        All workers call it together. It copies what is trained to the host's memory, and a thread writes it while
+        training goes on; the next save, and `finish`, wait for it. Where the host has no room, or without `background`,
+        it is written before the call returns. Of the older checkpoints in `directory` the newest stay, so that there
+        are `keep`; all stay without it. `saved` tells the bytes and seconds.
+
+        Raises:
+            UsageError: batches wait for an update, or something that is trained cannot be written; names it.
+            FileError: the folder cannot be made, or has this checkpoint already.
+        """
+        if self._accumulated:
+            raise UsageError(
+                f"{self._accumulated} of the {self.accumulate} batches of an update are done, whose gradients no "
+                f"checkpoint holds: save after the update, so after a multiple of {self.accumulate} batches"
+            )
+        self._drain()
+        self._checkpoints.save(directory, self.steps_done, keep=keep, background=background)
+
+    @property
+    def saved(self) -> Saved | None:
+        """What the last save took; None before the first."""
+        return self._checkpoints.saved
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Go on from a checkpoint, or the newest whole one in a folder of them; how many batches it has seen.
+
+        The plan may be another than the one that saved it. Training then goes on as if it had never stopped: what
+        decides the next step is all from the checkpoint, options of the optimizer and the seed included.
+
+        Raises:
+            FileError: there is no checkpoint, it is damaged, or it is of another task.
+            OutOfMemory: the optimizer's state does not fit a device.
+        """
+        self._drain()
+        self._accumulated = 0
+        self._steps_before = self._checkpoints.load(path) - len(self._step_seconds)
+        return self.steps_done
 
     # ---------------------------------------------------------------- inside
 
@@ -277,33 +355,13 @@ class Trainer:
             for layer in stage.layers:
                 layer.module.zero_grad(set_to_none=True)
 
-    def _program(self, microbatches: int, *, update: bool) -> Program:
-        """The program for so many microbatches, or the drain for none; each is made once, as runners keep what they
-        ran.
-        """
-        entered = as_early(self.plan, self._entered)
-        key = microbatches, update, entered
-        if key not in self._programs:
-            self._programs[key] = (
-                lower(self.plan, microbatches=microbatches, update=update, entered=entered)
-                if microbatches
-                else lower_drain(self.plan, entered=entered)
-            )
-        return self._programs[key]
-
     def _drain(self) -> None:
         """End what is in flight, if anything is."""
         if self._entered:
             with undisturbed():  # the caller may be evaluating
-                self._run_program(self._program(0, update=True), inputs=[], targets=[])
+                self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
             self._lending.settle()
             self._entered = 0
-
-    def _evaluation(self, microbatches: int) -> Program:
-        """The program that evaluates so many microbatches; each is made once, because runners keep what they ran."""
-        if microbatches not in self._evaluations:
-            self._evaluations[microbatches] = lower_evaluation(self.plan, microbatches=microbatches)
-        return self._evaluations[microbatches]
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
@@ -336,64 +394,4 @@ class Trainer:
 
     def _tell(self) -> float:
         """The loss of the earliest batch that has not been told; callbacks learn of it too."""
-        untold = self._untold.popleft()
-        loss, peaks = untold.result.joined()
-        for callback in self.callbacks:
-            callback(replace(untold.report, loss=loss, peak_bytes=peaks))
-        return loss
-
-    def _told_later(self, result: Result, seconds: float, samples: int) -> _Untold:
-        """A step whose loss is on its way, with a report for callbacks that lacks loss and peaks."""
-        stage = next(self.stages)
-        agreement = stage.agreement
-        scale = None if agreement is None else agreement.scale
-        rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer is not None else None
-        step = len(self._step_seconds) - 1
-        report = StepReport(
-            step=step,
-            loss=float("nan"),
-            seconds=seconds,
-            samples_per_second=samples / seconds,
-            learning_rate=None if rate is None else float(rate),
-            peak_bytes={},
-            gradient_norm=None if agreement is None else agreement.norm,
-            loss_scale=None if scale is None else scale.value,
-            skipped=agreement is not None and agreement.overflow,
-        )
-        return _Untold(result, report)
-
-
-class _Untold(NamedTuple):
-    """A step whose loss has not been returned yet."""
-
-    result: Result
-    report: StepReport
-
-
-def _distributed(plan: Plan, timeout_seconds: float) -> bool:
-    """Whether this process is one of several workers; joins their process group if a launcher has set one up."""
-    if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = backend_of(plan)
-        # NCCL's timeout would end the process that waits, not the one that hangs (see `transport.connect`).
-        dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
-        atexit.register(_part)
-    if not dist.is_initialized():
-        return False
-    if dist.get_world_size() != len(plan.ranks):
-        raise UsageError(
-            f"the plan uses {len(plan.ranks)} devices, but {dist.get_world_size()} workers were started: "
-            f"start one for each device, as torchrun --nproc-per-node {len(plan.ranks)} does"
-        )
-    return True
-
-
-def _part() -> None:
-    """Leave the process group that the trainer joined, whose threads may otherwise abort the process at its exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _device(plan: Plan, rank: int, *, distributed: bool) -> torch.device:
-    """Where this process runs a rank's stages: on the plan's device, unless a launcher has given the worker another."""
-    planned = plan.stages[plan.ranks[rank][0]].device
-    return local_device(plan.cluster, int(os.environ.get("LOCAL_RANK", planned)) if distributed else planned)
+        return self._untold.popleft().tell(self.callbacks)

@@ -1,8 +1,8 @@
 """A worker: one process that trains the stages of one device and reports to its parent.
 
-It sends its reports through a pipe: a warning if there is one, the loss of each step, then its trace, or what failed.
-The number of the action that it is at stands in shared memory (`Heartbeat`), so that the parent can read it even when
-the worker hangs. A worker ends when its parent ends.
+It sends its reports through a pipe: warnings, the loss of each step, what each save took, then its trace, or what
+failed. The number of the action that it is at stands in shared memory (`Heartbeat`), so that the parent can read it
+even when the worker hangs. A worker ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ import torch
 import torch.distributed as dist
 
 from pipefit.capture.task import Task
-from pipefit.errors import PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
+from pipefit.errors import FileError, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
 from pipefit.plans import Plan
 from pipefit.runtime.hardware import backend_of
+from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import Passed, Surroundings
+from pipefit.runtime.saving import Saving
 from pipefit.runtime.trainer import Trainer
 from pipefit.trace import DeviceTrace
 
 # What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
 # a step, where losses are exchanged.
-STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -4, -3, -2, -1
+SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -5, -4, -3, -2, -1
 
 _FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
 
@@ -49,19 +51,17 @@ class Assignment:
     task: bytes
     plan: Plan
     rank: int
-    steps: int
-    seed: int
-    numbers: bool
+    orders: Orders
     meeting: Passed  # an empty file, through which the workers find each other
 
 
 class Heartbeat:
-    """A worker's sign of life, in shared memory: how many actions it has begun, the number of the one it is at, and of
-    its step.
+    """A worker's sign of life, in shared memory: how many actions it has begun, the number of the one it is at, and in
+    which step: how many there were since the pipeline was empty, and whether it is being emptied.
     """
 
     def __init__(self, context: Any) -> None:
-        self._words = context.RawArray("q", [0, STARTING, 0])
+        self._words = context.RawArray("q", [0, STARTING, 0, 0])
 
     @property
     def beats(self) -> int:
@@ -75,12 +75,17 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """The number of the step that the worker is in; behind the last one, what it left in flight is ended."""
+        """How many steps there were since the pipeline was empty, before the one that the worker is in."""
         return int(self._words[2])
 
-    def enter(self, step: int) -> None:
-        """The worker goes on to another step."""
-        self._words[2] = step
+    @property
+    def empties(self) -> bool:
+        """Whether the worker is in no step, but ends what the steps before have left in flight."""
+        return bool(self._words[3])
+
+    def enter(self, step: int, *, empties: bool = False) -> None:
+        """The worker goes on to another step, or, behind it, to the end of what is in flight."""
+        self._words[2], self._words[3] = step, empties
         self.at(BETWEEN_STEPS)
 
     def at(self, action: int) -> None:
@@ -119,43 +124,89 @@ def _end_with_parent() -> None:
 
 def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
     """This worker's part of the training; its device's trace and the seconds of every step."""
-    ranks = assignment.plan.ranks
-    reports_losses = len(assignment.plan.stages) - 1 in ranks[assignment.rank]
+    orders, ranks = assignment.orders, assignment.plan.ranks
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
     task = _task(assignment.task)
     heartbeat.at(RENDEZVOUS)
     rendezvous = _Rendezvous(assignment) if len(ranks) > 1 else None
     heartbeat.at(BUILDING)
+    told = _Told(assignment, pipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipefitWarning)  # the parent warns
         trainer = Trainer(
             task,
             assignment.plan,
-            seed=assignment.seed,
+            seed=orders.seed,
             timeout_seconds=_FOREVER.total_seconds(),
-            numbers=assignment.numbers,
+            numbers=orders.numbers,
             on_action=heartbeat.at,
+            on_failed_save=told.failed_save,
+            on_wait=lambda: heartbeat.at(SAVING),
         )
     if trainer.not_compared:
         pipe.send(("warning", trainer.not_compared))
+    if orders.resume is not None:
+        trainer.load(orders.resume)
+    if orders.weights is not None:
+        trainer.load_weights(orders.weights)
     if rendezvous is not None:
         heartbeat.at(RENDEZVOUS)
         rendezvous.wait("ready")
-    for step in range(assignment.steps):
-        heartbeat.enter(step)
-        torch.manual_seed(assignment.seed + step)
-        loss = trainer.step(task.batch(assignment.plan.training.batch_size))
-        if reports_losses and step >= trainer.late:
-            pipe.send(("step", step - trainer.late, loss))
-    heartbeat.enter(assignment.steps)
-    rest = trainer.finish()
-    for step, loss in enumerate(rest, start=assignment.steps - len(rest)):
-        if reports_losses:
-            pipe.send(("step", step, loss))
+    _steps(assignment, task, trainer, told, heartbeat)
     if rendezvous is not None:
         dist.destroy_process_group()
     trace = trainer.trace
     return trace.devices[assignment.plan.stages[ranks[assignment.rank][0]].device], trace.step_seconds
+
+
+def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
+    """All steps and saves of this worker."""
+    orders, since = assignment.orders, 0
+    steps, saving = orders.steps, orders.saving
+    for step in range(orders.first, steps):
+        heartbeat.enter(since)
+        torch.manual_seed(orders.seed + step)
+        loss = trainer.step(task.batch(assignment.plan.training.batch_size))
+        if step >= orders.first + trainer.late:
+            told.step(step - trainer.late, loss)
+        since += 1
+        if saving is not None and saving.after(step + 1, steps):
+            heartbeat.enter(since, empties=True)
+            told.save(trainer, saving)
+            since = 0
+    heartbeat.enter(since, empties=True)
+    rest = trainer.finish()
+    for step, loss in enumerate(rest, start=steps - len(rest)):
+        told.step(step, loss)
+
+
+class _Told:
+    """What a worker tells its parent while it trains."""
+
+    def __init__(self, assignment: Assignment, pipe: Connection) -> None:
+        self._pipe, self._saving = pipe, assignment.orders.saving
+        self._reports_losses = len(assignment.plan.stages) - 1 in assignment.plan.ranks[assignment.rank]
+
+    def step(self, step: int, loss: float) -> None:
+        """The loss of a step, which one worker tells for all."""
+        if self._reports_losses:
+            self._pipe.send(("step", step, loss))
+
+    def save(self, trainer: Trainer, saving: Saving) -> None:
+        """Save a checkpoint, and tell what that took."""
+        try:
+            trainer.save(saving.directory, keep=saving.keep)
+        except FileError as failure:
+            self.failed_save(failure)
+        else:
+            if trainer.saved is not None and trainer.saved.step == trainer.steps_done:  # all workers have begun it
+                self._pipe.send(("saved", trainer.saved))
+
+    def failed_save(self, failure: FileError) -> None:
+        """A checkpoint that could not be written, which may end the training."""
+        if self._saving is not None and self._saving.on_failure == "stop":
+            raise failure
+        self._pipe.send(("warning", str(failure)))
 
 
 def _task(pickled: bytes) -> Task:

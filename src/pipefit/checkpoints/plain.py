@@ -1,0 +1,123 @@
+"""Checkpoints and plain PyTorch: a state dict of a checkpoint, and weights from safetensors files of others.
+
+    module.load_state_dict(pipefit.checkpoints.load_state_dict("runs/step-00000800"))
+
+Weights come from one safetensors file, or from a sharded model in Hugging Face's layout: a folder with
+`model.safetensors.index.json`, or the file itself. Only the tensors that are asked for are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipefit.checkpoints.folders import find
+from pipefit.checkpoints.shards import write_tensors
+from pipefit.errors import FileError, UsageError
+from pipefit.texts import printable, shortened
+
+_INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_LARGEST_INDEX = 64 << 20
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Parameters and buffers of the checkpoint in `path`, or of the newest in a folder of them, by original names.
+
+    Tied parameters have all of their names, as in a module's own state dict. What is read is verified.
+
+    Raises:
+        FileError: there is no whole checkpoint, or it is damaged.
+    """
+    checkpoint = find(path)
+    manifest = checkpoint.manifest
+    tensors = checkpoint.read([tensor for tensor in manifest.tensors if tensor.kind == "model"])
+    return tensors | {name: tensors[stored] for name, stored in manifest.aliases if stored in tensors}
+
+
+def export(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
+    """Write the parameters and buffers of a checkpoint to one plain safetensors file, or to a `.pt` file; their bytes.
+
+    A tied parameter is written to a safetensors file once, under its first name.
+
+    Raises:
+        FileError: the checkpoint cannot be read, or the output cannot be written.
+        UsageError: the output is neither.
+    """
+    target = Path(output)
+    if target.suffix not in (".safetensors", ".pt"):
+        raise UsageError(f"{printable(str(target))} is neither a .safetensors nor a .pt file: name one of these")
+    tensors = load_state_dict(path)
+    once = list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1]
+    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    try:
+        if target.suffix == ".pt":
+            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, temporary)
+        else:
+            write_tensors(temporary, dict(once))
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise FileError(f"{printable(str(target))} cannot be written: {getattr(error, 'strerror', error)}") from None
+    return sum(tensor.nbytes for _, tensor in once)
+
+
+def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, Tensor]:
+    """Of the tensors `names` those that the safetensors file or sharded model in `path` holds.
+
+    Raises:
+        FileError: there is no such file, or it is damaged.
+    """
+    wanted, found = set(names), dict[str, Tensor]()
+    for file in _files(Path(path), wanted):
+        found |= _read(file, wanted)
+    return found
+
+
+def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
+    """The files that hold some of the tensors `wanted`."""
+    if path.is_dir():
+        single = path / "model.safetensors"
+        path = single if single.is_file() else path / _INDEX
+    if path.name.endswith(".index.json"):
+        return [path.parent / file for file in dict.fromkeys(f for n, f in _index(path).items() if n in wanted)]
+    return [path]
+
+
+def _index(path: Path) -> Mapping[str, str]:
+    """Which tensor is in which file, by an index as Hugging Face writes it."""
+    source = printable(str(path))
+    try:
+        if path.stat().st_size > _LARGEST_INDEX:
+            raise FileError(f"{source} is too large for an index of tensors")
+        found = json.loads(path.read_bytes())["weight_map"]
+    except OSError as error:
+        raise FileError(f"{source} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise FileError(f"{source} is not an index of a sharded model: it has no weight_map") from None
+    if not isinstance(found, dict) or not all(_is_file_name(file) for file in found.values()):
+        raise FileError(f"{source} is not an index of a sharded model: its weight_map must name files beside it")
+    return found
+
+
+def _is_file_name(name: object) -> bool:
+    return (
+        isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name and "\0" not in name
+    )
+
+
+def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
+    source = printable(str(path))
+    if not path.is_file():
+        raise FileError(f"there is no file {source}; weights are a .safetensors file, or a folder with {_INDEX}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{source} is not a safetensors file: {printable(shortened(str(error)))}") from None

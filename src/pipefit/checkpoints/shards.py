@@ -1,0 +1,145 @@
+"""Shards: safetensors files of a checkpoint, written by us and read by the library.
+
+The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes. Our own writer makes the
+SHA-256 in the same pass, says how far it is, flushes the file to the disk, and fails with the system's own words. The
+reader is the `safetensors` package, whose parser is made for files from strangers; it maps the file into memory, so
+that a stage reads only its own tensors. Before that the whole shard is read once, for its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipefit.checkpoints.manifest import DTYPES, Shard, StoredTensor
+from pipefit.errors import FileError
+from pipefit.texts import printable, shortened
+from pipefit.units import format_bytes
+
+_BLOCK = 8 << 20  # bytes written and hashed at a time
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None) -> Shard:
+    """Write `tensors` to a new shard; its name, size and hash. See `write_tensors`."""
+    nbytes, digest = write_tensors(path, tensors, progress)
+    return Shard(file=path.name, nbytes=nbytes, sha256=digest)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda _: None
+) -> tuple[int, str]:
+    """Write `tensors` to a new safetensors file, flushed to the disk; its bytes and its SHA-256.
+
+    `progress` is called with the bytes of each block that is written.
+
+    Raises:
+        OSError: the system does not let us, as on a full disk.
+    """
+    digest, nbytes = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for block in chain((_header(tensors),), map(_bytes_of, tensors.values())):
+            for start in range(0, len(block), _BLOCK):
+                piece = block[start : start + _BLOCK]
+                _write(file.fileno(), piece)
+                digest.update(piece)
+                nbytes += len(piece)
+                progress(len(piece))
+        os.fsync(file.fileno())
+    return nbytes, digest.hexdigest()
+
+
+def read_shard(folder: Path, shard: Shard, wanted: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """The tensors `wanted` of a shard, by their keys. They are views of the file, valid as long as they live.
+
+    Raises:
+        FileError: the shard is missing, damaged, or holds other tensors than its manifest says.
+    """
+    path = folder / shard.file
+    source = printable(str(path))
+    _check_bytes(path, shard, source)
+    try:
+        with safe_open(path, framework="pt") as file:
+            known = set(file.keys())
+            return {tensor.key: _tensor(file, known, tensor, source) for tensor in wanted}
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{source} is not a safetensors file: {printable(shortened(str(error)))}") from None
+
+
+def check_shard(folder: Path, shard: Shard) -> None:
+    """Check size and hash of a shard.
+
+    Raises:
+        FileError: it is missing, or damaged.
+    """
+    _check_bytes(folder / shard.file, shard, printable(str(folder / shard.file)))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> memoryview:
+    """The length of the header, and the header, padded so that the tensors are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses a file
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in the order of its indices."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    raw: Any = flat.to("cpu").view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def _write(file: int, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[os.write(file, piece) :]
+
+
+def _check_bytes(path: Path, shard: Shard, source: str) -> None:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb", buffering=0) as opened:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileError(f"{source} is not a regular file")
+            if status.st_size != shard.nbytes:
+                raise FileError(
+                    f"{source} is damaged: it has {format_bytes(status.st_size)}, and {format_bytes(shard.nbytes)} "
+                    f"were saved ({status.st_size} and {shard.nbytes} bytes)"
+                )
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise FileError(f"{source} is missing") from None
+    except OSError as error:
+        raise FileError(f"{source} cannot be read: {error.strerror}") from None
+    if digest != shard.sha256:
+        raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
+
+
+def _tensor(file: safe_open, known: set[str], wanted: StoredTensor, source: str) -> Tensor:
+    if wanted.key not in known:
+        raise FileError(f"{source} is damaged: {printable(wanted.key)} is not in it")
+    found: Tensor = file.get_tensor(wanted.key)  # type: ignore[no-untyped-call]
+    if tuple(found.shape) != wanted.shape or str(found.dtype) != f"torch.{wanted.dtype}":
+        raise FileError(
+            f"{source} is damaged: {printable(wanted.key)} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
+            f"the manifest says torch.{wanted.dtype} and {wanted.shape}"
+        )
+    return found

@@ -1,0 +1,88 @@
+"""`pipefit checkpoint`: what a checkpoint holds, whether it is whole, and its weights as one plain file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipefit.cli.options import Json
+
+if TYPE_CHECKING:
+    from pipefit.checkpoints import Checkpoint
+    from pipefit.checkpoints.manifest import Kind
+    from pipefit.tables import Block
+
+_WORDS: dict[Kind, str] = {
+    "model": "parameters and buffers",
+    "optimizer": "optimizer state",
+    "master": "master weights",
+    "held": "other tensors",
+}
+
+
+def command(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of which the newest whole one is meant.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the weights to a .safetensors or .pt file."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Verify a checkpoint that train has saved, and show what it holds.
+
+    With -o its parameters and buffers become one file for plain PyTorch, by the names of the original module.
+    """
+    from pipefit.checkpoints import export, find
+    from pipefit.cli.output import check_output
+
+    check_output(output)
+    found = find(checkpoint)
+    found.verify()
+    if output is not None:
+        export(found.folder, output)
+    if as_json:
+        print(json.dumps(_figures(found)))
+        return
+    from pipefit.tables import write
+
+    write(_described(found))
+    if output is not None:
+        print(f"saved to {output}", file=sys.stderr)
+
+
+def _figures(found: Checkpoint) -> dict[str, object]:
+    """What a checkpoint holds, as JSON."""
+    manifest = found.manifest
+    return {
+        "folder": str(found.folder),
+        "step": manifest.step,
+        "seed": manifest.seed,
+        "schedule": manifest.schedule,
+        "pipefit": manifest.pipefit_version,
+        "torch": manifest.torch_version,
+        "shards": [{"file": shard.file, "bytes": shard.nbytes} for shard in manifest.shards],
+        "bytes": {kind: manifest.bytes_of(kind) for kind in _WORDS},
+    }
+
+
+def _described(found: Checkpoint) -> list[Block]:
+    from pipefit.texts import printable
+    from pipefit.units import format_bytes
+
+    manifest = found.manifest
+    shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
+    stages = f"{len(manifest.stages)} stage{'s' * (len(manifest.stages) > 1)}"
+    made_by = f"pipefit {printable(manifest.pipefit_version)} and torch {printable(manifest.torch_version)}"
+    sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
+    held = ", ".join(f"{format_bytes(nbytes)} of {what}" for what, nbytes in sizes.items() if nbytes)
+    return [
+        f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they were saved",
+        f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
+        f"{len(manifest.tensors)} tensors: {held}",
+    ]

@@ -1,0 +1,191 @@
+"""The checkpoints of a trainer: what it saves, as one of several workers or alone, and what it goes on from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipefit import __version__
+from pipefit.checkpoints.folders import find
+from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
+from pipefit.checkpoints.plain import load_weights
+from pipefit.errors import FileError, OutOfMemory, PipefitWarning
+from pipefit.pieces import adapter
+from pipefit.plans import Plan
+from pipefit.runtime.host import free_bytes
+from pipefit.runtime.naming import Names
+from pipefit.runtime.restoring import check_task, check_weight, restore, state_of
+from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.saver import Saved, Saver, Target
+from pipefit.runtime.snapshot import Snapshot, copied, snapshot
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.state import StageState
+from pipefit.trace import Category
+from pipefit.validation import whole
+
+OnFailedSave = Callable[[FileError], None]
+
+
+class Checkpointing:
+    """Saves and loads what a process trains.
+
+    Args:
+        runners: of the devices that this process runs.
+        names: under which tensors are stored.
+        workers: how many processes train together.
+        rank: of this one.
+        on_wait: called again and again while a save waits for the one before.
+        on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        runners: Sequence[DeviceRunner],
+        names: Names,
+        *,
+        workers: int,
+        rank: int,
+        on_wait: Callable[[], None],
+        on_failed_save: OnFailedSave | None,
+    ) -> None:
+        self.plan, self.runners, self.names = plan, runners, names
+        self.stages: dict[int, StageRunner] = {n: stage for runner in runners for n, stage in runner.stages.items()}
+        device = next(iter(self.stages.values())).device if workers > 1 else torch.device("cpu")
+        self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
+        self._on_failed_save = on_failed_save or _warn
+
+    @property
+    def saved(self) -> Saved | None:
+        """The last save that has begun."""
+        return self._saver.last
+
+    def save(self, directory: str | os.PathLike[str], step: int, *, keep: int | None, background: bool) -> None:
+        """Begin to save the state after `step` batches; `background` lets training go on while it is written.
+
+        Raises:
+            FileError: the checkpoint cannot be begun, on this worker or another.
+            UsageError: something that is trained cannot be written; names it.
+        """
+        if keep is not None:
+            whole("keep", keep, 1)
+        devices = {number: stage.device for number, stage in enumerate(self.plan.stages)}
+        scale = self._scale()
+        seed = next(iter(self.stages.values())).seed
+        self._saver.save(
+            Target(directory=Path(directory), step=step, keep=keep),
+            lambda: snapshot(self.stages, self.names, devices, self._rank),
+            lambda found: _independent(found) if background else (found.tensors, 0),
+            lambda parts: self._manifest(parts, step, seed, scale),
+        )
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole, or has failed; all workers call it together."""
+        self._saver.wait()
+
+    def tell_failures(self) -> None:
+        """Tell which saves have failed since the last call."""
+        for failure in self._saver.failures():
+            self._on_failed_save(failure)
+
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Take up the checkpoint in `path`, or the newest whole one of a folder; how many batches it has taken.
+
+        Raises:
+            FileError: there is none; it is damaged, or of another task.
+            OutOfMemory: the optimizer's state does not fit a device.
+        """
+        self.wait()
+        checkpoint = find(path)
+        check_task(checkpoint, self.plan.profile)
+        restore(checkpoint, list(self.stages.values()), self.names)
+        for runner in self.runners:
+            _count(runner)
+        return checkpoint.manifest.step
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that this process would store, by their keys."""
+        return dict(snapshot(self.stages, self.names, dict.fromkeys(self.stages, 0), self._rank).tensors)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.
+
+        Raises:
+            FileError: there is no such file, it is damaged, or its tensors are not those of the model.
+        """
+        state = StageState.of(list(self.stages.values()))
+        own = {self.names.stored[name] for name in state.tensors}
+        found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
+        known = {self.names.stored[name]: tensor for name, tensor in found.items()}
+        for name, into in state.tensors.items():
+            check_weight(path, name, known.get(self.names.stored[name]), into)
+        self.take_up(known)
+
+    def take_up(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors by their keys, as `tensors` has them, or parameters and buffers alone, by any of their names.
+
+        Raises:
+            UsageError: one is missing, or has another shape.
+        """
+        state = state_of(tensors, self.names)
+        state.load_into(list(self.stages.values()))
+        for runner in self.runners:
+            _count(runner)
+
+    def _scale(self) -> ScaleState | None:
+        scales = (stage.agreement.scale for stage in self.stages.values() if stage.agreement is not None)
+        scale = next(iter(scales), None)
+        return None if scale is None else ScaleState(value=scale.value, quiet=scale.quiet)
+
+    @cached_property
+    def _plan_digest(self) -> str:
+        return sha256(adapter(Plan).dump_json(self.plan)).hexdigest()
+
+    def _manifest(self, parts: Sequence[Part], step: int, seed: int, scale: ScaleState | None) -> Manifest:
+        return Manifest(
+            pipefit_version=__version__,
+            torch_version=str(torch.__version__),
+            step=step,
+            seed=seed,
+            model=self.plan.profile.fingerprint,
+            plan=self._plan_digest,
+            schedule=self.plan.training.schedule,
+            stages=tuple(sorted((s for part in parts for s in part.stages), key=lambda stage: stage.start)),
+            loss_scale=scale,
+            shards=tuple(part.shard for part in parts),
+            tensors=tuple(tensor for part in parts for tensor in part.tensors),
+            aliases=self.names.aliases,
+            groups=tuple(group for part in parts for group in part.groups),
+            numbers=tuple(numbers for part in parts for numbers in part.numbers),
+            scheduler=joined_settings([part.scheduler for part in parts if part.scheduler is not None]),
+        )
+
+
+def _independent(found: Snapshot) -> tuple[Mapping[str, Tensor], int]:
+    """The tensors of a snapshot, copied in the host's memory if there is room for them; and the bytes of the copies."""
+    if found.nbytes > free_bytes():
+        return found.tensors, 0
+    return copied(found.tensors), found.nbytes
+
+
+def _warn(failure: FileError) -> None:
+    warnings.warn(str(failure), PipefitWarning, stacklevel=4)
+
+
+def _count(runner: DeviceRunner) -> None:
+    """Count the optimizer's state that has been loaded on the runner's device."""
+    if runner.meter is None:
+        return
+    try:
+        for stage in runner.stages.values():
+            runner.meter.tag(stage.optimizer_state(), Category.OPTIMIZER)
+    except torch.OutOfMemoryError as error:
+        named = "; ".join(runner.plan.profile.named(s.start, s.stop) for s in runner.stages.values())
+        raise OutOfMemory(f"{error} (a checkpoint's optimizer state, {named})") from error

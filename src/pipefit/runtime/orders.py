@@ -1,0 +1,83 @@
+"""What all workers of a training do alike: from where, how far, and where checkpoints go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pipefit.checkpoints.folders import Checkpoint, find
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.runtime.restoring import check_task
+from pipefit.runtime.saving import Saving
+from pipefit.texts import printable
+from pipefit.validation import seed_number, whole
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """Train steps `first` to `steps - 1`, each with random draws by `seed`.
+
+    `numbers` says whether a traced model is compared with its chain at the start. `resume` is the folder of the
+    checkpoint after `first` steps, `weights` a safetensors file or sharded model, from which the training starts.
+    """
+
+    steps: int
+    seed: int
+    numbers: bool
+    first: int = 0
+    resume: str | None = None
+    weights: str | None = None
+    saving: Saving | None = None
+
+
+def orders(
+    plan: Plan,
+    *,
+    steps: int,
+    seed: int | None,
+    numbers: bool,
+    resume: Path | None,
+    weights: Path | None,
+    saving: Saving | None,
+) -> Orders:
+    """The orders of a training by `plan`; without a `seed` it is that of the checkpoint, or 0.
+
+    Raises:
+        FileError: there is no checkpoint to go on from, or it is of another task.
+        UsageError: a number is out of range, or not that of the checkpoint; or the folder for checkpoints has others.
+    """
+    whole("steps", steps, 1)
+    if seed is not None:
+        seed_number(seed)
+    if resume is not None and weights is not None:
+        raise UsageError("a checkpoint has weights of its own: give either a checkpoint or weights to start from")
+    checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
+    first = 0 if checkpoint is None else checkpoint.manifest.step
+    if saving is not None:
+        saving.check(first)
+    return Orders(
+        steps=steps,
+        seed=(seed or 0) if checkpoint is None else checkpoint.manifest.seed,
+        numbers=numbers,
+        first=first,
+        resume=None if checkpoint is None else str(checkpoint.folder),
+        weights=None if weights is None else os.fspath(weights),
+        saving=saving,
+    )
+
+
+def _resumed(path: Path, plan: Plan, steps: int, seed: int | None) -> Checkpoint:
+    """The checkpoint in `path`, from which a training of `steps` steps in all can go on."""
+    checkpoint = find(path)
+    check_task(checkpoint, plan.profile)
+    manifest, named = checkpoint.manifest, printable(str(checkpoint.folder))
+    if manifest.step >= steps:
+        raise UsageError(f"{named} has {manifest.step} steps, and {steps} are wanted in all: give more (--steps)")
+    if seed is not None and seed != manifest.seed:
+        raise UsageError(
+            f"{named} was trained with seed {manifest.seed}, by which all that follows is drawn: leave seed {seed} out"
+        )
+    return checkpoint

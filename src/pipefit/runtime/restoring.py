@@ -1,0 +1,213 @@
+"""Takes a checkpoint up into the stages of a process, whatever plan it was saved under.
+
+Every stage reads its own tensors, by the names of the original module. All else that decides the next step comes with
+them: the optimizer's options, the scheduler's state, the loss scale, the seed, and the number of batches that have been
+taken, by which random draws go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.checkpoints.folders import Checkpoint
+from pipefit.checkpoints.manifest import GroupSettings, Manifest, Scalar, tensor_key
+from pipefit.errors import FileError
+from pipefit.fingerprints import differences
+from pipefit.profiles import ModelProfile
+from pipefit.runtime.naming import Names, held_tensors
+from pipefit.runtime.settings import take_options, take_state
+from pipefit.runtime.snapshot import named_parameters
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.state import StageState
+from pipefit.texts import printable
+
+
+def check_task(checkpoint: Checkpoint, profile: ModelProfile) -> None:
+    """Check that a checkpoint is of the task of `profile`.
+
+    Raises:
+        FileError: it is of another; says what differs.
+    """
+    found = differences(checkpoint.manifest.model, profile.fingerprint, profile.layers)
+    if found:
+        raise FileError(
+            f"{_named(checkpoint)} is of another training than that of {profile.model}: it was made for "
+            f"{'; '.join(found)}: load it into its own task, or take up its weights alone (load_state_dict)"
+        )
+
+
+def restore(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names) -> None:
+    """Give `stages` the state of `checkpoint`, which has been checked to be of their task.
+
+    Raises:
+        FileError: it is damaged, or lacks what the stages need; says what.
+    """
+    manifest = checkpoint.manifest
+    for stage in stages:
+        _check_batches(checkpoint, stage)
+        _check_scale(checkpoint, stage)
+    own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
+    held = {name: tensor for stage in stages for layer in stage.layers for name, tensor in held_tensors(layer)}
+    wanted = [t for t in manifest.tensors if t.name in (held if t.kind == "held" else own)]
+    tensors = checkpoint.read(wanted)
+    state = state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
+    _check_tensors(checkpoint, stages, state)
+    for name, into in held.items():
+        _check_like(checkpoint, name, tensors.get(tensor_key("held", name)), into)
+    for stage in stages:
+        _take_groups(checkpoint, stage, names)
+    state.load_into(stages, replace=True)
+    _take_held(held, tensors)
+    for stage in stages:
+        _take_rest(manifest, stage)
+
+
+def state_of(
+    tensors: Mapping[str, Tensor], names: Names, numbers: Mapping[str, Mapping[str, Scalar]] | None = None
+) -> StageState:
+    """The state that tensors are, by their keys, under all names that they have in the model."""
+    masters, kept, model = dict[str, Tensor](), dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if key in names.stored:
+            model[key] = tensor
+        elif kind == "master":
+            masters[rest] = tensor
+        elif kind == "optimizer":
+            name, _, state = rest.rpartition("/")
+            kept.setdefault(name, {})[state] = tensor
+    for name in numbers or {}:
+        kept.setdefault(name, {})
+
+    def under_all_names(found: Mapping[str, Any]) -> dict[str, Any]:
+        of_stored = {names.stored[name]: value for name, value in found.items() if name in names.stored}
+        return {name: of_stored[stored] for name, stored in names.stored.items() if stored in of_stored}
+
+    return StageState(
+        tensors=under_all_names(model),
+        optimizer=under_all_names(kept),
+        master_weights=under_all_names(masters),
+        numbers=under_all_names(numbers or {}),
+    )
+
+
+def check_weight(path: str | os.PathLike[str], name: str, found: Tensor | None, into: Tensor) -> None:
+    """Check that a tensor of a file can become `into`, the model's; other floating-point numbers are cast.
+
+    Raises:
+        FileError: it is missing, or of another shape or kind of numbers.
+    """
+    source = printable(os.fspath(path))
+    if found is None:
+        raise FileError(f"{source} does not fit the model: it has no {name}, of shape {tuple(into.shape)}")
+    if found.shape != into.shape or (found.dtype != into.dtype and not _both_floating(found, into)):
+        raise FileError(
+            f"{source} does not fit the model: {name} has dtype {found.dtype} and shape {tuple(found.shape)}, and "
+            f"{into.dtype} and {tuple(into.shape)} are needed"
+        )
+
+
+def _both_floating(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() and other.is_floating_point()
+
+
+def _check_tensors(checkpoint: Checkpoint, stages: Sequence[StageRunner], state: StageState) -> None:
+    """Check that every tensor that the stages need is there, in their dtypes and shapes, before any is changed."""
+    present = StageState.of(stages)
+    for kind, have, need in (
+        ("", state.tensors, present.tensors),
+        ("the master copy of ", state.master_weights, present.master_weights),
+    ):
+        for name, into in need.items():
+            _check_like(checkpoint, f"{kind}{name}", have.get(name), into)
+
+
+def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: Tensor) -> None:
+    if found is None:
+        raise FileError(f"{_named(checkpoint)} does not fit the model: {what} is missing")
+    if found.shape != into.shape or found.dtype != into.dtype:
+        raise FileError(
+            f"{_named(checkpoint)} does not fit the model: {what} has dtype {found.dtype} and shape "
+            f"{tuple(found.shape)}, and {into.dtype} and {tuple(into.shape)} are needed"
+        )
+
+
+def _take_held(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Give layers what they hold outside of their state dicts; what has not changed is left alone."""
+    for name, into in held.items():
+        found = tensors[tensor_key("held", name)]
+        if not torch.equal(into, found.to(into.device)):
+            with torch.no_grad():
+                into.copy_(found)
+
+
+def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:
+    """Give the scheduler its state, and the optimizer's groups their options."""
+    if stage.optimizer is None:
+        return
+    known = {name: group for group in checkpoint.manifest.groups for name in group.parameters}
+    named, groups = named_parameters(stage, names), stage.optimizer.param_groups
+    found = [_one_group(checkpoint, [named[parameter] for parameter in group["params"]], known) for group in groups]
+    common = checkpoint.manifest.scheduler
+    if (stage.scheduler is None) != (common is None):
+        have, has = ("none", "one") if common is None else ("one", "none")
+        raise FileError(f"{_named(checkpoint)} has {have} where the task has {has}: a scheduler; use the same task")
+    if stage.scheduler is not None and common is not None:
+        take_state(stage.scheduler, common, [group.scheduled for group in found])
+    for group, settings in zip(groups, found, strict=True):
+        take_options(group, settings.options)
+
+
+def _one_group(checkpoint: Checkpoint, parameters: Sequence[str], known: Mapping[str, GroupSettings]) -> GroupSettings:
+    """The settings that the parameters of a group had, which must be alike."""
+    missing = next((name for name in parameters if name not in known), None)
+    if missing is not None:
+        raise FileError(f"{_named(checkpoint)} does not fit the optimizer: {missing} is in none of its groups")
+    first, *others = (known[name] for name in parameters)
+    for name, other in zip(parameters[1:], others, strict=True):
+        if (other.options, other.scheduled) != (first.options, first.scheduled):
+            raise FileError(
+                f"{_named(checkpoint)} does not fit the optimizer: {parameters[0]} and {name} are in one parameter "
+                "group now, and had other options in theirs"
+            )
+    return first
+
+
+def _check_batches(checkpoint: Checkpoint, stage: StageRunner) -> None:
+    if _batches(checkpoint.manifest, stage) is None:
+        raise FileError(
+            f"{_named(checkpoint)} was saved by stages that had taken different numbers of batches, as after a step "
+            "that failed, so that no other plan can go on with their random draws: load it under the plan that saved it"
+        )
+
+
+def _batches(manifest: Manifest, stage: StageRunner) -> int | None:
+    """How many batches a stage has taken: as the same one had, or else all; None where it is not known."""
+    same = [old.batches for old in manifest.stages if (old.start, old.stop) == (stage.start, stage.stop)]
+    every = {old.batches for old in manifest.stages}
+    return same[0] if same else every.pop() if len(every) == 1 else None
+
+
+def _check_scale(checkpoint: Checkpoint, stage: StageRunner) -> None:
+    scales = stage.agreement is not None and stage.agreement.scale is not None
+    if scales != (checkpoint.manifest.loss_scale is not None):
+        raise FileError(f"{_named(checkpoint)} does not fit the plan: only one of both scales the loss")
+
+
+def _take_rest(manifest: Manifest, stage: StageRunner) -> None:
+    """The loss scale, and what random draws depend on."""
+    batches = _batches(manifest, stage)
+    assert batches is not None
+    stage.seed, stage.batch_number = manifest.seed, batches
+    scale = None if stage.agreement is None else stage.agreement.scale
+    if scale is not None and manifest.loss_scale is not None:
+        scale.value, scale.quiet = manifest.loss_scale.value, manifest.loss_scale.quiet
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return printable(str(checkpoint.folder))

@@ -1,0 +1,234 @@
+"""What training may depend on, as small tasks, to be trained with and without a break."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing as mp
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, saver
+from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.training import Training
+from tiny import task_of
+
+SYNCHRONOUS = ("gpipe", "1f1b", "torchgpipe", "eager-1f1b")
+ENDLESS = ("pipedream", "pipedream-2bw")
+STEPS, SAVED = 6, 3  # steps of a training, and those before its break
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Remembering(nn.Module):
+    """Adds a moving average of what it has seen, kept in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.average.clone()
+
+
+class Counting(torch.optim.Optimizer):
+    """Plain descent with a rate that falls by the number of updates, which it keeps as a Python number."""
+
+    def __init__(self, groups: Any, lr: float = 0.1) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter]
+                    kept["updates"] = kept.get("updates", 0) + 1
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / kept["updates"])
+
+
+def layers(*extra: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Four linear layers with something between the second and the third."""
+    middle = [make() for make in extra] or [nn.Tanh()]
+    return [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), *middle, nn.Linear(16, 16), nn.Linear(16, 4)]
+
+
+def tied() -> list[nn.Module]:
+    """Six layers, of which the first and the last share a weight."""
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return [first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), last]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """Moves both the rate and the momentum of each group."""
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
+
+
+def several(optimizer: torch.optim.Optimizer) -> Any:
+    """A warm-up, then milestones, which are counted by number."""
+    warm, later = lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    return lr_scheduler.SequentialLR(optimizer, [warm, later], milestones=[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What a training depends on: its task, and how it is trained. `sizes` are the samples of every batch."""
+
+    task: Callable[[], Task]
+    training: dict[str, Any] = field(default_factory=dict)
+    recompute: Recompute = "never"
+    accumulate: int = 1
+    sizes: tuple[int, ...] = (8,) * STEPS
+    endless: bool = True  # whether schedules without end take it
+
+
+def _task(*extra: Callable[[], nn.Module], **settings: Any) -> Callable[[], Task]:
+    optimizer = settings.pop("optimizer", ADAMW)
+    return lambda: replace(task_of(lambda: layers(*extra), optimizer=optimizer), **settings)
+
+
+def _decayed(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    return {"weight_decay": 0.0, "lr": 0.02} if parameter.ndim == 1 else {}
+
+
+FEATURES: dict[str, Feature] = {
+    "adamw": Feature(task=_task()),
+    "momentum": Feature(task=_task(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))),
+    "adagrad": Feature(task=_task(optimizer=partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1))),
+    "numbers": Feature(task=_task(optimizer=Counting)),
+    "dropout": Feature(task=_task(lambda: nn.Dropout(0.3))),
+    "norm": Feature(task=_task(lambda: nn.BatchNorm1d(16))),
+    "held": Feature(task=_task(Remembering)),
+    "groups": Feature(task=_task(groups=_decayed, scheduler=lambda o: lr_scheduler.CosineAnnealingLR(o, 9))),
+    "cycle": Feature(task=_task(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), scheduler=one_cycle)),
+    "several": Feature(task=_task(scheduler=several)),
+    "clipping": Feature(task=_task(), training={"clip_norm": 0.05}, endless=False),
+    "scaling": Feature(task=_task(precision="mixed-float16"), training={"precision": "mixed-float16"}, endless=False),
+    "masters": Feature(task=_task(precision="master-bfloat16"), training={"precision": "master-bfloat16"}),
+    "accumulation": Feature(task=_task(lambda: nn.Dropout(0.3)), accumulate=SAVED, endless=False),
+    "smaller": Feature(task=_task(lambda: nn.Dropout(0.3)), sizes=(8, 8, 5, 8, 8, 3), endless=False),
+    "recomputed": Feature(task=_task(lambda: nn.Dropout(0.3)), recompute="always"),
+}  # fmt: skip
+
+_PROFILES: dict[str, ModelProfile] = {}
+
+
+def plan_for(name: str, schedule: str, split: tuple[int, ...], *, memory_bytes: int = 1 << 30) -> Plan:
+    """A plan for a feature's task in four microbatches of two, with a device for every stage."""
+    feature, cuts = FEATURES[name], [0, *itertools.accumulate(split)]
+    if name not in _PROFILES:
+        _PROFILES[name] = profile(feature.task(), microbatch_size=2, threads=torch.get_num_threads())
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(number))
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts))
+    )
+    return Plan(
+        profile=_PROFILES[name],
+        cluster=Cluster.emulated((len(split), memory_bytes)),
+        training=Training(batch_size=8, microbatches=4, schedule=schedule, **feature.training),
+        stages=stages,
+        decisions=whole_stages(stages, feature.recompute, schedule, 4),
+    )
+
+
+def batches_of(name: str) -> list[tuple[Tensor, Tensor]]:
+    """The batches of a feature's training."""
+    torch.manual_seed(11)
+    batches = [FEATURES[name].task().batch(size) for size in FEATURES[name].sizes]
+    if name == "scaling":  # gradients of the second step overflow
+        batches[1] = batches[1][0], batches[1][1] * 1e4
+    return batches
+
+
+def trainer_for(name: str, plan: Plan, seed: int = 3) -> Trainer:
+    """A trainer of a feature's task."""
+    return Trainer(FEATURES[name].task(), plan, seed=seed, accumulate=FEATURES[name].accumulate, numbers=False)
+
+
+def kept(trainer: Trainer) -> dict[str, Tensor]:
+    """All that training has changed in tensors, as copies."""
+    return {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
+
+
+def broken(name: str, before: Plan, after: Plan, directory: Path) -> tuple[list[float], dict[str, Tensor], Trainer]:
+    """Training with a break: half of the steps under one plan, and the others by a new trainer under another one."""
+    batches, first = batches_of(name), trainer_for(name, before)
+    losses = [first.step(batch) for batch in batches[:SAVED]]
+    first.save(directory)
+    losses += first.finish()
+    second = trainer_for(name, after, seed=99)
+    assert second.load(directory) == SAVED
+    losses += [second.step(batch) for batch in batches[SAVED:]]
+    losses += second.finish()
+    return [loss for loss in losses if loss == loss], kept(second), second
+
+
+def unbroken(name: str, plan: Plan, directory: Path | None = None) -> tuple[list[float], dict[str, Tensor], Trainer]:
+    """The same training without a break; it saves at the same step if `directory` is given."""
+    trainer, losses = trainer_for(name, plan), []
+    for step, batch in enumerate(batches_of(name)):
+        losses.append(trainer.step(batch))
+        if step + 1 == SAVED and directory is not None:
+            trainer.save(directory)
+    losses += trainer.finish()
+    return [loss for loss in losses if loss == loss], kept(trainer), trainer
+
+
+# -------------------------------------------------------------------- tasks that workers can build
+
+SEED = 1000  # of trainings by workers, so that a batch can tell its step from the seed before it
+
+
+def named(name: str) -> Task:
+    """A feature's task."""
+    return FEATURES[name].task()
+
+
+def killed(worker: int, step: int) -> Task:
+    """A task with dropout, of which one worker is killed as it makes the batch of a step."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        if mp.current_process().name == f"pipefit-worker-{worker}" and torch.initial_seed() == SEED + step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return FEATURES["dropout"].task().batch(size)
+
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def limited(worker: int, nbytes: int) -> Task:
+    """A task with dropout, of which one worker can write no file beyond so many bytes."""
+    if mp.current_process().name == f"pipefit-worker-{worker}":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return FEATURES["dropout"].task()
+
+
+def killed_while_it_writes(directory: Path) -> None:
+    """Saves one checkpoint, and is killed when half of a shard of the next one is written."""
+
+    def half(path: Path, *arguments: Any) -> Any:
+        path.write_bytes(b"half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer, batches = trainer_for("dropout", plan_for("dropout", "1f1b", (3, 3))), batches_of("dropout")
+    trainer.step(batches[0])
+    trainer.save(directory, background=False)
+    saver.write_shard = half
+    trainer.step(batches[1])
+    trainer.save(directory)
+    trainer.finish()

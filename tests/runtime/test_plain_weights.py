@@ -1,0 +1,193 @@
+"""Checkpoints to plain PyTorch and back: traced models, tied weights, one file or Hugging Face's layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.checkpoints import export, find, load_state_dict
+from pipefit.errors import FileError, UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer
+from resuming import ADAMW
+from tiny import batch_of, plan_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    """A residual block, so that the model has something to be cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Tied(nn.Module):
+    """A small language model: its head is its embedding. It is traced, and has a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.embedding(x) * self.scale
+        for block in self.blocks:
+            values = block(values)
+        found: Tensor = self.head(values)
+        return found
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(11, (size, 5)), torch.randint(11, (size, 5))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+TASK = Task(Tied, batch=batch, loss=loss, optimizer=ADAMW, name="tied")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trainer:
+    """Two stages, which share the embedding, after two steps."""
+    trainer = Trainer(TASK, split_in(2), numbers=False)
+    for step in range(2):
+        trainer.step(batch_of(TASK, trainer.plan, step))
+    return trainer
+
+
+@functools.cache
+def profiled() -> ModelProfile:
+    """The task's profile."""
+    return profile(TASK, microbatch_size=2, threads=torch.get_num_threads())
+
+
+def split_in(stages: int) -> Plan:
+    """A plan of so many stages with about as many layers each."""
+    layers = len(profiled().layers)
+    sizes = [layers // stages + (n < layers % stages) for n in range(stages)]
+    return plan_of(TASK, sizes, profiled=profiled())
+
+
+@pytest.fixture
+def saved(trained: Trainer, tmp_path: Path) -> Path:
+    """A checkpoint of it."""
+    trained.save(tmp_path / "runs", background=False)
+    return tmp_path / "runs"
+
+
+def test_a_checkpoint_loads_strictly_into_the_original_module(trained: Trainer, saved: Path) -> None:
+    """All names of the module's own state dict, tied ones included, and nothing else."""
+    module = Tied()
+    module.load_state_dict(load_state_dict(saved), strict=True)
+    theirs = trained.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in module.state_dict().items())
+    assert module.head.weight is module.embedding.weight
+
+
+def test_a_traced_model_goes_on_under_another_plan(trained: Trainer, saved: Path) -> None:
+    """Three stages take up what two have trained; the tied weight is stored once, and both get it."""
+    keys = [tensor.key for tensor in find(saved).manifest.tensors]
+    assert sum(key in ("embedding.weight", "head.weight") for key in keys) == 1
+    other = Trainer(TASK, split_in(3), seed=9, numbers=False)
+    other.load(saved)
+    theirs = trained.state_dict(optimizer=True)
+    mine = other.state_dict(optimizer=True)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def test_an_exported_file_is_plain_safetensors(trained: Trainer, saved: Path, tmp_path: Path) -> None:
+    """The package reads it; a tied weight is in it once, as `save_model` would have it, and it starts a training."""
+    export(saved, tmp_path / "model.safetensors")
+    module = Tied()
+    missing, unexpected = safetensors.torch.load_model(module, tmp_path / "model.safetensors")
+    assert not missing
+    assert not unexpected
+    theirs = trained.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in module.state_dict().items())
+    other = Trainer(TASK, split_in(3), seed=9, numbers=False)
+    other.load_weights(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in other.state_dict().items())
+
+
+def test_an_exported_pt_file_is_a_state_dict(saved: Path, tmp_path: Path) -> None:
+    """Plain torch loads it, as weights only."""
+    export(saved, tmp_path / "model.pt")
+    Tied().load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+
+
+def sharded(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> None:
+    """A model in Hugging Face's layout."""
+    folder.mkdir()
+    names, places = list(tensors), {}
+    for number in range(files):
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        mine = {name: tensors[name].clone() for name in names[number::files]}
+        safetensors.torch.save_file(mine, folder / file)
+        places |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
+    """A sharded model with the tied weight under one of its names, in half precision: cast to the model's."""
+    torch.manual_seed(4)
+    source = Tied()
+    tensors = {name: tensor.bfloat16() for name, tensor in source.state_dict().items() if name != "head.weight"}
+    sharded(tmp_path / "hub", tensors)
+    trainer = Trainer(TASK, split_in(2), numbers=False)
+    trainer.load_weights(tmp_path / "hub")
+    found = trainer.state_dict()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in tensors.items())
+    assert torch.equal(found["head.weight"], tensors["embedding.weight"].float())
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    """A tensor that is missing, of another shape, or of whole numbers; a file that is none, and names that lead out."""
+    tensors = {name: tensor for name, tensor in Tied().state_dict().items() if name != "head.weight"}
+    trainer = Trainer(TASK, split_in(2), numbers=False)
+    for wrong, words in [
+        ({"embedding.weight": None}, "it has no embedding.weight, of shape"),
+        ({"blocks.0.inner.weight": torch.zeros(8, 9)}, r"blocks.0.inner.weight has .* shape \(8, 9\), and .* \(8, 8\)"),
+        ({"blocks.0.inner.bias": torch.zeros(8, dtype=torch.int64)}, "blocks.0.inner.bias has dtype torch.int64"),
+    ]:
+        given = {name: tensor for name, tensor in {**tensors, **wrong}.items() if tensor is not None}
+        safetensors.torch.save_file(given, tmp_path / "model.safetensors")
+        with pytest.raises(FileError, match=words):
+            trainer.load_weights(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(FileError, match="is not a safetensors file"):
+        trainer.load_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    for places in ({"embedding.weight": "../x.safetensors"}, {"embedding.weight": 3}, [], None):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(FileError, match="is not an index of a sharded model"):
+            trainer.load_weights(tmp_path)
+    with pytest.raises(FileError, match="there is no file"):
+        trainer.load_weights(tmp_path / "nowhere.safetensors")
+
+
+def test_an_export_to_another_kind_of_file_is_refused(saved: Path, tmp_path: Path) -> None:
+    """The two kinds are named, and nothing is written."""
+    with pytest.raises(UsageError, match=r"is neither a .safetensors nor a .pt file"):
+        export(saved, tmp_path / "model.bin")
+    assert not (tmp_path / "model.bin").exists()

@@ -1,0 +1,332 @@
+"""How a trainer saves: beside the training, in the host's memory, whole or not at all, and what it refuses."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.checkpoints import find, folders, load_state_dict
+from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
+from pipefit.runtime import Trainer, checkpointing, saver
+from resuming import ADAMW, plan_for, tied, trainer_for
+from tiny import batch_of, plan_of, task_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(steps: int = 1, **options: Any) -> Trainer:
+    """A trainer of two stages after some steps."""
+    task = task_of(lambda: [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)], optimizer=ADAMW)
+    trainer = Trainer(task, plan_of(task, [2, 1]), **options)
+    for step in range(steps):
+        trainer.step(batch_of(task, trainer.plan, step))
+    return trainer
+
+
+def step(trainer: Trainer) -> None:
+    trainer.step(batch_of(trainer.task, trainer.plan, 7))
+
+
+@contextmanager
+def full_disk(nbytes: int = 4096) -> Iterator[None]:
+    """Inside, the system writes no file beyond so many bytes."""
+    usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, usual)
+
+
+class Gate:
+    """Stands in for the writing of a shard: it waits until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.opened, self._write = threading.Event(), saver.write_shard
+        patch.setattr(saver, "write_shard", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert self.opened.wait(60)
+        return self._write(*arguments)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps pass before the writing even begins, and what is written is the state from before them."""
+    gate, trainer = Gate(monkeypatch), trained()
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
+    trainer.save(tmp_path)
+    step(trainer)
+    step(trainer)
+    assert folders.whole(tmp_path) == []
+    gate.opened.set()
+    trainer.finish()
+    found = find(tmp_path)
+    written = found.read(found.manifest.tensors)
+    assert all(torch.equal(written[name], before[name]) for name in before)
+    assert trainer.steps_done == 3
+    assert found.manifest.step == 1
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never two snapshots at once: the second save begins when the first checkpoint is whole."""
+    gate, trainer = Gate(monkeypatch), trained()
+    trainer.save(tmp_path)
+    step(trainer)
+    threading.Timer(0.2, gate.opened.set).start()
+    trainer.save(tmp_path)
+    assert [number for number, _ in folders.whole(tmp_path)][:1] == [1]
+    trainer.finish()
+    assert [number for number, _ in folders.whole(tmp_path)] == [1, 2]
+
+
+def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that waits for a slow disk does not hang, as long as bytes are written; then it does."""
+    signs: list[int] = []
+    trainer = trained(on_wait=lambda: signs.append(1))
+    opened, usual = threading.Event(), saver.write_shard
+
+    def slow(path: Path, tensors: Any, progress: Any) -> Any:
+        for _ in range(3):
+            time.sleep(0.5)
+            progress(1)
+        assert opened.wait(60)
+        return usual(path, tensors)
+
+    monkeypatch.setattr(saver, "write_shard", slow)
+    trainer.save(tmp_path)
+    threading.Timer(3.5, opened.set).start()
+    trainer.finish()
+    assert 2 <= len(signs) <= 4
+
+
+def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:
+    """Parameters and AdamW's two moments, 4 bytes a number each, and its counter for each parameter."""
+    trainer = trained()
+    trainer.save(tmp_path)
+    numbers, parameters = 8 * 64 + 64 + 64 * 4 + 4, 4
+    nbytes = 3 * 4 * numbers + 4 * parameters
+    saved = trainer.saved
+    assert saved is not None
+    assert (saved.step, saved.nbytes, saved.snapshot_bytes) == (1, nbytes, nbytes)
+    trainer.finish()
+
+
+def test_a_host_without_room_for_a_copy_is_written_from_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training then stands still until the checkpoint is whole, and nothing is copied."""
+    monkeypatch.setattr(checkpointing, "free_bytes", lambda: 1000)
+    trainer = trained()
+    trainer.save(tmp_path)
+    assert find(tmp_path).manifest.step == 1
+    assert trainer.saved is not None
+    assert trainer.saved.snapshot_bytes == 0
+
+
+def test_a_save_in_the_foreground_is_whole_when_it_returns(tmp_path: Path) -> None:
+    """`background=False` waits for the disk."""
+    trainer = trained()
+    trainer.save(tmp_path, background=False)
+    find(tmp_path).verify()
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    """`keep` removes the oldest when a new one is whole, not before."""
+    trainer = trained()
+    for _ in range(4):
+        trainer.save(tmp_path, keep=2)
+        step(trainer)
+    trainer.finish()
+    assert [number for number, _ in folders.whole(tmp_path)] == [3, 4]
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmp_path: Path) -> None:
+    """The failure is told as the next step ends, once, with the last whole checkpoint; the next save succeeds."""
+    trainer = trained()
+    trainer.save(tmp_path, background=False)
+    step(trainer)
+    with full_disk():
+        trainer.save(tmp_path)
+        with pytest.warns(
+            PipefitWarning, match=r"checkpoint 2 cannot be saved .* File too large; the last whole one is 1"
+        ):
+            trainer.finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(trainer)
+        trainer.save(tmp_path)
+        trainer.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_failed_save_may_stop_the_training(tmp_path: Path) -> None:
+    """What the callback raises ends the step; what it is given says what failed."""
+
+    def stop(failure: FileError) -> None:
+        raise failure
+
+    trainer = trained(on_failed_save=stop)
+    with full_disk():
+        trainer.save(tmp_path)
+        with pytest.raises(FileError, match="there is no whole one yet"):
+            trainer.finish()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
+    """A file in the way: an error where the save was asked for, and training can go on."""
+    (tmp_path / "file").touch()
+    trainer = trained()
+    with pytest.raises(FileError, match="cannot be made: Not a directory"):
+        trainer.save(tmp_path / "file" / "runs")
+    step(trainer)
+
+
+def test_gradients_that_wait_for_an_update_are_not_saved(tmp_path: Path) -> None:
+    """Between the batches of one update a save is refused, with the place where it can be."""
+    trainer = trained(accumulate=3)
+    with pytest.raises(UsageError, match=r"1 of the 3 batches .* a multiple of 3"):
+        trainer.save(tmp_path)
+
+
+def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    """Before any file is written; the class and the attribute are named."""
+
+    class Odd(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: Any) -> None:
+            self.history = {1, 2}
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[Any]:
+            return [0.1 for _ in self.optimizer.param_groups]
+
+    task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Odd)
+    with pytest.raises(UsageError, match="the scheduler Odd's history is a set, which no checkpoint can hold"):
+        Trainer(task, plan_of(task, [1])).save(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+# -------------------------------------------------------------------- loading
+
+
+def test_a_checkpoint_of_another_task_is_refused(tmp_path: Path) -> None:
+    """The sentence says what differs, and nothing is loaded."""
+    trained().save(tmp_path, background=False)
+    task = task_of(lambda: [nn.Linear(8, 65), nn.Tanh(), nn.Linear(65, 4)], optimizer=ADAMW)
+    with pytest.raises(FileError, match=r"is of another training .* other parameters or buffers in layers 0, 2"):
+        Trainer(task, plan_of(task, [2, 1])).load(tmp_path)
+
+
+def test_what_a_damaged_checkpoint_holds_is_not_taken_up(tmp_path: Path) -> None:
+    """A shard that is damaged is refused before any tensor changes."""
+    first = trained(steps=2)
+    first.save(tmp_path, background=False)
+    shard = find(tmp_path).folder / "worker-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    trainer = trained()
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict(optimizer=True).items()}
+    with pytest.raises(FileError, match="SHA-256 differs"):
+        trainer.load(tmp_path)
+    after = trainer.state_dict(optimizer=True)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_tied_parameter_is_stored_once_and_has_all_of_its_names(tmp_path: Path) -> None:
+    """By one stage of the two that have a copy; a state dict of the checkpoint fits the original module strictly."""
+    task = task_of(tied, outputs=8, optimizer=ADAMW)
+    trainer = Trainer(task, plan_of(task, [3, 3], microbatches=1))
+    trainer.step(batch_of(task, trainer.plan))
+    trainer.save(tmp_path, background=False)
+    names = [tensor.key for tensor in find(tmp_path).manifest.tensors]
+    assert [name for name in names if name.endswith(("0.weight", "5.weight"))] == ["0.weight"]
+    module = nn.Sequential(*tied())
+    module.load_state_dict(load_state_dict(tmp_path))
+    assert torch.equal(module[5].weight, trainer.state_dict()["5.weight"])
+    other = Trainer(task, plan_of(task, [2, 2, 2], microbatches=1), seed=5)
+    other.load(tmp_path)
+    theirs = trainer.state_dict(optimizer=True)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in other.state_dict(optimizer=True).items())
+
+
+def test_loaded_state_is_counted_on_its_device(tmp_path: Path) -> None:
+    """The first step after a load has the peak of a later step without a break: its optimizer state is there."""
+    whole, first = trained(steps=2), trained()
+    first.save(tmp_path, background=False)
+    second = trained(steps=0)
+    second.load(tmp_path)
+    step(second)
+    assert [max(s.total_bytes for s in device.memory) for device in second.trace.devices] == [
+        max(s.total_bytes for s in device.memory if s.step == 1) for device in whole.trace.devices
+    ]
+
+
+def test_optimizer_state_that_does_not_fit_is_out_of_memory(tmp_path: Path) -> None:
+    """A device too small for the state that is loaded says so, instead of holding more than its cap."""
+    first = trained()
+    first.save(tmp_path, background=False)
+    task = first.task
+    tight = plan_of(task, [2, 1], memory_bytes=10 * (8 * 64 + 64))
+    with pytest.raises(OutOfMemory, match="a checkpoint's optimizer state"):
+        Trainer(task, tight).load(tmp_path)
+
+
+def test_tensors_with_optimizer_state_load_under_another_plan() -> None:
+    """`state_dict(optimizer=True)` of one trainer makes another one equal to it; without it, weights alone."""
+    first, second = trained(steps=2), trained(steps=0, seed=5)
+    tensors: dict[str, Tensor] = first.state_dict(optimizer=True)
+    assert "optimizer/0.weight/exp_avg" in tensors
+    second.load_state_dict(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in second.state_dict(optimizer=True).items())
+    third = trained(steps=0, seed=5)
+    third.load_state_dict(first.state_dict())
+    assert not any(name.startswith("optimizer") for name in third.state_dict(optimizer=True))
+
+
+def test_reports_go_on_counting(tmp_path: Path) -> None:
+    """The first step after a load has the number of the checkpoint's batches."""
+    trained(steps=3).save(tmp_path, background=False)
+    numbers: list[int] = []
+    second = trained(steps=0, callbacks=[lambda report: numbers.append(report.step)])
+    assert second.load(tmp_path) == 3
+    step(second)
+    assert numbers == [3]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream-2bw"])
+def test_a_trainer_that_has_trained_forgets_it(schedule: str, tmp_path: Path) -> None:
+    """Loading puts everything back, also into a trainer with microbatches and versions of weights in flight."""
+    plan = plan_for("cycle", schedule, (2, 2, 2))
+    first, second = trainer_for("cycle", plan), trainer_for("cycle", plan, seed=8)
+    batch = batch_of(first.task, plan)
+    first.step(batch)
+    first.save(tmp_path, background=False)
+    for _ in range(4):
+        second.step(batch)
+    second.load(tmp_path)
+    for trainer in (first, second):
+        trainer.finish()
+    found = [[trainer.step(batch) for _ in range(3)][trainer.late :] + trainer.finish() for trainer in (first, second)]
+    assert found[0] == found[1]
+
+
+def test_state_that_an_optimizer_has_not_made_yet_is_not_there_after_a_load(tmp_path: Path) -> None:
+    """A checkpoint from before the first step takes the optimizer's state away."""
+    fresh, used = trained(steps=0), trained(steps=2)
+    fresh.save(tmp_path, background=False)
+    used.load(tmp_path)
+    assert not any(name.startswith("optimizer") for name in used.state_dict(optimizer=True))

@@ -1,0 +1,119 @@
+"""Training by workers that saves: what a break costs, whatever breaks, and that nothing of it changes the numbers."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.checkpoints import find, folders
+from pipefit.errors import FileError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.processes import forks, start
+from pipefit.runtime.saver import Saved
+from pipefit.runtime.saving import Saving
+from resuming import SEED, killed, killed_while_it_writes, limited, named, plan_for
+
+
+def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: Any) -> list[float]:
+    """The losses of six steps of the task with dropout, or of those after a checkpoint; saved after every second."""
+    schedule, task = options.pop("schedule", "1f1b"), options.pop("task", partial(named, "dropout"))
+    failure = options.pop("on_failure", "warn")
+    saving = None if directory is None else Saving(directory=str(directory), every=2, keep=2, on_failure=failure)
+    if "resume" not in options:
+        options["seed"] = SEED
+    return train(task, plan_for("dropout", schedule, split), saving=saving, numbers=False, **{"steps": 6} | options)[0]
+
+
+@functools.cache
+def expected(schedule: str = "1f1b", directory: Path | None = None) -> list[float]:
+    """The losses of six steps in one process; with a directory, it saves after every second too."""
+    trainer, losses = Trainer(named("dropout"), plan_for("dropout", schedule, (3, 3)), seed=SEED), list[float]()
+    for step in range(6):
+        torch.manual_seed(SEED + step)
+        losses.append(trainer.step(trainer.task.batch(8)))
+        if directory is not None and step % 2:
+            trainer.save(directory)
+    return [*losses[trainer.late :], *trainer.finish()]
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [step for step, _ in folders.whole(directory)]
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    """The error tells how far it came and what is saved; the training goes on from there on more workers, under
+    another schedule, with the losses of a training that nothing has broken.
+    """
+    with pytest.raises(WorkerFailed, match="killed by signal 9") as caught:
+        trained(tmp_path, task=partial(killed, 1, 5))
+    assert str(caught.value).endswith(f"; steps done: 5, last saved: 4; go on with --resume {tmp_path}")
+    assert steps_in(tmp_path) == [2, 4]
+    rest = trained(tmp_path, (2, 2, 2), resume=tmp_path, schedule="gpipe")
+    assert rest == expected()[4:]
+    assert steps_in(tmp_path) == [4, 6]
+
+
+def test_a_pipeline_that_never_flushes_drains_to_save(tmp_path: Path) -> None:
+    """A break between two saves changes nothing: the oracle saves at the same steps and is not broken."""
+    trained(tmp_path / "broken", schedule="pipedream", steps=4)
+    rest = trained(tmp_path / "broken", schedule="pipedream", resume=tmp_path / "broken")
+    assert rest == expected("pipedream", tmp_path / "unbroken")[4:]
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_that_cannot_write_costs_the_checkpoint_alone(tmp_path: Path, worker: int) -> None:
+    """The training goes on, each failure is told once, and no half of a checkpoint stays."""
+    saves: list[Saved] = []
+    with pytest.warns(PipefitWarning) as warned:
+        losses = trained(tmp_path, task=partial(limited, worker, 2000), on_saved=saves.append)
+    assert losses == expected()
+    told = [str(warning.message) for warning in warned if "checkpoint" in str(warning.message)]
+    assert [text.partition(" cannot be saved")[0] for text in told] == [f"checkpoint {step}" for step in (2, 4, 6)]
+    assert all("File too large; there is no whole one yet" in text for text in told)
+    assert list(tmp_path.iterdir()) == []
+    assert len(saves) == 6
+
+
+def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> None:
+    """With `on_failure="stop"` the failure is what the training ends with."""
+    with pytest.raises(FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [23], last saved: none"):
+        trained(tmp_path, task=partial(limited, 1, 2000), on_failure="stop")
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"steps": 2}, UsageError, "holds a checkpoint of step 4 already, and this training begins at 0"),
+    ({"steps": 4, "resume": True}, UsageError, "has 4 steps, and 4 are wanted in all"),
+    ({"seed": 5, "resume": True}, UsageError, f"was trained with seed {SEED}"),
+    ({"resume": True, "weights": "model.safetensors"}, UsageError, "give either a checkpoint or weights"),
+    ({"resume": "nowhere"}, FileError, "there is no whole checkpoint in nowhere"),
+    ({"task": partial(named, "norm"), "resume": True}, FileError, "does not belong to this task"),
+]
+
+
+def test_what_cannot_go_on_is_refused_before_or_by_the_workers(tmp_path: Path) -> None:
+    """A folder of another training, no steps left, another seed, both or no starts, another task: one sentence each."""
+    trained(tmp_path, steps=4)
+    for options, error, words in REFUSED:
+        given = {**options, "resume": tmp_path} if options.get("resume") is True else options
+        with pytest.raises(error, match=words):
+            trained(tmp_path, **given)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Half of a checkpoint is never taken for a whole one, and the next save clears it away."""
+    process = forks().Process(target=killed_while_it_writes, args=(tmp_path,))
+    start(process)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.partial"]
+    assert find(tmp_path).manifest.step == 1
+    find(tmp_path).verify()
+    folders.begin(tmp_path, 2)
+    assert list((tmp_path / "step-00000002.partial").iterdir()) == []
