@@ -69,6 +69,13 @@ class Twice(nn.Module):
         return y * torch.tanh(y)
 
 
+class Tripled(nn.Module):
+    """Multiplies by a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3.0
+
+
 CHAINS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "elementwise": lambda: (
         nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Tanh(), Halves(), Twice(), nn.Linear(16, 4)
@@ -258,6 +265,17 @@ def test_the_memory_of_a_parameter_is_no_saved_tensor() -> None:
     weight = next(t.index for t in halves().measurement.costs[2].saved if t.origin.kind == "parameter")
     with pytest.raises(UsageError, match=f"saved tensor 2.{weight} cannot be moved"):
         Trainer(make_chain(), halves((0, ((2, weight),), "host")))
+
+
+def test_a_number_that_an_operation_keeps_is_no_saved_tensor() -> None:
+    """The 3.0 of a product is in no hook of autograd's: the profile marks it, and lowering refuses to move it."""
+    task = task_of(lambda: [nn.Linear(8, 8), Tripled(), nn.Linear(8, 4)])
+    plan = plan_of(task, [3], microbatches=2, schedule="gpipe")
+    (number,) = [tensor for tensor in plan.measurement.costs[1].saved if tensor.hidden]
+    subject = SavedTensors(tensors=((1, number.index),))
+    moves = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place("host"))
+    with pytest.raises(UsageError, match=f"saved tensor 1.{number.index} cannot be moved"):
+        lower(replace(plan, decisions=(moves,)))
 
 
 def test_one_storage_is_not_moved_by_two_names() -> None:
