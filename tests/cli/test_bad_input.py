@@ -65,6 +65,9 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("train plan.json zoo:mlp --timeout nan", 2, ["--timeout"]),
     ("train plan.json zoo:mlp --seed -1", 2, ["--seed"]),
     ("train plan.json zoo:mlp --timeout 0", 2, ["--timeout"]),
+    ("train plan.json zoo:mlp --save runs --every 0", 2, ["--every"]),
+    ("train plan.json zoo:mlp --save runs --keep 0", 2, ["--keep"]),
+    ("checkpoint", 2, ["DIR"]),
     ("certify plan.json", 2, ["MODEL"]),
     ("compare trace.json", 2, ["MEASURED"]),
     # the model
@@ -118,6 +121,9 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("profile zoo:mlp --microbatch-size 1 -o none/profile.json", 6, ["create"]),
     ("train plan.json zoo:mlp -o none/trace.json", 6, ["create"]),
     ("train plan.json zoo:mlp --metrics none/steps.jsonl", 6, ["create"]),
+    ("train plan.json zoo:mlp --resume none", 6, ["there is no whole checkpoint in none"]),
+    ("checkpoint none", 6, ["there is no whole checkpoint in none"]),
+    ("checkpoint cut.json", 6, ["there is no whole checkpoint in cut.json"]),
 ]
 
 

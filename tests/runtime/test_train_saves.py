@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing as mp
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch
 
 from pipefit.checkpoints import find, folders
 from pipefit.errors import FileError, PipefitWarning, UsageError, WorkerFailed
-from pipefit.runtime import Trainer, train
+from pipefit.runtime import Trainer, launch, train
+from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import forks, start
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.saving import Saving
+from pipefit.runtime.worker import SAVING, Heartbeat
+from pipefit.schedule import lower, lower_drain
 from resuming import SEED, killed, killed_while_it_writes, limited, named, plan_for
 
 
@@ -117,3 +121,26 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path:
     find(tmp_path).verify()
     folders.begin(tmp_path, 2)
     assert list((tmp_path / "step-00000002.partial").iterdir()) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_parent_knows_at_which_action_a_worker_is(schedule: str) -> None:
+    """In the first step since the pipeline was empty, in later ones, and where it is emptied: also after a save."""
+    plan = plan_for("dropout", schedule, (2, 2, 2))
+    orders = Orders(steps=9, seed=0, numbers=False)
+    supervisor = launch._Supervisor(plan, orders, 60.0, 60.0, None, None)
+    heartbeat = Heartbeat(mp.get_context())
+    supervisor.workers.append(launch._Worker(None, None, heartbeat))  # type: ignore[arg-type]
+    endless = plan.training.endless
+    for step in (0, 1, 4):
+        heartbeat.enter(step)
+        for number, action in enumerate(lower(plan, entered=4 * step if endless else 0).actions[0]):
+            heartbeat.at(number)
+            assert supervisor._place(0) == f"at {action}"
+    heartbeat.enter(1, empties=True)
+    for number, action in enumerate(lower_drain(plan, entered=4).actions[0] if endless else ()):
+        heartbeat.at(number)
+        assert supervisor._place(0) == f"at {action}"
+    heartbeat.at(SAVING)
+    assert supervisor._place(0) == "while it saved a checkpoint"
+    assert supervisor._waits(0)
