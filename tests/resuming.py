@@ -218,6 +218,22 @@ def limited(worker: int, nbytes: int) -> Task:
     return FEATURES["dropout"].task()
 
 
+class Remembered(lr_scheduler.LRScheduler):
+    """A scheduler that keeps a set."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.history = {1, 2}
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [0.1 for _ in self.optimizer.param_groups]
+
+
+def remembered() -> Task:
+    """A task whose scheduler no checkpoint can hold."""
+    return replace(FEATURES["dropout"].task(), scheduler=Remembered)
+
+
 def killed_while_it_writes(directory: Path) -> None:
     """Saves one checkpoint, and is killed when half of a shard of the next one is written."""
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from pipefit.checkpoints import find, folders, load_state_dict
 from pipefit.errors import FileError, OutOfMemory, PipefitWarning, UsageError
 from pipefit.runtime import Trainer, checkpointing, saver
-from resuming import ADAMW, plan_for, tied, trainer_for
+from resuming import ADAMW, Remembered, plan_for, tied, trainer_for
 from tiny import batch_of, plan_of, task_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -206,19 +207,28 @@ def test_gradients_that_wait_for_an_update_are_not_saved(tmp_path: Path) -> None
 
 def test_a_scheduler_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     """Before any file is written; the class and the attribute are named."""
-
-    class Odd(torch.optim.lr_scheduler.LRScheduler):
-        def __init__(self, optimizer: Any) -> None:
-            self.history = {1, 2}
-            super().__init__(optimizer)
-
-        def get_lr(self) -> list[Any]:
-            return [0.1 for _ in self.optimizer.param_groups]
-
-    task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Odd)
-    with pytest.raises(UsageError, match="the scheduler Odd's history is a set, which no checkpoint can hold"):
+    task = replace(task_of(lambda: [nn.Linear(8, 4)]), scheduler=Remembered)
+    with pytest.raises(UsageError, match="the scheduler Remembered's history is a set, which no checkpoint can hold"):
         Trainer(task, plan_of(task, [1])).save(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_state_of_an_optimizer_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    """What it keeps in lists of tensors is named; parameters and buffers can still be read."""
+
+    class Listing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["past"] = [parameter.detach().clone()]
+
+    task = task_of(lambda: [nn.Linear(8, 4)], optimizer=partial(Listing, lr=0.1))
+    trainer = Trainer(task, plan_of(task, [1]))
+    step(trainer)
+    with pytest.raises(UsageError, match=r"the optimizer's past of 0.weight is a list, which no checkpoint can hold"):
+        trainer.save(tmp_path)
+    assert trainer.state_dict().keys() == {"0.weight", "0.bias"}
 
 
 # -------------------------------------------------------------------- loading

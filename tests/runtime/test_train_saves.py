@@ -21,7 +21,7 @@ from pipefit.runtime.saver import Saved
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import SAVING, Heartbeat
 from pipefit.schedule import lower, lower_drain
-from resuming import SEED, killed, killed_while_it_writes, limited, named, plan_for
+from resuming import SEED, killed, killed_while_it_writes, limited, named, plan_for, remembered
 
 
 def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: Any) -> list[float]:
@@ -88,6 +88,14 @@ def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> Non
     """With `on_failure="stop"` the failure is what the training ends with."""
     with pytest.raises(FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [23], last saved: none"):
         trained(tmp_path, task=partial(limited, 1, 2000), on_failure="stop")
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """A scheduler with a set in it is named at once, not after the steps up to the first save."""
+    steps: list[int] = []
+    with pytest.raises(UsageError, match="the scheduler Remembered's history is a set"):
+        trained(tmp_path, task=remembered, on_step=lambda step, loss: steps.append(step))
+    assert steps == []
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from pipefit.capture.chain import ChainLayer
@@ -52,4 +53,5 @@ def held_tensors(layer: ChainLayer) -> Iterator[tuple[str, Tensor]]:
     known = layer.module.state_dict(keep_vars=True).keys()
     others = ((name, buffer) for name, buffer in layer.module.named_buffers() if name not in known)
     for local, tensor in (*others, *named_constants(layer.module)):
-        yield f"{layer.name}.{local}", tensor
+        if tensor.layout is torch.strided:  # no forward changes another in place
+            yield f"{layer.name}.{local}", tensor

@@ -28,7 +28,7 @@ from pipefit.checkpoints.manifest import (
 from pipefit.errors import UsageError
 from pipefit.runtime.master_weights import MasterWeights, copies_of
 from pipefit.runtime.naming import Names, held_tensors
-from pipefit.runtime.settings import options_of, state_of
+from pipefit.runtime.settings import options_of, scalar, state_of
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 
@@ -84,7 +84,9 @@ def snapshot(stages: Mapping[int, StageRunner], names: Names, devices: Mapping[i
         ),
         groups=groups,
         numbers=tuple(
-            ParameterNumbers(name=name, values=dict(values))
+            ParameterNumbers(
+                name=name, values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()}
+            )
             for name, values in StageState.of(runners).numbers.items()
             if values and _stores(runners, names, name)
         ),

@@ -6,6 +6,7 @@ stages on other devices, can continue the training.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,8 @@ import torch
 from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
-from pipefit.checkpoints.manifest import Scalar
 from pipefit.errors import UsageError
 from pipefit.runtime.master_weights import copies_of
-from pipefit.runtime.settings import scalar
 from pipefit.runtime.stage import StageRunner
 from pipefit.texts import kind_of
 
@@ -27,26 +26,26 @@ class StageState:
     """The state of stages, by names in the original module.
 
     `tensors` has parameters and buffers; `optimizer` has for every parameter the optimizer's tensors, by their names
-    there; `master_weights` has the float32 copies of parameters; `numbers` has what the optimizer keeps for a parameter
-    besides tensors.
+    there; `master_weights` has the float32 copies of parameters; `numbers` has what else the optimizer keeps for a
+    parameter, such as a count of its updates.
     """
 
     tensors: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]
     master_weights: Mapping[str, Tensor] = field(default_factory=dict)
-    numbers: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
     def of(stages: Sequence[StageRunner]) -> StageState:
         """The state of these stages; the tensors are not copied.
 
         Raises:
-            UsageError: a layer or the optimizer keeps what is neither a tensor nor a number; names it.
+            UsageError: a layer has something in its state dict that is no tensor; names it.
         """
         tensors: dict[str, Tensor] = {}
         kept: dict[str, dict[str, Tensor]] = {}
         masters: dict[str, Tensor] = {}
-        numbers: dict[str, dict[str, Scalar]] = {}
+        numbers: dict[str, dict[str, Any]] = {}
         for stage in stages:
             known = stage.optimizer.state if stage.optimizer is not None else {}
             copies = copies_of(stage.optimizer)
@@ -59,7 +58,7 @@ class StageState:
                         masters[name] = trained.detach()
                     if trained in known:
                         kept[name] = {k: v for k, v in known[trained].items() if isinstance(v, Tensor)}
-                        numbers[name] = _numbers(known[trained], name)
+                        numbers[name] = {k: v for k, v in known[trained].items() if not isinstance(v, Tensor)}
         return StageState(tensors, kept, masters, numbers)
 
     def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
@@ -84,7 +83,7 @@ class StageState:
                     if kept is not None and stage.optimizer is not None:
                         stage.optimizer.state[trained] = {
                             **{key: _like(value, trained) for key, value in kept.items()},
-                            **self.numbers.get(name, {}),
+                            **copy.deepcopy(dict(self.numbers.get(name, {}))),
                         }
                     elif replace and stage.optimizer is not None:
                         stage.optimizer.state.pop(trained, None)
@@ -96,12 +95,6 @@ def _check(layer: ChainLayer, local: str, kept: object) -> None:
             f"layer {layer.name} keeps {local} in its state dict, which is {kind_of(kept)} and not a tensor: a state "
             "can hold tensors alone; keep it in a buffer"
         )
-
-
-def _numbers(kept: Mapping[str, Any], name: str) -> dict[str, Scalar]:
-    """What an optimizer keeps for a parameter besides tensors."""
-    others = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
-    return {key: scalar(value, f"what the optimizer keeps for {name} as {key}") for key, value in others.items()}
 
 
 def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor) -> None:
