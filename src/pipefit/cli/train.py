@@ -189,7 +189,12 @@ def _metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], N
         return
     last, before = perf_counter(), _lines_before(path, first)
     with path.open("wb", buffering=0) as file:
-        file.write(b"".join(before))
+
+        def write(text: bytes, step: int) -> None:
+            try:
+                file.write(text)
+            except OSError as error:
+                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
 
         def note(step: int, loss: float) -> None:
             nonlocal last
@@ -197,12 +202,11 @@ def _metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], N
             # a loss that is not finite has no number in JSON
             told = loss if isfinite(loss) else str(loss)
             line = json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n"
-            try:
-                file.write(line.encode())
-            except OSError as error:
-                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
+            write(line.encode(), step)
             last = now
 
+        if before:
+            write(b"".join(before), first - 1)
         yield note
 
 
