@@ -77,6 +77,14 @@ class Filler:
             self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host))
         return self._filled[setting]
 
+    def others(self, than: Filled, count: int) -> list[Filled]:
+        """The best candidates of so many other splits than that of `than`, as far as they were filled."""
+        found: dict[Split, Filled] = {}
+        known = [one for one in self._filled.values() if one is not None]
+        for filled in sorted(known, key=lambda one: one.found.order):
+            found.setdefault(filled.setting.split, filled)
+        return [one for split, one in found.items() if split != than.setting.split][:count]
+
     def _fill(self, setting: Setting, margins: Sequence[float]) -> Filled | None:
         split, best = setting.split, None
         needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]

@@ -41,8 +41,9 @@ from pipefit.provenance import Objective
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
-_EVALUATIONS, _POLISHES = 40, 200  # for improving a plan, and for polishing it
+_EVALUATIONS, _POLISHES = 40, 300  # for improving a plan, and for polishing it
 _ACTIONS = 150_000  # in all programs that are simulated for either
+_OTHER_SPLITS = 2  # that are polished beside the best
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
@@ -51,7 +52,10 @@ def joint(question: Question) -> Found:
     bound, filler = step_bound(question), Filler(Evaluator(question))
     best, remarks = _filled(filler, bound)
     evaluator = filler.evaluator
-    found = best.found if evaluator.pinned else _polished(evaluator, best.found, bound)
+    found = best.found
+    if not evaluator.pinned:
+        tried = [best, *filler.others(best, _OTHER_SPLITS)]
+        found = min((_polished(evaluator, one.found, bound) for one in tried), key=lambda one: one.order)
     found = min(found, compacted(filler, MpressOptions()), key=lambda one: one.order)
     return Found(
         found.candidate.split,
@@ -76,7 +80,8 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
     """A plan polished, if there is anything to polish: it does something with tensors."""
     if all(choice.idle for choice in found.candidate.choices):
         return found
-    return polished(evaluator, found, evaluations=_evaluations(found, _POLISHES), at_least=bound)
+    evaluations = _evaluations(found, _POLISHES) // (1 + _OTHER_SPLITS)
+    return polished(evaluator, found, evaluations=evaluations, at_least=bound)
 
 
 def _best_start(filler: Filler) -> Filled:
