@@ -70,7 +70,7 @@ def planned(task: Task, size: int) -> Plan:
     """The plan with the lowest peak."""
     found = profile(task, microbatch_size=size, target="cuda")
     cluster = Cluster.preset(CLUSTER)
-    return make_plan(found, cluster, batch_size=size * MICROBATCHES, microbatches=MICROBATCHES, schedule="1f1b")
+    return make_plan(found, cluster, batch_size=size * MICROBATCHES, microbatches=MICROBATCHES, planner="exact")
 
 
 def measure(name: str, task: Task, size: int, steps: int) -> Row:
