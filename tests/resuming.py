@@ -22,7 +22,7 @@ from pipefit.cluster import Cluster
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, saver
+from pipefit.runtime import Trainer, checkpointing, saver
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 from tiny import task_of
@@ -215,6 +215,13 @@ def limited(worker: int, nbytes: int) -> Task:
     """A task with dropout, of which one worker can write no file beyond so many bytes."""
     if mp.current_process().name == f"pipefit-worker-{worker}":
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return FEATURES["dropout"].task()
+
+
+def crowded(worker: int) -> Task:
+    """A task with dropout, of which one worker finds no room for copies on its host."""
+    if mp.current_process().name == f"pipefit-worker-{worker}":
+        checkpointing.free_bytes = lambda: 0
     return FEATURES["dropout"].task()
 
 

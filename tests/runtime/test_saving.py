@@ -128,16 +128,22 @@ def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:
     trainer.finish()
 
 
-def test_a_host_without_room_for_a_copy_is_written_from_directly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("workers", "room", "copies"), [(1, 1.0, True), (1, 0.99, False), (3, 3.0, True), (3, 2.9, False)]
+)
+def test_a_host_without_room_for_copies_is_written_from_directly(
+    workers: int, room: float, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training then stands still until the checkpoint is whole, and nothing is copied."""
-    monkeypatch.setattr(checkpointing, "free_bytes", lambda: 1000)
+    """Where not all workers on it have room, training stands still until the checkpoint is whole."""
     trainer = trained()
+    nbytes = sum(tensor.nbytes for tensor in trainer.state_dict(optimizer=True).values())
+    monkeypatch.setattr(checkpointing, "free_bytes", lambda: int(room * nbytes))
+    trainer._checkpoints._beside = workers
     trainer.save(tmp_path)
-    assert find(tmp_path).manifest.step == 1
     assert trainer.saved is not None
-    assert trainer.saved.snapshot_bytes == 0
+    assert trainer.saved.snapshot_bytes == copies * nbytes
+    assert copies or find(tmp_path).manifest.step == 1
+    trainer.finish()
 
 
 def test_a_save_in_the_foreground_is_whole_when_it_returns(tmp_path: Path) -> None:

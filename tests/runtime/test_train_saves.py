@@ -21,7 +21,7 @@ from pipefit.runtime.saver import Saved
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import SAVING, Heartbeat
 from pipefit.schedule import lower, lower_drain
-from resuming import SEED, killed, killed_while_it_writes, limited, named, plan_for, remembered
+from resuming import SEED, crowded, killed, killed_while_it_writes, limited, named, plan_for, remembered
 
 
 def trained(directory: Path | None, split: tuple[int, ...] = (3, 3), **options: Any) -> list[float]:
@@ -91,6 +91,21 @@ def test_a_worker_that_cannot_write_may_stop_the_training(tmp_path: Path) -> Non
     """With `on_failure="stop"` the failure is what the training ends with."""
     with pytest.raises(FileError, match=r"checkpoint 2 cannot be saved .*; steps done: [2-5], last saved: none"):
         trained(tmp_path, task=partial(limited, 1, 2000), on_failure="stop")
+
+
+def test_a_worker_without_parameters_saves_with_the_others(tmp_path: Path) -> None:
+    """The stage in the middle has a Tanh alone: its shard is empty, and training and saves go on."""
+    assert trained(tmp_path, (1, 1, 4), steps=4) == expected()[:4]
+    assert steps_in(tmp_path) == [2, 4]
+    assert trained(tmp_path, resume=tmp_path) == expected()[4:]
+
+
+def test_a_worker_without_room_for_copies_makes_all_write_at_once(tmp_path: Path) -> None:
+    """Whether training goes on meanwhile is decided together: none goes on while another stands still."""
+    saves: list[Saved] = []
+    assert trained(tmp_path, task=partial(crowded, 1), on_saved=saves.append) == expected()
+    assert {saved.snapshot_bytes for saved in saves} == {0}
+    assert steps_in(tmp_path) == [4, 6]
 
 
 def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pipefit.runtime.naming import Names
 from pipefit.runtime.restoring import check_task, check_weight, restore, state_of
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import Saved, Saver, Target
-from pipefit.runtime.snapshot import Snapshot, copied, snapshot
+from pipefit.runtime.snapshot import snapshot
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.trace import Category
@@ -61,6 +61,7 @@ class Checkpointing:
         device = next(iter(self.stages.values())).device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
         self._on_failed_save = on_failed_save or _warn
+        self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
 
     @property
     def saved(self) -> Saved | None:
@@ -82,7 +83,7 @@ class Checkpointing:
         self._saver.save(
             Target(directory=Path(directory), step=step, keep=keep),
             lambda: snapshot(self.stages, self.names, devices, self._rank),
-            lambda found: _independent(found) if background else (found.tensors, 0),
+            lambda found: background and found.nbytes * self._beside <= free_bytes(),
             lambda parts: self._manifest(parts, step, seed, scale),
         )
 
@@ -166,13 +167,6 @@ class Checkpointing:
             numbers=tuple(numbers for part in parts for numbers in part.numbers),
             scheduler=joined_settings([part.scheduler for part in parts if part.scheduler is not None]),
         )
-
-
-def _independent(found: Snapshot) -> tuple[Mapping[str, Tensor], int]:
-    """The tensors of a snapshot, copied in the host's memory if there is room for them; and the bytes of the copies."""
-    if found.nbytes > free_bytes():
-        return found.tensors, 0
-    return copied(found.tensors), found.nbytes
 
 
 def _warn(failure: FileError) -> None:

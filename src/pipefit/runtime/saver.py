@@ -23,7 +23,7 @@ from pipefit.checkpoints import folders
 from pipefit.checkpoints.manifest import Manifest, Part
 from pipefit.checkpoints.shards import write_shard
 from pipefit.errors import FileError, PeerLost, PipefitError, first_line, in_one_line
-from pipefit.runtime.snapshot import Snapshot
+from pipefit.runtime.snapshot import Snapshot, copied
 from pipefit.texts import printable
 
 _PAUSE_SECONDS = 0.02  # between two looks for the parts of other workers
@@ -70,15 +70,12 @@ class Saver:
         self._untold: list[FileError] = []
 
     def save(
-        self,
-        target: Target,
-        take: Callable[[], Snapshot],
-        copy: Callable[[Snapshot], tuple[Mapping[str, Tensor], int]],
-        join: Join,
+        self, target: Target, take: Callable[[], Snapshot], has_room: Callable[[Snapshot], bool], join: Join
     ) -> None:
-        """Begin to write what `take` finds, as it is after `copy`, to `target`; all workers call it together.
+        """Begin to write what `take` finds to `target`; all workers call it together.
 
-        Where another worker cannot begin, which tells why, nothing is saved.
+        Copies are written while training goes on if every worker `has_room` for them. Otherwise all write the tensors
+        themselves before the call returns. Where another worker cannot begin, which tells why, nothing is saved.
 
         Raises:
             PipefitError: this worker cannot begin: what is trained cannot be written, or the folder not be made.
@@ -86,27 +83,30 @@ class Saver:
         self.wait()
         began = time.perf_counter()
         error: PipefitError | None = None
+        at_once = False
         partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
         try:
             found = take()
+            at_once = not has_room(found)
             if self.rank == 0:
                 partial = folders.begin(target.directory, target.step)
         except PipefitError as failed:
             error = failed
-        failures = self._failures(error is not None)
+        failures = self._which(error is not None)
+        at_once = bool(self._which(at_once))
         if error is not None:
             raise error
         if failures:
             return
-        tensors, copied_bytes = copy(found)
+        tensors = found.tensors if at_once else copied(found.tensors)
         self._writing = _Writing(self, target, partial, tensors, found, join)
         self._writing.start()
-        if not copied_bytes:  # the tensors are those that the next step changes
+        if at_once:  # the tensors are those that the next step changes
             self.wait()
         self.last = Saved(
             step=target.step,
             nbytes=found.nbytes,
-            snapshot_bytes=copied_bytes,
+            snapshot_bytes=0 if at_once else found.nbytes,
             still_seconds=time.perf_counter() - began,
         )
 
@@ -116,7 +116,7 @@ class Saver:
         if writing is None:
             return
         self._join(writing, writing.done)
-        failures = self._failures(writing.failure is not None)
+        failures = self._which(writing.failure is not None)
         if failures and writing.failure is None:
             writing.give_up(f"{_workers(failures)} could not write")
         writing.thread.join() if failures else self._join(writing, writing.ended)
@@ -145,10 +145,10 @@ class Saver:
                 self.on_wait()
             before = writing.written_bytes
 
-    def _failures(self, failed: bool) -> list[int]:
-        """The workers that have failed."""
+    def _which(self, this_one: bool) -> list[int]:
+        """The workers that call it with True; all of them call it together."""
         numbers = torch.zeros(self.workers, dtype=torch.float64, device=self.device)
-        numbers[self.rank] = float(failed)
+        numbers[self.rank] = float(this_one)
         if self.workers > 1:
             try:
                 dist.all_reduce(numbers)
