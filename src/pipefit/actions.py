@@ -21,6 +21,9 @@ An action has a text form that can be parsed. The first number is the stage, the
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
+    2STEP[5:7]           of layers 5 and 6 only
+    2STEP[5:7]@host      start it on the host, which has the optimizer's state and gradients; WAIT joins
+    2OFFLOAD[5.optimizer]@host    start copying a state of layer 5 away; with #1 those of the program's bundle 1
     2STASH3              keep the weights for microbatches in flight and coming forwards: updates change a copy
     2WAIT_STASH3         forwards use the updated copy from here on
 
@@ -29,8 +32,8 @@ Receives and reloads allocate memory when they start; sends and offloads free me
 allocated at which action depends on the program alone, and not on the speed of devices and links. A STASH allocates the
 copy; weights are freed when neither a microbatch in flight nor a forward to come needs them (`pipefit.cost.versions`).
 
-A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`. The other end of a
-message is named only where the neighbouring stage is on several devices.
+A subject in brackets may also be `5.parameters`, `5.gradients`, `5.optimizer` or `5.versions`, whatever the microbatch.
+The other end of a message is named only where the neighbouring stage is on several devices.
 """
 
 from __future__ import annotations
@@ -94,7 +97,9 @@ class Subject(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """The saved tensors that one action moves together: entry `number` of the program's table."""
+    """What one action moves together, saved tensors or a state of several layers: entry `number` of the program's
+    table.
+    """
 
     number: int
 
@@ -140,6 +145,16 @@ class Action(NamedTuple):
     def join(self) -> Action:
         """The WAIT that joins this action."""
         return Action(*self[:-1], True)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether this starts something that its WAIT joins; of updates, those that run at another place do."""
+        return self.kind in BACKGROUND or (self.kind is Kind.STEP and self.place is not None)
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether this moves a state, which belongs to no microbatch, instead of saved tensors."""
+        return self.kind in COPIES and self.microbatch is None
 
     @property
     def neighbour(self) -> int:

@@ -1,4 +1,4 @@
-"""Decisions about the memory of a stage: which runs of layers are recomputed, and what is moved away, and where to.
+"""Decisions about the memory of a stage: what is recomputed, what is moved away and where to, what is updated there.
 
 A decision is for a share of the microbatches, and says how far ahead of its use the memory comes back.
 """
@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.places import Place
+from pipefit.places import MemberKind, Place
 from pipefit.validation import check_types
 
 StateKind = Literal["parameters", "gradients", "optimizer", "versions"]
@@ -21,6 +21,7 @@ class What(StrEnum):
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +119,15 @@ class Decision:
     A run of layers can be recomputed: its forward keeps only its inputs, and runs again before its backward. Saved
     tensors or a state can be offloaded to `place`. `ahead` is how many forwards and backwards of the device lie between
     the start of the recomputation or reload and the backward that needs it; with 0 it comes directly before. `behind`
-    is how many lie between the start of an offload and its join, which frees the device's copy.
+    is how many lie between the start of an offload and its join, which frees the device's copy. Where a state is moved,
+    every piece of a forward or backward and the update of every run of layers count; of optimizer state, updates alone.
+
+    Layers can also be updated at `place`, a host: their optimizer state is never on the device, gradients go there, and
+    new parameters come back.
 
     Raises:
-        UsageError: the subject cannot be recomputed or offloaded, or there is a place where none belongs.
+        UsageError: the subject cannot be recomputed, offloaded or updated, there is a place where none belongs, or a
+            state would be moved for some microbatches only.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -139,8 +145,15 @@ class Decision:
         check_types(self)
         if isinstance(self.subject, Run) != (self.what is What.RECOMPUTE):
             raise UsageError(f"{self}: runs of layers are recomputed, saved tensors and states are offloaded")
+        if self.what is What.UPDATE and not (isinstance(self.subject, State) and self.subject.kind == "optimizer"):
+            raise UsageError(
+                f"{self}: what is updated at a place is an optimizer's state, which stays there: name it as "
+                "State(start, stop, kind='optimizer')"
+            )
         if (self.place is None) != (self.what is What.RECOMPUTE):
             raise UsageError(f"{self}: what is offloaded needs a place to go to, what is recomputed has none")
+        if self.what is What.UPDATE and [member.kind for member, _ in self.place or ()] != [MemberKind.HOST]:
+            raise UsageError(f"{self}: an update runs on one host, such as host or host1")
         if self.ahead < 0 or self.behind < 0:
             raise UsageError(
                 f"{self}: ahead and behind are numbers of actions, zero or more, not {self.ahead} and {self.behind}"
@@ -148,6 +161,9 @@ class Decision:
         taken, every, _ = self.microbatches
         if not 0 < taken <= every:
             raise UsageError(f"{self}: it takes {taken} of every {every} microbatches; take 1 or more, up to {every}")
+        whole = isinstance(self.subject, State) and self.subject.kind != "versions"
+        if whole and self.microbatches != ALL_MICROBATCHES:
+            raise UsageError(f"{self}: this state is that of all microbatches: leave `microbatches` out")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -158,5 +174,5 @@ class Decision:
         return subject.start, subject.stop - 1
 
     def __str__(self) -> str:
-        where = "" if self.place is None else f" to {self.place}"
+        where = "" if self.place is None else f" {'on' if self.what is What.UPDATE else 'to'} {self.place}"
         return f"stage {self.stage}: {self.what.value} {self.subject}{where}"
