@@ -7,6 +7,7 @@ Between actions, every byte belongs to one category:
     boundary buffers   inputs, targets, outputs and gradients that wait or travel and that no layer saved; the losses
     gradients          of parameters, from the first backward of a step to its STEP
     optimizer state    from the first STEP on
+    parameters         and buffers, which change where parameters are moved away
 
 At the peak of an action, a category that grows counts as large as after the action, and one that shrinks as large as
 before it; the bytes of the peak above this sum are temporary. The sum may also exceed the peak, because the action
@@ -22,15 +23,15 @@ from typing import NamedTuple
 class Effect(NamedTuple):
     """Bytes relative to the start of an action: at its peak, and when it has ended.
 
-    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers, temporary,
-    workspace.
+    `at_peak` is by category: gradients, optimizer state, activations, weight versions, boundary buffers, parameters,
+    temporary, workspace.
     `after` is the same without the last two, because none of their bytes outlive the action.
     """
 
     peak_bytes: int
     after_bytes: int
-    at_peak: tuple[int, int, int, int, int, int, int]
-    after: tuple[int, int, int, int, int]
+    at_peak: tuple[int, int, int, int, int, int, int, int]
+    after: tuple[int, int, int, int, int, int]
 
 
 def effect(
@@ -42,12 +43,13 @@ def effect(
     activations: int = 0,
     versions: int = 0,
     boundary: int = 0,
+    parameters: int = 0,
 ) -> Effect:
     """The effect of an action that changes the categories by these bytes and peaks at `peak_bytes` above its start.
 
     `workspace` bytes of the peak are the workspace of a kernel.
     """
-    after = (gradients, optimizer, activations, versions, boundary)
+    after = (gradients, optimizer, activations, versions, boundary, parameters)
     peak_bytes = max(0, peak_bytes, sum(after))
     at_peak = [max(0, change) for change in after]
     temporary = peak_bytes - sum(at_peak)
@@ -58,13 +60,13 @@ def effect(
             at_peak[category] -= given
             temporary += given
     inside = min(workspace, temporary)
-    gradients, optimizer, activations, versions, boundary = at_peak
-    peak = gradients, optimizer, activations, versions, boundary, temporary - inside, inside
+    gradients, optimizer, activations, versions, boundary, parameters = at_peak
+    peak = gradients, optimizer, activations, versions, boundary, parameters, temporary - inside, inside
     return Effect(peak_bytes, sum(after), peak, after)
 
 
 def freeing_versions(before: Effect, nbytes: int) -> Effect:
     """The effect of an action that, when it has ended, also frees `nbytes` of weight versions."""
-    gradients, optimizer, activations, versions, boundary = before.after
-    after = gradients, optimizer, activations, versions - nbytes, boundary
+    gradients, optimizer, activations, versions, boundary, parameters = before.after
+    after = gradients, optimizer, activations, versions - nbytes, boundary, parameters
     return before._replace(after_bytes=before.after_bytes - nbytes, after=after)

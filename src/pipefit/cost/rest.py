@@ -9,9 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal
 
+from pipefit.actions import Subject
 from pipefit.cost.effects import Effect, effect
 from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
+
+LayerState = Literal["parameters", "gradients", "optimizer", "early optimizer"]
+
+_FIELDS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "state_bytes",
+    "early optimizer": "early_state_bytes",
+}
 
 
 class StageRest:
@@ -22,6 +34,7 @@ class StageRest:
 
     def __init__(self, storages: StageStorages, microbatches: int, *, everything: bool = False) -> None:
         self.storages, self.microbatches, self.everything = storages, microbatches, everything
+        self._updates: dict[tuple[int, int, bool], Effect] = {}
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -38,8 +51,7 @@ class StageRest:
     @cached_property
     def gradient_bytes(self) -> int:
         """Parameter gradients, from the first backward of a step to its STEP."""
-        repeated = sum(again.shared.gradient_bytes for again in self.storages.repetitions)
-        return sum(cost.gradient_bytes for cost in self.storages.costs) - repeated
+        return self.bytes_of("gradients", self.storages.start, self.storages.stop)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -60,36 +72,78 @@ class StageRest:
     @cached_property
     def early_state_bytes(self) -> int:
         """Optimizer state that exists before the first step."""
-        repeated = sum(again.shared.early_state_bytes for again in self.storages.repetitions)
-        return sum(cost.early_state_bytes for cost in self.storages.costs) - repeated
+        return self.bytes_of("early optimizer", self.storages.start, self.storages.stop)
 
     @cached_property
     def state_bytes(self) -> int:
         """Optimizer state, from the first STEP on."""
-        repeated = sum(again.shared.state_bytes for again in self.storages.repetitions)
-        return sum(cost.state_bytes for cost in self.storages.costs) - repeated
+        return self.bytes_of("optimizer", self.storages.start, self.storages.stop)
 
-    @cached_property
+    def bytes_of(self, kind: LayerState, start: int, stop: int) -> int:
+        """A state of layers `start` to `stop - 1`; that of a shared parameter belongs to the stage's first user."""
+        storages, field = self.storages, _FIELDS[kind]
+        first, end = start - storages.start, stop - storages.start
+        repeated = (again.shared for again in storages.repetitions if first <= again.later < end)
+        shared = sum(one.nbytes if kind == "parameters" else getattr(one, field) for one in repeated)
+        whole: int = sum(getattr(cost, field) for cost in storages.costs[first:end])
+        return whole - shared
+
+    def state_bytes_of(self, subject: Subject) -> int:
+        """A state of one layer, as actions name it; of the optimizer, from the first step on.
+
+        Raises:
+            UsageError: it is no state that moves.
+        """
+        for kind in ("parameters", "gradients", "optimizer"):
+            if subject.what == kind:
+                return self.bytes_of(kind, subject.layer, subject.layer + 1)
+        raise UsageError(f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer")
+
+    def update_room_bytes(self, start: int, stop: int) -> int:
+        """The most that the optimizer of layers `start` to `stop - 1` takes in an update, its state included."""
+        early, state = (self.bytes_of(kind, start, stop) for kind in ("early optimizer", "optimizer"))
+        first, later = (self.update(start, stop, first=first).peak_bytes for first in (True, False))
+        return max(early + first, state + later)
+
+    @property
     def first_update(self) -> Effect:
+        """The first STEP of the whole stage."""
+        return self.update(self.storages.start, self.storages.stop, first=True)
+
+    @property
+    def later_update(self) -> Effect:
+        """Every later STEP of the whole stage."""
+        return self.update(self.storages.start, self.storages.stop, first=False)
+
+    def update(self, start: int, stop: int, *, first: bool) -> Effect:
+        """A STEP of layers `start` to `stop - 1`, the first one of them or a later one."""
+        found = self._updates.get((start, stop, first))
+        if found is None:
+            make = self._first_update if first else self._later_update
+            found = self._updates[start, stop, first] = make(start, stop)
+        return found
+
+    def _first_update(self, start: int, stop: int) -> Effect:
         """The first STEP, which creates the optimizer state, one layer after the other."""
+        first, end = start - self.storages.start, stop - self.storages.start
         repeated = Counter[int]()  # by position, bytes of state that an earlier layer's update has created already
         for again in self.storages.repetitions:
             repeated[again.later] += again.shared.state_bytes - again.shared.early_state_bytes
         grown = 0
         peaks = []
-        for position, cost in enumerate(self.storages.costs):
+        for position, cost in enumerate(self.storages.costs[first:end], start=first):
             level = grown + cost.update_first_peak_bytes - repeated[position]
             peaks.append((level, cost.update_first_workspace_bytes))
             grown += cost.state_bytes - cost.early_state_bytes - repeated[position]
         peak, workspace = _first_highest(peaks)
-        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes, optimizer=grown)
+        gradients = self.bytes_of("gradients", start, stop)
+        return effect(peak_bytes=peak, workspace=workspace, gradients=-gradients, optimizer=grown)
 
-    @cached_property
-    def later_update(self) -> Effect:
+    def _later_update(self, start: int, stop: int) -> Effect:
         """Every later STEP."""
-        costs = self.storages.costs
+        costs = self.storages.costs[start - self.storages.start : stop - self.storages.start]
         peak, workspace = _first_highest([(cost.update_peak_bytes, cost.update_workspace_bytes) for cost in costs])
-        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.gradient_bytes)
+        return effect(peak_bytes=peak, workspace=workspace, gradients=-self.bytes_of("gradients", start, stop))
 
 
 def _first_highest(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:

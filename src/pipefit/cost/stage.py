@@ -10,8 +10,8 @@ from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
-from pipefit.cost.time import Seconds, copy_seconds, layer_seconds
-from pipefit.devices import DeviceKind
+from pipefit.cost.time import Seconds, copy_seconds, host_update_seconds, layer_seconds
+from pipefit.devices import DeviceKind, Host
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.training import Training
@@ -63,6 +63,16 @@ class StageCost:
         if kind is Kind.STEP:
             return sum(time.update for time in times)
         return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
+
+    def host_update_seconds(self, action: Action, host: Host) -> float:
+        """Seconds of an update on a host.
+
+        Raises:
+            UsageError: the host's memory bandwidth is not known.
+        """
+        first, end = action.layers or (self.start, self.stop)
+        costs = self.storages.costs[first - self.start : end - self.start]
+        return sum(host_update_seconds(cost, host) for cost in costs)
 
     def collective_bytes(self, action: Action) -> int:
         """Bytes that every member of a collective contributes: of a REDUCE, a shared parameter's gradient."""

@@ -1,0 +1,300 @@
+"""Where the state of a stage is: what of its optimizer state, gradients and parameters is away, and what that frees.
+
+State belongs to no microbatch. What one OFFLOAD or RELOAD moves of it is a state of one or several layers, and has a
+home: memory at the place it goes to, which is its own for the whole run. It is in one of these conditions:
+
+    on the device        as it is where nothing is moved
+    on its way out       from an OFFLOAD to its join, which frees the device's memory
+    away                 optimizer state and parameters are so before the first step; their homes have been given what
+                         exists by then
+    on its way back      from a RELOAD, which allocates, to its join
+    being updated        parameters, and gradients that are away, from the STEP at a place to its join
+    out of date          parameters that have been updated at a place, until they are back from there
+
+Parameters that are updated at a place keep their memory on the device. Their optimizer state is never there, and their
+gradients end where they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipefit.actions import COPIES, STATES, Action, Bundle, Kind, Subject
+from pipefit.cost.effects import Effect, effect
+from pipefit.cost.rest import StageRest
+from pipefit.errors import UsageError
+from pipefit.places import Place
+from pipefit.program import Program
+
+Layers = tuple[int, int]  # the first, and the one behind the last
+
+
+class Condition(StrEnum):
+    """Where a state is, in the words of errors."""
+
+    HERE = "on the device"
+    LEAVING = "on its way out"
+    AWAY = "away"
+    RETURNING = "on its way back"
+    UPDATING = "being updated"
+    STALE = "out of date"
+
+
+class Away(NamedTuple):
+    """Bytes that are not on the device before the first step."""
+
+    parameters: int
+    optimizer: int
+
+
+class Home(NamedTuple):
+    """The memory at `place` that keeps what actions about `subject` move of a stage."""
+
+    stage: int
+    subject: Subject | Bundle
+    place: Place
+
+
+class Kept(NamedTuple):
+    """What a home keeps: a state of `layers`, by its name in actions."""
+
+    kind: str
+    layers: Layers
+
+    def __str__(self) -> str:
+        start, stop = self.layers
+        what = "optimizer state" if self.kind == "optimizer" else self.kind
+        return f"the {what} of layer {start}" if stop == start + 1 else f"the {what} of layers {start} to {stop - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """What the program of a device does with state: what every home keeps, and which layers are updated where."""
+
+    homes: Mapping[Home, Kept] = field(default_factory=dict)
+    updates: Mapping[tuple[int, Layers], Place] = field(default_factory=dict)  # by stage and layers
+
+    def of_stage(self, stage: int) -> StateMoves:
+        """The same of one stage."""
+        return StateMoves(
+            {home: kept for home, kept in self.homes.items() if home.stage == stage},
+            {key: place for key, place in self.updates.items() if key[0] == stage},
+        )
+
+    def begins_away(self, kept: Kept) -> bool:
+        """Whether a state is away before the first step."""
+        moves = kept.kind == "parameters" and not self.updated_elsewhere(kept.layers)
+        return moves or kept.kind == "optimizer"
+
+    def updated_elsewhere(self, layers: Layers) -> bool:
+        """Whether some of these layers are updated at another place."""
+        return any(start < layers[1] and layers[0] < stop for _, (start, stop) in self.updates)
+
+
+def state_moves(program: Program, device: int, stages: Mapping[int, Layers]) -> StateMoves:
+    """What `program` does with the state of a device, which has these `stages` of so many layers.
+
+    Raises:
+        UsageError: an action moves several states at once, layers that do not follow each other or are not in its
+            stage, or a state that another one moves too.
+    """
+    homes, updates = dict[Home, Kept](), dict[tuple[int, Layers], Place]()
+    owners = dict[tuple[str, int], Home]()
+    for action in program.actions[device]:
+        if action.moves_state:
+            home = home_of(action)
+            kept = homes[home] = homes.get(home) or _kept(action, program.moved(action), stages[action.stage])
+            for layer in range(*kept.layers):
+                if owners.setdefault((kept.kind, layer), home) != home:
+                    raise UsageError(f"{action} moves {layer}.{kept.kind}, which another action moves too")
+        elif action.kind is Kind.STEP and action.place is not None:
+            updates[action.stage, action.layers or stages[action.stage]] = action.place
+    return StateMoves(homes, updates)
+
+
+def home_of(action: Action) -> Home:
+    """The home of what an OFFLOAD or RELOAD moves.
+
+    Raises:
+        UsageError: the action names no place.
+    """
+    if action.place is None:
+        raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
+    assert action.subject is not None, "programs refuse copies of nothing"
+    return Home(action.stage, action.subject, action.place)
+
+
+def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
+    """What an action moves: one state of layers that follow each other."""
+    layers, kinds = [subject.layer for subject in subjects], {str(subject.what) for subject in subjects}
+    start, stop = layers[0], layers[-1] + 1
+    if len(kinds) > 1 or not kinds <= {*STATES} or layers != list(range(start, stop)):
+        raise UsageError(
+            f"{action} moves what belongs to no microbatch: that is one of {', '.join(STATES)}, of layers that follow "
+            "each other, such as [5.optimizer]"
+        )
+    if not stage[0] <= start < stop <= stage[1]:
+        raise UsageError(f"{action} is outside its stage, which holds layers {stage[0]} to {stage[1] - 1}")
+    if kinds == {"versions"}:
+        raise UsageError(f"{action} moves versions of weights, which cannot be carried out yet")
+    return Kept(kinds.pop(), (start, stop))
+
+
+class StageStates:
+    """Where the state of one stage is, as its program goes on."""
+
+    def __init__(self, rest: StageRest, moves: StateMoves) -> None:
+        self._rest, self._moves = rest, moves
+        self._conditions = {
+            home: Condition.AWAY if moves.begins_away(kept) else Condition.HERE for home, kept in moves.homes.items()
+        }
+
+    @property
+    def watches(self) -> bool:
+        """Whether what a forward or a backward needs may not be there."""
+        return bool(self._moves.updates) or any(kept.kind != "optimizer" for kept in self._moves.homes.values())
+
+    @property
+    def away(self) -> Away:
+        """What exists before the first step, and is not on the device."""
+        kept = [kept for kept in self._moves.homes.values() if self._moves.begins_away(kept)]
+        early = [one.layers for one in kept if one.kind == "optimizer"]
+        early += [layers for _, layers in self._moves.updates]
+        return Away(
+            sum(self._bytes(one, set()) for one in kept if one.kind == "parameters"),
+            sum(self._rest.bytes_of("early optimizer", *layers) for layers in early),
+        )
+
+    # ---------------------------------------------------------------- copies
+
+    def move(self, action: Action, *, born: set[int], stepped: set[int]) -> Effect | None:
+        """The effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients, `stepped` ones have
+        optimizer state.
+
+        Raises:
+            UsageError: what it moves is elsewhere, or does not exist.
+        """
+        home = home_of(action)
+        kept, condition = self._moves.homes[home], self._conditions[home]
+        if kept.kind == "gradients" and not action.wait and not born.issuperset(range(*kept.layers)):
+            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+        needed, after = _COPIES[action.kind, action.wait]
+        if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
+            raise UsageError(f"{action} moves {kept}, which is {condition}")
+        self._conditions[home] = after
+        if action.wait != (action.kind is Kind.OFFLOAD):
+            return None
+        nbytes = self._bytes(kept, stepped) * (1 if action.kind is Kind.RELOAD else -1)
+        if kept.kind == "parameters":  # those that are updated elsewhere keep their memory
+            return None if self._moves.updated_elsewhere(kept.layers) else effect(parameters=nbytes)
+        return effect(gradients=nbytes) if kept.kind == "gradients" else effect(optimizer=nbytes)
+
+    def _bytes(self, kept: Kept, stepped: set[int]) -> int:
+        """What a state takes now."""
+        if kept.kind != "optimizer":
+            return sum(self._rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
+        return sum(
+            self._rest.bytes_of("optimizer" if layer in stepped else "early optimizer", layer, layer + 1)
+            for layer in range(*kept.layers)
+        )
+
+    # ---------------------------------------------------------------- passes and updates
+
+    def check_pass(self, action: Action, layers: Layers) -> None:
+        """Check that a forward or a backward of these layers finds their parameters, and gradients to add to.
+
+        Raises:
+            UsageError: they are not on the device.
+        """
+        self.check_here(
+            action, layers, ("parameters", "gradients") if action.kind is Kind.BACKWARD else ("parameters",)
+        )
+
+    def update(self, action: Action, layers: Layers) -> None:
+        """An update of these layers on the device.
+
+        Raises:
+            UsageError: what it needs is not there, or another place updates some of them.
+        """
+        if self._moves.updated_elsewhere(layers):
+            raise UsageError(f"{action} updates layers that another place updates in this program")
+        self.check_here(action, layers, ("optimizer", "gradients", "parameters"))
+
+    def update_elsewhere(self, action: Action, layers: Layers) -> None:
+        """An update of these layers begins at another place, or has ended there.
+
+        Raises:
+            UsageError: their gradients are not there, or their parameters are not on the device.
+        """
+        gradients, parameters = (self._home(action, layers, kind) for kind in ("gradients", "parameters"))
+        if action.wait:
+            self._conditions[gradients], self._conditions[parameters] = Condition.HERE, Condition.STALE
+            return
+        if self._conditions[gradients] is not Condition.AWAY:
+            offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
+            raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
+        self.check_here(action, layers, ("parameters",))
+        self._conditions[gradients] = self._conditions[parameters] = Condition.UPDATING
+
+    def _home(self, action: Action, layers: Layers, kind: str) -> Home:
+        """The home of a state of just these layers, at the place of their update."""
+        for home, kept in self._moves.homes.items():
+            if kept == Kept(kind, layers) and home.place == action.place:
+                return home
+        needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
+        raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
+
+    def check_here(self, action: Action, layers: Layers, kinds: Iterable[str]) -> None:
+        """Check that states of these layers are on the device, and up to date.
+
+        Raises:
+            UsageError: one is not; says what has to come before the action.
+        """
+        for home, kept in self._moves.homes.items():
+            condition = self._conditions[home]
+            apart = kept.layers[0] >= layers[1] or layers[0] >= kept.layers[1]
+            if kept.kind not in kinds or apart or condition is Condition.HERE:
+                continue
+            reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
+            raise UsageError(
+                f"{action} needs {kept}, which is {condition} (@{home.place}): {reload.join} must come before it"
+            )
+
+
+_COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs, and the one that it leaves
+    (Kind.OFFLOAD, False): (Condition.HERE, Condition.LEAVING),
+    (Kind.OFFLOAD, True): (Condition.LEAVING, Condition.AWAY),
+    (Kind.RELOAD, False): (Condition.AWAY, Condition.RETURNING),
+    (Kind.RELOAD, True): (Condition.RETURNING, Condition.HERE),
+}
+assert {kind for kind, _ in _COPIES} == COPIES
+
+
+def unchanged(program: Program, actions: Sequence[Action]) -> frozenset[int]:
+    """The positions of OFFLOADs that copy nothing: parameters that no update has changed since they came in.
+
+    Their joins free the device's memory all the same.
+    """
+    updates: list[tuple[int, Action]] = []
+    left = dict[Home, int]()  # the position of the last OFFLOAD
+    found = set[int]()
+    for position, action in enumerate(actions):
+        if action.kind is Kind.STEP and action.place is None:
+            updates.append((position, action))
+        elif action.kind is Kind.OFFLOAD and action.moves_state and not action.wait:
+            layers, home = program.moved(action), home_of(action)
+            since = (update for at, update in updates if at > left.get(home, -1))
+            if layers[0].what == "parameters" and not any(_updates(update, action.stage, layers) for update in since):
+                found.add(position)
+            left[home] = position
+    return frozenset(found)
+
+
+def _updates(update: Action, stage: int, moved: Sequence[Subject]) -> bool:
+    """Whether an update is one of some of these layers."""
+    if update.stage != stage or update.layers is None:
+        return update.stage == stage
+    return update.layers[0] <= moved[-1].layer and moved[0].layer < update.layers[1]
