@@ -8,14 +8,15 @@ import pytest
 
 from made_up import layer, measurement, profile, value
 from pipefit.actions import parse_action
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule import lower, schedule_named
+from pipefit.schedule.bundles import bundles_of
 from pipefit.schedule.communication import communicated
-from pipefit.schedule.copies import bundles_of, copied
+from pipefit.schedule.copies import copied
 from pipefit.schedule.order import Order, computes
 from pipefit.schedule.recomputation import recomputed
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, recomputed_microbatches, whole_stages
@@ -286,20 +287,9 @@ def test_what_the_backward_needs_first_decides_when_a_bundle_is_back() -> None:
     [
         ((move((1, 0)), run(1, 2)), "layer 1 is recomputed for microbatch 0; do only one"),
         ((move((0, 7)),), "saved tensor 0.7 cannot be moved: layers 0 to 8 keep no such tensor"),
-        (
-            (
-                Decision(
-                    stage=0,
-                    subject=State(start=0, stop=9, kind="optimizer"),
-                    what=What.OFFLOAD,
-                    place=parse_place("host"),
-                ),
-            ),
-            "optimizer of layers 0 to 8 to host: this can be written down, but it cannot be carried out yet",
-        ),
     ],
 )
 def test_what_cannot_be_moved_is_refused(decisions: tuple[Decision, ...], message: str) -> None:
-    """What is recomputed is not there to move, what is not kept neither; states cannot be moved yet."""
+    """What is recomputed is not there to move, what is not kept neither."""
     with pytest.raises(UsageError, match=message):
         lower(one_stage(*decisions, microbatches=4))

@@ -3,6 +3,8 @@
 A borrower takes a slot of the arena when an OFFLOAD starts, and returns it when the RELOAD is joined. So the number of
 slots that it uses at once depends on its program alone. The lender reserves that many slots of each size before the
 first step, and its peak does not depend on the speed of any device.
+
+State that is moved has slots of its own for the whole run, and so has what an update at a place keeps and needs there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
+from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member, Place
 from pipefit.plans import Plan
@@ -39,23 +42,40 @@ def arenas(
     """The arenas that every member of the cluster lends to each device.
 
     Args:
-        devices: the actions of every device; only OFFLOADs and RELOADs matter.
-        moved_bytes: how many bytes an OFFLOAD or RELOAD moves.
+        devices: the actions of every device; only OFFLOADs, RELOADs and updates at a place matter.
+        moved_bytes: how many bytes an OFFLOAD or RELOAD moves, and an update keeps and needs at its place.
         hosts: the host of every device.
     """
     found: list[Arena] = []
     slots_of = cache(slots)
     for borrower, actions in enumerate(devices):
         in_use, most = Counter[tuple[Member, int]](), Counter[tuple[Member, int]]()  # by lender and slot size
+        lasting = Counter[tuple[Member, int]]()
+        for action in {_key(action): action for action in actions if action.place and _lasts(action)}.values():
+            assert action.place is not None
+            lasting.update(slots_of(action.place, moved_bytes(action), hosts[borrower]))
         for action in actions:
+            if _lasts(action):
+                continue
             if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
                 continue
             for slot in slots_of(action.place, moved_bytes(action), hosts[borrower]):
                 in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
                 most[slot] = max(most[slot], in_use[slot])
+        most += lasting
         used = sorted(slot for slot in most if slot[1] and most[slot])
         found += [Arena(lender, borrower, most[lender, nbytes], nbytes) for lender, nbytes in used]
     return tuple(found)
+
+
+def _lasts(action: Action) -> bool:
+    """Whether the slots of an action are its own for the whole run."""
+    return action.moves_state or action.kind is Kind.STEP
+
+
+def _key(action: Action) -> tuple[object, ...]:
+    """Equal for actions with the same slots."""
+    return action.stage, action.layers, action.subject, action.place
 
 
 def slots(place: Place, nbytes: int, host: int) -> list[tuple[Member, int]]:
@@ -74,13 +94,26 @@ def arenas_of(plan: Plan, program: Program) -> tuple[Arena, ...]:
 
 
 def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[Action], int]:
-    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept."""
+    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept.
+
+    Of an update at a place it is what that place needs for it, beside gradients and parameters, which are moved.
+    """
+    rests = [StageRest(storages, program.microbatches) for storages in stages]
     known: dict[object, int] = {}
 
+    def of(action: Action) -> int:
+        storages, rest = stages[action.stage], rests[action.stage]
+        if action.kind is Kind.STEP:
+            return rest.update_room_bytes(*(action.layers or (storages.start, storages.stop)))
+        subjects = program.moved(action)
+        if action.moves_state:
+            return sum(rest.state_bytes_of(subject) for subject in subjects)
+        return sum(map(storages.nbytes, subjects))
+
     def nbytes(action: Action) -> int:
-        key = action.stage, action.subject
+        key = action.stage, action.subject, action.layers, action.microbatch is None
         if key not in known:
-            known[key] = sum(map(stages[action.stage].nbytes, program.moved(action)))
+            known[key] = of(action)
         return known[key]
 
     return nbytes

@@ -18,30 +18,12 @@ from typing import NamedTuple
 
 from pipefit.actions import COMPUTE, FORWARDS, UPDATES, Action, Bundle, Kind, Subject
 from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, SavedTensors
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
+from pipefit.schedule.bundles import Bundles, named, subjects_of
 
-Bundles = tuple[tuple[Subject, ...], ...]
 Inserted = defaultdict[int, list[Action]]  # by position
-
-
-def bundles_of(plan: Plan) -> Bundles:
-    """What moves together, for every decision that moves more than one subject."""
-    moved = (subjects_of(d.subject) for d in plan.decisions if not isinstance(d.subject, Run))
-    return tuple(dict.fromkeys(subjects for subjects in moved if len(subjects) > 1))
-
-
-def subjects_of(moved: SavedTensors | State) -> tuple[Subject, ...]:
-    """Saved tensors, or a state of every layer, as actions name them."""
-    if isinstance(moved, SavedTensors):
-        return tuple(Subject(layer, index) for layer, index in moved.tensors)
-    return tuple(Subject(layer, moved.kind) for layer in range(moved.start, moved.stop))
-
-
-def named(subjects: tuple[Subject, ...], bundles: Bundles) -> Subject | Bundle:
-    """What an action that moves these is about."""
-    return subjects[0] if len(subjects) == 1 else Bundle(bundles.index(subjects))
 
 
 class Move(NamedTuple):
@@ -67,10 +49,10 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     """One rank's actions with every decision to offload saved tensors carried out.
 
     Raises:
-        UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
+        UsageError: a decision moves tensors that are recomputed.
     """
     timeline, stages = Timeline(actions), {action.stage for action in actions}
-    decisions = [d for d in plan.decisions if d.what is What.OFFLOAD and d.stage in stages]
+    decisions = [d for d in plan.decisions if isinstance(d.subject, SavedTensors) and d.stage in stages]
     moves = moves_of(timeline, decisions, plan, bundles)
     before, behind = inserted(moves)
     return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
@@ -92,7 +74,7 @@ def moves_of(timeline: Timeline, decisions: Sequence[Decision], plan: Plan, bund
     """What one rank moves away and back by decisions to offload saved tensors.
 
     Raises:
-        UsageError: a decision moves something other than saved tensors, or tensors that are recomputed.
+        UsageError: a decision moves tensors that are recomputed.
     """
     storages = {stage: StageStorages.of(plan, stage) for stage in {decision.stage for decision in decisions}}
     found = list[Move | None]()
@@ -221,10 +203,9 @@ def _users(storages: StageStorages, decision: Decision) -> _Users:
     """The layers that need the storages of a decision.
 
     Raises:
-        UsageError: the decision moves something other than saved tensors, or a tensor that the stage does not keep.
+        UsageError: the decision moves a tensor that the stage does not keep.
     """
-    if not isinstance(decision.subject, SavedTensors):
-        raise UsageError(f"{decision}: this can be written down, but it cannot be carried out yet")
+    assert isinstance(decision.subject, SavedTensors)
     subjects = subjects_of(decision.subject)
     moved = {storages.storage(subject) for subject in subjects}
     readers = (storages.start + n for n, layer in enumerate(storages.layers) if moved.intersection(layer.inputs))

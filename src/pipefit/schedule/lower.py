@@ -1,10 +1,11 @@
 """Lowering: from a plan to its program, by rewritings that each make one thing explicit.
 
-    copied(communicated(recomputed(computes(plan))))
+    states_copied(copied(communicated(recomputed(computes(plan)))) + updated(plan))
 
 The schedule gives every rank an order of forwards and backwards. The first rewriting divides them into pieces and adds
-second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last inserts copies
-of tensors to other places and back. Each is a function of the plan and of the result of the one before.
+second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last ones insert
+copies of saved tensors and of state to other places and back. Each is a function of the plan and of the result of the
+one before.
 
 A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
 which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).
@@ -14,19 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipefit.actions import Action, Actions, Kind, Subject
+from pipefit.actions import Action, Actions, Kind
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.program import Program, joined
+from pipefit.schedule.bundles import Bundles, bundles_of
 from pipefit.schedule.communication import communicated
-from pipefit.schedule.copies import Bundles, bundles_of, copied
+from pipefit.schedule.copies import copied
 from pipefit.schedule.endless import carried, check_endless, check_in_turn
 from pipefit.schedule.gpipe import gpipe, torchgpipe
 from pipefit.schedule.one_f_one_b import eager_1f1b, one_f_one_b
 from pipefit.schedule.order import Compute, Endless, Order, Schedule, computes
 from pipefit.schedule.pipedream import pipedream, two_buffered
 from pipefit.schedule.recomputation import recomputed
+from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
+from pipefit.schedule.updates import updated
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -134,9 +138,10 @@ def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True, e
     _check_shared(plan)
     orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan)
     bundles = bundles_of(plan)
-    ends = [list(_update(stages, plan)) if update else [] for stages in plan.ranks]
+    ends = [list(updated(stages, plan, bundles)) if update else [] for stages in plan.ranks]
     actions = [
-        [*copied(list(communicated(order, plan)), plan, bundles), *end] for order, end in zip(orders, ends, strict=True)
+        states_copied([*copied(list(communicated(order, plan)), plan, bundles), *end], plan, bundles)
+        for order, end in zip(orders, ends, strict=True)
     ]
     return _program(plan, count, actions, bundles)
 
@@ -158,7 +163,12 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
         return (compute._replace(kind=Kind.FORWARD_ONLY) for compute in order if compute.kind is Kind.FORWARD)
 
     orders: Sequence[Order] = computes(plan, forwards, microbatches)
-    return _program(plan, microbatches, [list(communicated(order, plan)) for order in orders], ())
+    bundles = bundles_of(plan)
+    actions = [
+        brought_in(list(communicated(order, plan)), stages, plan, bundles)
+        for order, stages in zip(orders, plan.ranks, strict=True)
+    ]
+    return _program(plan, microbatches, actions, bundles)
 
 
 def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
@@ -205,19 +215,3 @@ def _program(
         carried_in=left[0],
         carried_out=left[1],
     )
-
-
-def _update(stages: Sequence[int], plan: Plan) -> Iterator[Action]:
-    """The end of a rank's step: sum the gradients of parameters that other stages share, agree on them, update."""
-    reduces = [
-        Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
-        for stage in stages
-        for number, members in plan.summed.items()
-        if stage in members
-    ]
-    yield from reduces
-    yield from (reduce.join for reduce in reduces)
-    if plan.training.agrees:
-        yield Action(Kind.AGREE, stages[0])
-        yield Action(Kind.AGREE, stages[0]).join
-    yield from (Action(Kind.STEP, stage) for stage in stages)

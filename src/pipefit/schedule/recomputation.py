@@ -13,11 +13,13 @@ PPoPP 2025, and Lynx, 2024.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pipefit.actions import Action, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan, Stage
+from pipefit.schedule.bundles import moved_states, state_edges
 from pipefit.schedule.order import Order
 
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
@@ -39,7 +41,7 @@ def recomputed_units(order: Order, plan: Plan) -> list[list[Action]]:
     Raises:
         UsageError: as `recomputed`.
     """
-    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions):
+    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions) and not moved_states(plan):
         return [[action] for action in order]
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
@@ -75,7 +77,7 @@ class _Pieces:
         self._known: dict[tuple[int, tuple[bool, ...]], list[Piece]] = {}
 
     def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
-        """The layers of a stage, divided where recomputation for this microbatch begins and ends.
+        """The layers of a stage, divided where recomputation for this microbatch and states that move begin and end.
 
         Raises:
             UsageError: as `_divided`.
@@ -91,7 +93,8 @@ class _Pieces:
 
 
 def _divided(plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None) -> list[Piece]:
-    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers.
+    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers, and where
+    a state that moves does.
 
     Raises:
         UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
@@ -109,9 +112,27 @@ def _divided(plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int |
         pieces.append((start, stop, decision))
         at = stop
     pieces += [(at, place.stop, None)] if at < place.stop else []
+    pieces = [cut for piece in pieces for cut in _cut(piece, state_edges(plan, stage))]
     _check_shared(plan, stage, pieces)
     _check_repeatable(plan, stage, pieces)
     return pieces
+
+
+def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
+    """A piece, divided where parameters or gradients that move begin and end.
+
+    Raises:
+        UsageError: they do so within a run that is recomputed as a whole.
+    """
+    start, stop, decision = piece
+    inside = [edge for edge in edges if start < edge < stop]
+    if inside and decision is not None:
+        raise UsageError(
+            f"{decision}: a state that is moved begins or ends at layer {inside[0]}, within this run: move the state "
+            "of runs that hold all of these layers or none, or recompute in two runs"
+        )
+    cuts = [start, *inside, stop]
+    return [(one, other, decision) for one, other in pairwise(cuts)]
 
 
 def _start(decision: Decision) -> int:
@@ -130,9 +151,9 @@ def _check_shared(plan: Plan, stage: int, pieces: Sequence[Piece]) -> None:
         if sum(map(bool, users)) > 1 and shared.gradient_bytes:
             layers = ", ".join(str(user) for part in users for user in part)
             raise UsageError(
-                f"stage {stage} cannot be recomputed in pieces between layers {layers}, which share parameter "
+                f"stage {stage} cannot be run in pieces between layers {layers}, which share parameter "
                 f"{shared.name!r}: its gradients would be added up in another order. Recompute the whole stage, or a "
-                "run that holds all of these layers or none"
+                "run that holds all of these layers or none; and move the state of such runs"
             )
 
 

@@ -22,8 +22,9 @@ from pipefit.actions import SENDS, UPDATES, Action
 from pipefit.decisions import SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.program import shifted
+from pipefit.schedule.bundles import Bundles
 from pipefit.schedule.communication import communicated, drained
-from pipefit.schedule.copies import Bundles, Inserted, Move, Timeline, inserted, moves_of
+from pipefit.schedule.copies import Inserted, Move, Timeline, inserted, moves_of
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units

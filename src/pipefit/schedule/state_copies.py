@@ -1,0 +1,173 @@
+"""The rewriting that moves parameters and gradients away while nothing uses them.
+
+Parameters are away except around what needs them: forwards, second forwards, backwards and the update of their layers.
+They are copied out only behind an update; otherwise their home has their bytes, and their OFFLOAD frees them at once:
+
+    RELOAD[5.parameters] WAIT_RELOAD F0[5:7] OFFLOAD[5.parameters] WAIT_OFFLOAD F0[7:9] ...
+
+Gradients are born by the first backward of their layers and end with the update. They are away between backwards, and
+until whatever needs them at the end of the step: the sum over stages, what the stages agree on, the update.
+
+    B0[5:7] OFFLOAD[5.gradients] B0[0:5] WAIT_OFFLOAD ... RELOAD[5.gradients] ... WAIT_RELOAD B1[5:7] ...
+
+A RELOAD starts `ahead` compute actions of the device before its use, and an OFFLOAD that copies is joined `behind` of
+them after it. Every piece of a forward or backward counts, and every update of a run: with `ahead=1` the parameters of
+the next run come while this one computes.
+Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
+at the edges of the layers (`pipefit.schedule.recomputation`), so that only those in use are there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from pipefit.actions import COLLECTIVE, COMPUTE, Action, Kind
+from pipefit.decisions import Decision, State, What
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.schedule.bundles import Bundles, moved_states, named, subjects_of
+from pipefit.schedule.copies import Timeline
+
+
+def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
+    """One rank's actions with every decision to move parameters or gradients carried out.
+
+    Raises:
+        UsageError: two decisions move one layer's, or layers that share a parameter are moved apart.
+    """
+    stages = {action.stage for action in actions}
+    decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
+    if not decisions:
+        return list(actions)
+    _check(decisions, plan)
+    copies = _Copies(actions)
+    for decision in decisions:
+        copies.add(decision, _action(decision, bundles))
+    return list(copies.merged())
+
+
+def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles) -> list[Action]:
+    """The actions of an evaluation, before which all parameters are brought in, and freed again behind it."""
+    decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
+    offloads = [_action(decision, bundles) for decision in decisions if _kind(decision) == "parameters"]
+    reloads = [offload._replace(kind=Kind.RELOAD) for offload in offloads]
+    joins = [reload.join for reload in reloads]
+    return [*reloads, *joins, *actions, *offloads, *(offload.join for offload in offloads)]
+
+
+class _Copies:
+    """A rank's actions, and the copies of state to insert before and after each of them."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions = actions
+        self.before: dict[int, list[Action]] = defaultdict(list)
+        self.behind: dict[int, list[Action]] = defaultdict(list)
+        self.timeline = Timeline(actions)
+        self.computing = [n for n, action in enumerate(actions) if _computes(action)]
+
+    def add(self, decision: Decision, offload: Action) -> None:
+        """Insert the copies of one decision."""
+        uses = list(self._uses(decision))
+        if not uses:
+            return
+        reload = offload._replace(kind=Kind.RELOAD)
+        if _kind(decision) == "parameters":
+            self._insert(self._begin(decision, uses[0]), uses[0], reload)
+        for one, following in pairwise(uses):
+            freed, begin = self._freed(decision, one), self._begin(decision, following)
+            if any(map(_computes, self.actions[freed + 1 : begin])):
+                self._leave(one, freed, offload)
+                self._insert(begin, following, reload)
+        if _kind(decision) == "parameters":
+            self._leave(uses[-1], self._freed(decision, uses[-1]), offload)
+
+    def merged(self) -> Iterator[Action]:
+        """The actions with the copies inserted."""
+        for number, action in enumerate(self.actions):
+            yield from self.before[number]
+            yield action
+            yield from self.behind[number]
+
+    def _uses(self, decision: Decision) -> Iterator[int]:
+        """The positions of what needs the state of a decision. Gradients stay from the first collective on."""
+        assert isinstance(decision.subject, State)
+        start, stop, gradients = decision.subject.start, decision.subject.stop, decision.subject.kind == "gradients"
+        for number, action in enumerate(self.actions):
+            if gradients and action.kind in COLLECTIVE and not action.wait:
+                yield number
+                return
+            if action.stage != decision.stage or not _computes(action):
+                continue
+            if gradients and action.kind not in (Kind.BACKWARD, Kind.STEP):
+                continue
+            if action.layers is None or (action.layers[0] < stop and start < action.layers[1]):
+                yield number
+
+    def _freed(self, decision: Decision, use: int) -> int:
+        """The position behind which an OFFLOAD is joined that starts behind `use`; freeing alone takes no time."""
+        if _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP:
+            return use
+        last = min(bisect_left(self.computing, use) + decision.behind, len(self.computing) - 1)
+        return max(use, self.computing[last]) if decision.behind else use
+
+    def _begin(self, decision: Decision, use: int) -> int:
+        """The position before which the RELOAD for a use starts."""
+        if not decision.ahead:
+            return use
+        first = self.computing[max(bisect_left(self.computing, use) - decision.ahead, 0)]
+        return min(use, self.timeline.before_waiting(first))
+
+    def _insert(self, begin: int, use: int, reload: Action) -> None:
+        self.before[begin].append(reload)
+        self.before[use].append(reload.join)
+
+    def _leave(self, use: int, freed: int, offload: Action) -> None:
+        self.behind[use].append(offload)
+        self.behind[freed].append(offload.join)
+
+
+def _computes(action: Action) -> bool:
+    """Whether an action keeps the device computing."""
+    return action.kind in COMPUTE and action.place is None
+
+
+def _kind(decision: Decision) -> str:
+    assert isinstance(decision.subject, State)
+    return decision.subject.kind
+
+
+def _action(decision: Decision, bundles: Bundles) -> Action:
+    assert isinstance(decision.subject, State)
+    subject = named(subjects_of(decision.subject), bundles)
+    return Action(Kind.OFFLOAD, decision.stage, subject=subject, place=decision.place)
+
+
+def _check(decisions: Sequence[Decision], plan: Plan) -> None:
+    """Check that every layer's state is moved once, and with whatever shares a parameter with it.
+
+    Raises:
+        UsageError: a layer's is moved twice, or updated on a host, or shares a parameter with layers that stay.
+    """
+    moved: set[tuple[str, int]] = set()
+    for decision in decisions:
+        run = decision.subject
+        assert isinstance(run, State)
+        for other in plan.decisions_of(decision.stage, What.UPDATE):
+            if other.layers[0] < run.stop and run.start <= other.layers[1]:
+                raise UsageError(f"{decision}: the plan says `{other}`, for which they move by themselves; do only one")
+        for layer in range(run.start, run.stop):
+            if (run.kind, layer) in moved:
+                raise UsageError(f"{decision}: the {run.kind} of layer {layer} are moved already")
+            moved.add((run.kind, layer))
+        stage = plan.stages[decision.stage]
+        for shared in plan.measurement.shared:
+            users = [user for user in shared.users if stage.start <= user < stage.stop]
+            inside = [run.start <= user < run.stop for user in users]
+            if any(inside) and not all(inside):
+                raise UsageError(
+                    f"{decision}: parameter {shared.name!r} is shared by layers {', '.join(map(str, users))}: move "
+                    "those of all these layers, or of none"
+                )

@@ -1,0 +1,160 @@
+"""The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
+
+Gradients of parameters that stages share are summed, the stages agree, and every stage is updated. Where its optimizer
+state is away between steps, a stage is updated run by run, in the order of its layers; a run also ends where parameters
+or gradients that move begin or end.
+
+    RELOAD[5.optimizer] WAIT_RELOAD STEP[5:6] OFFLOAD[5.optimizer] ... STEP[6:9] ... WAIT_OFFLOAD[5.optimizer]
+
+With `ahead` n, a run's RELOAD starts before the n-th STEP in front of its own; with `behind` n, its OFFLOAD is joined
+behind the n-th STEP after it. So `ahead=1, behind=0` keeps the state of two runs on the device: the next one comes
+while this one is updated.
+
+Layers that a host updates send it their gradients, one run after the other. The host updates a run while the gradients
+of the next one are on their way to it and the parameters of the one before are on their way back:
+
+    OFFLOAD[5.gradients] OFFLOAD[6.gradients]
+    WAIT_OFFLOAD[5.gradients] STEP[5:6]@host
+    WAIT_OFFLOAD[6.gradients] STEP[6:7]@host WAIT_STEP[5:6]@host RELOAD[5.parameters]
+    WAIT_STEP[6:7]@host RELOAD[6.parameters] WAIT_RELOAD[5.parameters] WAIT_RELOAD[6.parameters]
+
+(ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipefit.actions import Action, Kind, Subject
+from pipefit.decisions import Decision, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.schedule.bundles import Bundles, named, of_layers, state_edges
+
+
+class _Run(NamedTuple):
+    """Layers `start` to `stop - 1`, which are updated together, and what has been decided about them."""
+
+    start: int
+    stop: int
+    decision: Decision | None
+
+
+def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Action]:
+    """The end of a rank's step: sum the gradients of parameters that other stages share, agree on them, update.
+
+    Raises:
+        UsageError: a state is moved that cannot be, or two decisions are about one layer.
+    """
+    reduces = [
+        Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
+        for stage in stages
+        for number, members in plan.summed.items()
+        if stage in members
+    ]
+    yield from reduces
+    yield from (reduce.join for reduce in reduces)
+    if plan.training.agrees:
+        yield Action(Kind.AGREE, stages[0])
+        yield Action(Kind.AGREE, stages[0]).join
+    for stage in stages:
+        yield from _of_stage(stage, plan, bundles)
+
+
+def _of_stage(stage: int, plan: Plan, bundles: Bundles) -> Iterator[Action]:
+    """The updates of one stage: those of a host begin first and are joined last, and the device's come between."""
+    runs = runs_of(plan, stage)
+    away = [run for run in runs if run.decision is not None and run.decision.what is What.UPDATE]
+    here = _here([run for run in runs if run not in away], plan, stage, bundles)
+    yield from _elsewhere(away, plan, stage, bundles, between=here)
+
+
+def _here(runs: Sequence[_Run], plan: Plan, stage: int, bundles: Bundles) -> Iterator[Action]:
+    """The device's own updates, with copies of optimizer state around them."""
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    for number, run in enumerate(runs):
+        if run.decision is not None:
+            offload = _copy(Kind.OFFLOAD, run, "optimizer", stage, bundles)
+            reload = offload._replace(kind=Kind.RELOAD)
+            before[max(number - run.decision.ahead, 0)].append(reload)
+            behind[number].append(offload)
+            behind[min(number + run.decision.behind, len(runs) - 1)].append(offload.join)
+    for number, run in enumerate(runs):
+        yield from before[number]
+        if run.decision is not None:
+            yield _copy(Kind.RELOAD, run, "optimizer", stage, bundles).join
+        yield _step(run, plan, stage)
+        yield from behind[number]
+
+
+def _elsewhere(
+    runs: Sequence[_Run], plan: Plan, stage: int, bundles: Bundles, *, between: Iterator[Action]
+) -> Iterator[Action]:
+    """The updates of a host; `between` is what the device does while the last of them runs."""
+    gradients = [_copy(Kind.OFFLOAD, run, "gradients", stage, bundles) for run in runs]
+    parameters = [_copy(Kind.RELOAD, run, "parameters", stage, bundles) for run in runs]
+    steps = [_step(run, plan, stage) for run in runs]
+    yield from gradients
+    for number, (offload, step) in enumerate(zip(gradients, steps, strict=True)):
+        yield offload.join
+        yield step
+        yield from (steps[number - 1].join, parameters[number - 1]) if number else ()
+    yield from between
+    yield from (steps[-1].join, parameters[-1]) if runs else ()
+    yield from (reload.join for reload in parameters)
+
+
+def _step(run: _Run, plan: Plan, stage: int) -> Action:
+    """The update of a run, without layers where it is the whole stage."""
+    whole = (run.start, run.stop) == (plan.stages[stage].start, plan.stages[stage].stop)
+    place = run.decision.place if run.decision is not None and run.decision.what is What.UPDATE else None
+    return Action(Kind.STEP, stage, layers=None if whole else (run.start, run.stop), place=place)
+
+
+def _copy(kind: Kind, run: _Run, state: StateKind, stage: int, bundles: Bundles) -> Action:
+    assert run.decision is not None
+    subject = named(of_layers(run.start, run.stop, state), bundles)
+    return Action(kind, stage, subject=subject, place=run.decision.place)
+
+
+def runs_of(plan: Plan, stage: int) -> list[_Run]:
+    """The layers of a stage, divided into runs that are updated one after the other.
+
+    Raises:
+        UsageError: two decisions are about the optimizer of one layer, or a state is moved that cannot be.
+    """
+    place, at, runs, edges = plan.stages[stage], plan.stages[stage].start, list[_Run](), state_edges(plan, stage)
+    for start, stop, decision in sorted(_decided(plan, stage), key=lambda run: run.start):
+        if start < at:
+            raise UsageError(f"{decision}: the optimizer state of layer {start} is moved already")
+        runs += _free(at, start, edges)
+        runs.append(_Run(start, stop, decision))
+        at = stop
+    return [*runs, *_free(at, place.stop, edges)]
+
+
+def _free(start: int, stop: int, edges: Sequence[int]) -> Iterator[_Run]:
+    """Layers whose optimizer state stays, divided where parameters or gradients that move begin and end."""
+    cuts = [start, *(edge for edge in edges if start < edge < stop), stop]
+    yield from (_Run(one, other, None) for one, other in pairwise(cuts) if one < other)
+
+
+def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
+    """The decisions about the optimizer of a stage's layers.
+
+    Raises:
+        UsageError: a decision is about versions of weights, which the schedule does not have.
+    """
+    for decision in (d for d in plan.decisions if d.stage == stage and isinstance(d.subject, State)):
+        subject = decision.subject
+        assert isinstance(subject, State)
+        if subject.kind == "versions":
+            raise UsageError(
+                f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to pipedream "
+                "and pipedream-2bw"
+            )
+        if subject.kind == "optimizer":
+            yield _Run(subject.start, subject.stop, decision)

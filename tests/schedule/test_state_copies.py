@@ -1,0 +1,158 @@
+"""Parameters and gradients that are away while nothing uses them, drawn by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipefit.decisions import Decision, Run, State, StateKind, What
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.schedule import lower, lower_evaluation
+from pipefit.sharing import SharedParameter
+from pipelines import chain_profile, equal_profile, make_layer, make_plan
+
+HOST = parse_place("host")
+
+
+def move(kind: StateKind, start: int, stop: int, **when: int) -> Decision:
+    """A decision to move a state of some layers of the only stage."""
+    subject = State(start=start, stop=stop, kind=kind)
+    return Decision(stage=0, subject=subject, what=What.OFFLOAD, place=HOST, **when)
+
+
+def one_stage(*decisions: Decision, layers: int = 3, microbatches: int = 2, clip_norm: float | None = None) -> Plan:
+    """Layers on one device under GPipe."""
+    plan = make_plan(equal_profile(layers), [layers], microbatches=microbatches, schedule="gpipe", decisions=decisions)
+    return replace(plan, training=replace(plan.training, clip_norm=clip_norm))
+
+
+def words(plan: Plan, *, update: bool = True) -> str:
+    """What the device does, in short: `in` and `out` for a RELOAD and an OFFLOAD with their joins behind them at once,
+    and without stage, place and loads.
+    """
+    text = " ".join(
+        word for word in str(lower(plan, update=update)).splitlines()[0].split()[2:] if "LOAD" not in word[:5]
+    )
+    for state in ("parameters", "gradients"):
+        text = text.replace(f".{state}]@host", "]")
+    found = " ".join(word.removeprefix("0") for word in text.split())
+    for layer in range(9):
+        found = found.replace(f"RELOAD[{layer}] WAIT_RELOAD[{layer}]", f"in[{layer}]")
+        found = found.replace(f"OFFLOAD[{layer}] WAIT_OFFLOAD[{layer}]", f"out[{layer}]")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("decisions", "drawn"),
+    [
+        (
+            [move("parameters", 1, 2)],
+            (
+                "F0[0:1] in[1] F0[1:2] out[1] F0[2:3] F1[0:1] in[1] F1[1:2] out[1] F1[2:3] "
+                "B0[2:3] in[1] B0[1:2] out[1] B0[0:1] B1[2:3] in[1] B1[1:2] out[1] B1[0:1] "
+                "STEP[0:1] in[1] STEP[1:2] OFFLOAD[1] STEP[2:3] WAIT_OFFLOAD[1]"
+            ),
+        ),
+        (
+            [move("parameters", 2, 3, ahead=1)],
+            (
+                "RELOAD[2] F0[0:2] WAIT_RELOAD[2] F0[2:3] F1[0:2] F1[2:3] B0[2:3] B0[0:2] B1[2:3] out[2] B1[0:2] "
+                "RELOAD[2] STEP[0:2] WAIT_RELOAD[2] STEP[2:3] out[2]"
+            ),
+        ),
+        (
+            [move("gradients", 1, 2)],
+            (
+                "F0[0:1] F0[1:2] F0[2:3] F1[0:1] F1[1:2] F1[2:3] "
+                "B0[2:3] B0[1:2] OFFLOAD[1] B0[0:1] WAIT_OFFLOAD[1] B1[2:3] in[1] B1[1:2] OFFLOAD[1] B1[0:1] "
+                "WAIT_OFFLOAD[1] STEP[0:1] in[1] STEP[1:2] STEP[2:3]"
+            ),
+        ),
+        (
+            [move("gradients", 1, 2, behind=0, ahead=1)],
+            (
+                "F0[0:1] F0[1:2] F0[2:3] F1[0:1] F1[1:2] F1[2:3] "
+                "B0[2:3] B0[1:2] out[1] B0[0:1] RELOAD[1] B1[2:3] WAIT_RELOAD[1] B1[1:2] out[1] B1[0:1] "
+                "RELOAD[1] STEP[0:1] WAIT_RELOAD[1] STEP[1:2] STEP[2:3]"
+            ),
+        ),
+    ],
+    ids=["parameters", "parameters ahead", "gradients", "gradients at once"],
+)
+def test_a_state_is_there_where_it_is_used(decisions: list[Decision], drawn: str) -> None:
+    """Forwards and backwards are cut at its edges; between two uses it is away if something is computed meanwhile."""
+    assert words(one_stage(*decisions)) == drawn
+
+
+def test_gradients_are_all_back_before_the_stages_agree() -> None:
+    """Clipping takes the norm of all of them, and they stay until the update. Those of layer 1 would only have left
+    when they are needed, so they stay all the time.
+    """
+    found = words(one_stage(move("gradients", 1, 2), move("gradients", 2, 3), microbatches=1, clip_norm=1.0))
+    assert found.endswith(
+        "B0[2:3] OFFLOAD[2] B0[1:2] WAIT_OFFLOAD[2] B0[0:1] in[2] AGREE WAIT_AGREE STEP[0:1] STEP[1:2] STEP[2:3]"
+    )
+
+
+def test_without_an_update_gradients_stay_for_the_next_batch() -> None:
+    """They are back on the device behind the last backward of their layers."""
+    found = words(one_stage(move("gradients", 1, 2)), update=False)
+    assert found.endswith("B1[2:3] in[1] B1[1:2] B1[0:1]")
+
+
+def test_what_is_recomputed_needs_its_parameters_again() -> None:
+    """They come in for the first forward, and stay from the second one to the backward."""
+    again = Decision(stage=0, subject=Run(start=1, stop=2), what=What.RECOMPUTE)
+    found = words(one_stage(again, move("parameters", 1, 2), microbatches=1))
+    assert found == (
+        "F0[0:1] in[1] N0[1:2] out[1] F0[2:3] B0[2:3] in[1] R0[1:2] B0[1:2] out[1] B0[0:1] "
+        "STEP[0:1] in[1] STEP[1:2] OFFLOAD[1] STEP[2:3] WAIT_OFFLOAD[1]"
+    )
+
+
+def test_an_evaluation_has_all_parameters() -> None:
+    """They come in before its first forward and are freed behind its last one; gradients are none."""
+    plan = one_stage(move("parameters", 0, 2), move("parameters", 2, 3), move("gradients", 0, 3))
+    text = str(lower_evaluation(plan, microbatches=1)).splitlines()[0]
+    assert text == (
+        "device 0: 0RELOAD#0@host 0RELOAD[2.parameters]@host 0WAIT_RELOAD#0@host 0WAIT_RELOAD[2.parameters]@host "
+        "0LOAD0 0N0 0OFFLOAD#0@host 0OFFLOAD[2.parameters]@host 0WAIT_OFFLOAD#0@host 0WAIT_OFFLOAD[2.parameters]@host"
+    )
+
+
+UPDATE = Decision(stage=0, subject=State(start=0, stop=2, kind="optimizer"), what=What.UPDATE, place=HOST)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "message"),
+    [
+        (
+            [move("parameters", 0, 2), move("parameters", 1, 3)],
+            "parameters of layers 1 to 2 to host: the parameters of layer 1 are moved already",
+        ),
+        ([move("gradients", 1, 3), UPDATE], "gradients of layers 1 to 2 to host: the plan says `stage 0: update"),
+        (
+            [Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE), move("gradients", 1, 3)],
+            "recompute layers 0 to 2: a state that is moved begins or ends at layer 1, within this run",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(decisions: list[Decision], message: str) -> None:
+    """The decision is named, and what it contradicts."""
+    with pytest.raises(UsageError, match=message):
+        lower(one_stage(*decisions))
+
+
+@pytest.mark.parametrize("gradient_bytes", [0, 4])
+def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) -> None:
+    """A parameter that a layer outside the run uses too, trained or frozen, is named."""
+    profile = chain_profile([make_layer() for _ in range(3)])
+    shared = SharedParameter(name="tied", users=(0, 2), nbytes=4, gradient_bytes=gradient_bytes, state_bytes=0)
+    measured = replace(profile.measurements[0], shared=(shared,))
+    plan = make_plan(replace(profile, measurements=(measured,)), [3], decisions=(move("parameters", 0, 1),))
+    with pytest.raises(UsageError, match=r"0, 2.*share.* 'tied'|'tied' is shared by layers 0, 2: move those of all"):
+        lower(plan)
+    lower(replace(plan, decisions=(move("parameters", 0, 3),)))
