@@ -106,7 +106,7 @@ class Cluster:
         members = (*map(Member.device, range(len(devices))), Member.host(0))
         name = "emulated:" + "+".join(f"{count}x{_short(nbytes)}" for count, nbytes in groups)
         shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
-        host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)))
+        host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10)
         return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
 
     @property

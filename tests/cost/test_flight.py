@@ -75,7 +75,7 @@ def test_gradients_are_born_in_the_first_backward_only() -> None:
     first, later = effects(chain(), 0, 1, text, is_first=True), effects(chain(), 0, 1, text)
     assert first["0RECV_B0"].after_bytes == 20
     assert first["0B0"].after_bytes == 7 - 20
-    assert first["0B0"].after == (7, 0, 0, 0, -20)
+    assert first["0B0"].after == (7, 0, 0, 0, -20, 0)
     assert later["0B0"].after_bytes == -20
 
 
@@ -92,7 +92,7 @@ def test_a_forward_that_keeps_its_inputs_alone_holds_them() -> None:
     found = effects(chain(), 1, 2, f"{RECEIVED} 0LOAD0 0N0 0R0 0B0")
     assert found["0N0"][:2] == (40 + 4, 0)
     assert found["0R0"].after_bytes == 40 - 3
-    assert found["0B0"].after[2:] == (-20 - 40, 0, 20)  # activations go, the gradient of the input travels
+    assert found["0B0"].after[2:] == (-20 - 40, 0, 20, 0)  # activations go, the gradient of the input travels
 
 
 def test_a_second_forward_works_on_copies_of_the_buffers() -> None:

@@ -79,12 +79,13 @@ def test_categories_say_what_the_bytes_are_for() -> None:
 @given(
     st.integers(0, 100),
     *(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50)),
+    st.integers(-50, 50),
 )
 def test_an_effect_splits_its_peak_without_remainder(
-    above: int, gradients: int, optimizer: int, activations: int, versions: int, boundary: int
+    above: int, gradients: int, optimizer: int, activations: int, versions: int, boundary: int, parameters: int
 ) -> None:
     """Categories add up to the peak; none has lost more than the action consumes; temporary is never negative."""
-    changes = (gradients, optimizer, activations, versions, boundary)
+    changes = (gradients, optimizer, activations, versions, boundary, parameters)
     found = effect(
         peak_bytes=sum(changes) + above,
         gradients=gradients,
@@ -92,10 +93,11 @@ def test_an_effect_splits_its_peak_without_remainder(
         activations=activations,
         versions=versions,
         boundary=boundary,
+        parameters=parameters,
     )
     assert sum(found.at_peak) == found.peak_bytes == max(0, sum(changes) + above)
     assert found.after == changes
-    assert found.at_peak[5] >= 0
+    assert found.at_peak[6] >= 0
     assert all(min(0, change) <= there <= max(0, change) for there, change in zip(found.at_peak, changes, strict=False))
 
 
@@ -206,10 +208,7 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
         ("0LOAD0 0F0 0B0 0B0", "out of order"),
         ("0LOAD0 0F0 0STEP", "0STEP has no gradients"),
         ("0LOAD0 0F0[0:1] 0F0[1:2] 0B0[1:2] 0STEP", "0STEP has no gradients"),
-        (
-            "0LOAD0 0F0 0B0 0STEP0",
-            "asynchronous or updates a part of a stage, which is not supported by the simulator yet",
-        ),
+        ("0LOAD0 0F0 0B0 0STEP0", "0STEP0 has a number, but this program is updated once, at its end"),
         ("0LOAD0 0N0 0B0 0STEP", "needs 0R0 before it"),
         ("0LOAD0 0F0 0R0", "nothing to recompute"),
         ("0LOAD0 0N0 0R0 0R0", "nothing to recompute"),
@@ -218,7 +217,8 @@ CUT = "0LOAD0 0LOAD1 0F0[0:1] 0F0[1:2] 0F1[0:1] 0F1[1:2]"  # two microbatches in
         ("0LOAD0 0F0 0I0 0W0", "0I0 can be written down, but neither simulated nor run yet"),
         ("0LOAD0 0F0{0:1}", r"0F0\{0:1\} can be written down, but neither simulated nor run yet"),
         ("0GATHER_F0 0WAIT_GATHER_F0", "0GATHER_F0 can be written down, but neither simulated nor run yet"),
-        ("0LOAD0 0F0 0B0 0STEP[0:1]", "updates a part of a stage"),
+        ("0LOAD0 0F0 0B0 0STEP[0:1] 0STEP", r"0STEP has no gradients"),
+        ("0LOAD0 0F0 0B0 0STEP[0:3]", r"0STEP\[0:3\] is outside its stage, which holds layers 0 to 1"),
         ("0LOAD-1", "0LOAD-1 needs the number of a microbatch, 0 to 1"),
         ("0LOAD2", "0LOAD2 needs the number of a microbatch, 0 to 1"),
         ("0LOAD", "needs the number of a microbatch"),

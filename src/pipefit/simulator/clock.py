@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, POST, TimedProgram
+from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, POST, STREAMS, TimedProgram
 
 
 class Clock:
@@ -32,9 +32,9 @@ class Clock:
         self._missing = program.ends * steps
         self._waiting: dict[int, list[int]] = {}
         self._wire_free = [0.0] * program.wires
-        self._stream_free = [0.0] * (2 * devices)
-        self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(2 * devices)]
-        self._stream_waits = [False] * (2 * devices)  # its first copy is in the heap
+        self._stream_free = [0.0] * (STREAMS * devices)
+        self._stream_queues: list[deque[tuple[float, int]]] = [deque() for _ in range(STREAMS * devices)]
+        self._stream_waits = [False] * (STREAMS * devices)  # its first copy is in the heap
         self._heap: list[tuple[float, int]] = []  # when a transfer is ready; its number breaks ties
         self.after: list[list[float]] = [[] for _ in program.devices]
         self.begins = [0.0] * (self._count * steps)

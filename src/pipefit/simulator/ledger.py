@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from pipefit.actions import COLLECTIVE, COPIES, FORWARDS, Action, Kind, Subject
+from pipefit.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
 from pipefit.cost.effects import Effect, effect, freeing_versions
 from pipefit.cost.residency import Residency
 from pipefit.cost.stage import StageCost
+from pipefit.cost.states import Away, StageStates, state_moves
 from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import Program
@@ -36,7 +37,11 @@ class Ledger:
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
         self._complete: set[int] = set()  # stages all of whose layers have gradients
-        self._stepped: set[int] = set()  # stages with optimizer state
+        self._stepped: set[int] = set()  # layers with optimizer state
+        moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
+        self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
+        self._watched = {number for number, states in self._states.items() if states.watches}
+        self._moving = bool(moves.homes)
         self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
 
     def read(self, actions: tuple[Action, ...]) -> Effects:
@@ -46,7 +51,7 @@ class Ledger:
             UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
-        complete, counted = self._complete, _OF_VERSIONS if self._versions else _NONE
+        complete, counted, watched = self._complete, _OF_VERSIONS if self._versions else _NONE, self._watched
         self.placed = placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
@@ -54,7 +59,7 @@ class Ledger:
                 placed.append(action)
             flight = stage, microbatch
             residency = flights.get(flight)
-            usual = kind is not Kind.BACKWARD or stage in complete
+            usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in watched
             if residency is not None and usual and kind not in counted:  # its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
@@ -77,14 +82,23 @@ class Ledger:
 
         Whatever else is left of a step is an effect on the next one, so that this has to be read.
         """
-        if self._flights or self._born or self._program.endless:
+        if self._flights or self._born or self._program.endless or self._moving:
             return self.read(actions)
         return [
-            (position, self._stages[actions[position].stage].rest.later_update)
-            if actions[position].kind is Kind.STEP
-            else (position, effect)
+            (position, self._later_update(actions[position]) if actions[position].kind is Kind.STEP else effect)
             for position, effect in before
         ]
+
+    def _later_update(self, action: Action) -> Effect:
+        """The effect of an update that is not the first one."""
+        stage = self._stages[action.stage]
+        return stage.rest.update(*(action.layers or (stage.start, stage.stop)), first=False)
+
+    @property
+    def away(self) -> Away:
+        """What exists before the first step, but not on the device."""
+        found = [states.away for states in self._states.values()]
+        return Away(sum(away.parameters for away in found), sum(away.optimizer for away in found))
 
     @property
     def state(self) -> object:
@@ -100,20 +114,26 @@ class Ledger:
             versions.shift(count)
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
-        """The effect of an action on a microbatch or a stage; a collective has none."""
-        if action.kind is Kind.STEP:
-            return self._update(action, stage)
+        """The effect of an action; a collective has none."""
+        if action.kind is Kind.STEP or action.moves_state:
+            return self._of_state(action, stage)
         if action.kind is Kind.STASH:
             return self._stash(action)
         if action.kind in COLLECTIVE:
             self._collect(action, stage)
             return None
+        return self._of_microbatch(action, stage)
+
+    def _of_microbatch(self, action: Action, stage: StageCost) -> Effect | None:
+        """The effect of an action on a microbatch."""
         last, earlier = self._program.microbatches - 1, action.microbatch is not None and action.microbatch < 0
         if action.microbatch is None or action.microbatch > last or (earlier and not self._program.endless):
             self._refuse(f"{action} needs the number of a microbatch, 0 to {last}")
         key = action.stage, action.microbatch
         residency = self._flights.get(key, stage.flights.start)
         try:
+            if action.stage in self._watched and action.kind in COMPUTE:
+                self._states[action.stage].check_pass(action, action.layers or (stage.start, stage.stop))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
@@ -203,25 +223,64 @@ class Ledger:
             self._refuse(f"{action} can be written down, but neither simulated nor run yet")
         if not action.wait and not self._born >= stage.layers:
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
+        try:
+            for number, states in self._states.items():
+                states.check_here(action, (self._stages[number].start, self._stages[number].stop), ("gradients",))
+        except UsageError as error:
+            self._refuse(str(error))
 
-    def _update(self, action: Action, stage: StageCost) -> Effect:
-        if action.layers is not None or (action.microbatch is not None and not self._program.endless):
-            self._refuse(
-                f"{action} is asynchronous or updates a part of a stage, which is not supported by the simulator yet: "
-                "write it as a stage and STEP"
-            )
+    def _of_state(self, action: Action, stage: StageCost) -> Effect | None:
+        """An update, or a copy of state."""
+        try:
+            if action.kind is Kind.STEP:
+                return self._update(action, stage)
+            return self._states[action.stage].move(action, born=self._born, stepped=self._stepped)
+        except UsageError as error:
+            self._refuse(str(error))
+
+    def _update(self, action: Action, stage: StageCost) -> Effect | None:
+        """An update of a stage or of a run of its layers, here or at a place.
+
+        Raises:
+            UsageError: it is not for this schedule, or what it needs does not exist.
+        """
+        if action.microbatch is not None and not self._program.endless:
+            raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
         if action.stage in self._versions:
             try:
                 self._versions[action.stage].check_update()
             except UsageError as error:
-                self._refuse(f"{action} {error}: a STASH must come before it")
-        if not self._born >= stage.layers:
-            self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
-        self._born -= stage.layers
+                raise UsageError(f"{action} {error}: a STASH must come before it") from error
+        start, stop = layers = action.layers or (stage.start, stage.stop)
+        if not stage.start <= start < stop <= stage.stop:
+            raise UsageError(f"{action} is outside its stage, which holds layers {stage.start} to {stage.stop - 1}")
+        if action.place is not None:
+            self._update_elsewhere(action, layers)
+            return None
+        self._states[action.stage].update(action, layers)
+        self._use_gradients(action, layers)
+        return stage.rest.update(start, stop, first=self._is_first_update(action, layers))
+
+    def _update_elsewhere(self, action: Action, layers: tuple[int, int]) -> None:
+        """An update at a place begins there, or has ended; nothing changes here."""
+        self._states[action.stage].update_elsewhere(action, layers)
+        if not action.wait:
+            self._use_gradients(action, layers)
+
+    def _use_gradients(self, action: Action, layers: tuple[int, int]) -> None:
+        """An update uses the gradients of these layers up."""
+        if not self._born.issuperset(range(*layers)):
+            raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
+        self._born.difference_update(range(*layers))
         self._complete.discard(action.stage)
-        first = action.stage not in self._stepped
-        self._stepped.add(action.stage)
-        return stage.rest.first_update if first else stage.rest.later_update
+
+    def _is_first_update(self, action: Action, layers: tuple[int, int]) -> bool:
+        """Whether this update creates the optimizer state of these layers."""
+        before = self._stepped.intersection(range(*layers))
+        if 0 < len(before) < layers[1] - layers[0]:
+            raise UsageError(f"{action} is the first update for some of its layers only: cut all updates alike")
+        self._stepped.update(range(*layers))
+        return not before
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(f"device {self._device}: {reason}")

@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pipefit.actions import Action
 from pipefit.cost.stage import Costs
+from pipefit.cost.states import Away
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
@@ -42,6 +44,16 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     return Simulation(plan, program=program, steps=steps).trace()
+
+
+class _Reading(NamedTuple):
+    """What a device's ledger tells: the effects of the steps that differ, the actions of the last that name a place,
+    and what is away before the first step.
+    """
+
+    effects: list[Effects]
+    placed: list[Action]
+    away: Away
 
 
 class Simulation:
@@ -108,7 +120,7 @@ class Simulation:
     @cached_property
     def effects(self) -> list[list[Effects]]:
         """The memory effects of every device: those of every step that differs, the last for any later one."""
-        return [effects for effects, _ in self._readings]
+        return [reading.effects for reading in self._readings]
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:
@@ -118,7 +130,7 @@ class Simulation:
 
     def _placed(self, device: int) -> list[Action]:
         """The actions of a device that name a place, in all steps that differ, however many are simulated."""
-        placed = self._readings[device][1]  # the ledger comes first: it refuses what moves nothing that is known
+        placed = self._readings[device].placed  # the ledger comes first: it refuses what moves nothing that is known
         if not self.program.endless:
             return placed
         return [action for program in self._programs for action in program.actions[device] if action.place is not None]
@@ -146,14 +158,14 @@ class Simulation:
         return range(len(self.program.actions))
 
     @cached_property
-    def _readings(self) -> list[tuple[list[Effects], list[Action]]]:
-        """Of every device: the effects of the steps that differ, and its actions that name a place."""
+    def _readings(self) -> list[_Reading]:
+        """What the ledger of every device tells."""
         return [self._read(device) for device in self._devices]
 
-    def _read(self, device: int) -> tuple[list[Effects], list[Action]]:
+    def _read(self, device: int) -> _Reading:
         stages = {n: costs for n, costs in enumerate(self._stages) if device in self.program.placement[n]}
         ledger = Ledger(device, stages, self.program)
-        found: list[Effects] = []
+        found, away = list[Effects](), ledger.away
         before: object = None
         for step in range(min(self.steps, self._distinct)):
             before = ledger.state if self.program.endless else None
@@ -161,7 +173,7 @@ class Simulation:
             found.append(ledger.read_again(actions, found[-1]) if found else ledger.read(actions))
         settled = not self.program.endless or self.steps < self._distinct
         assert settled or before == ledger.state, "the last step that differs leaves what it found"
-        return found, ledger.placed
+        return _Reading(found, ledger.placed, away)
 
     # ---------------------------------------------------------------- steps on the clock
 
@@ -197,7 +209,8 @@ class Simulation:
     def _at_rest(self, device: int) -> Levels:
         placement = self.program.placement
         lent = lent_bytes(self.arenas, Member.device(device))
-        return at_rest((costs.rest for n, costs in enumerate(self._stages) if device in placement[n]), lent)
+        rests = (costs.rest for n, costs in enumerate(self._stages) if device in placement[n])
+        return at_rest(rests, lent, self._readings[device].away)
 
     def _peak(self, device: int) -> int:
         changes = self._changes(device, min(self.steps, self._distinct))  # later ones repeat the last

@@ -2,7 +2,8 @@
 
 A wire is a number, that of one direction of a link. A transfer has one part for each member of its place, with seconds
 and wires of its own. The copies of a device run in two streams, one outward and one inward, each in the order in which
-they were issued; messages have no stream and wait for their wires alone.
+they were issued; messages have no stream and wait for their wires alone. What a host updates for a device is a third
+stream, and the memory of the host is the wire on which the updates of several devices wait for each other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import NamedTuple
 from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Bundle, Kind, Subject
 from pipefit.cluster import Cluster
 from pipefit.cost.stage import StageCost
+from pipefit.cost.states import unchanged
 from pipefit.cost.storages import gradient_bytes
 from pipefit.errors import UsageError
 from pipefit.places import Member, Place
 from pipefit.program import Program
 
 NOTHING, COMPUTE, POST, COPY, JOIN = range(5)
+STREAMS = 3  # of every device: copies outward, copies inward, updates at a place
 
 Parts = tuple[tuple[float, tuple[int, ...]], ...]  # seconds and wires
 
@@ -49,7 +52,8 @@ class TimedProgram:
         self._message_parts: dict[tuple[Kind, int], Parts] = {}
         self._copy_parts: dict[tuple[int, bool, int, Place | None], Parts] = {}
         self.parts: list[Parts] = []
-        # The stream of every transfer: of a copy 2 * device outward and 2 * device + 1 inward, -1 of all others
+        # The stream of every transfer: of a copy STREAMS * device outward and one more inward, of an update at a place
+        # two more, -1 of all others
         self.streams: list[int] = []
         self.ends: list[int] = []  # how many devices must start it before it is ready
         self.devices = [self._read(device, actions) for device, actions in enumerate(program.actions)]
@@ -63,7 +67,8 @@ class TimedProgram:
         """The actions of one device, with their seconds and transfers."""
         codes, seconds, transfers = timed = TimedActions([], [], [])
         started: dict[tuple[object, ...], int] = {}
-        for action in actions:
+        copying_nothing = unchanged(self._program, actions)
+        for position, action in enumerate(actions):
             kind, code, duration, transfer = action.kind, NOTHING, 0.0, -1
             if kind is Kind.STASH and action.wait:
                 pass
@@ -72,8 +77,11 @@ class TimedProgram:
             elif kind in MESSAGES or kind in COLLECTIVE:
                 code, transfer = POST, self._message(action) if kind in MESSAGES else self._collective(action)
                 started[action[:-1]] = transfer
-            elif kind in COPIES:
-                code, transfer = COPY, self._copy(device, action)
+            elif position in copying_nothing:
+                code, transfer = POST, self._add((), ends=1)
+                started[action[:-1]] = transfer
+            elif action.in_background and kind is not Kind.STASH:
+                code, transfer = COPY, self._copy(device, action) if kind in COPIES else self._update(device, action)
                 started[action[:-1]] = transfer
             elif kind is not Kind.LOAD:
                 code, duration = COMPUTE, self._stages[action.stage].seconds(action)
@@ -141,7 +149,16 @@ class TimedProgram:
         parts = self._copy_parts.get(key)
         if parts is None:
             parts = self._copy_parts[key] = self._new_copy_parts(*key)
-        return self._add(parts, ends=1, stream=2 * device + (not outward))
+        return self._add(parts, ends=1, stream=STREAMS * device + (not outward))
+
+    def _update(self, device: int, action: Action) -> int:
+        """The number of an update that a host makes for this device, on the wire that is the host's memory."""
+        assert action.place is not None, "only updates at a place run in the background"
+        host = (action.place.members[0].number, self._cluster.devices[device].host)
+        number = next(one for one in host if one is not None)
+        seconds = self._stages[action.stage].host_update_seconds(action, self._cluster.hosts[number])
+        wire = self._wires.setdefault(f"memory of host {number}", len(self._wires))
+        return self._add(((seconds, (wire,)),), ends=1, stream=STREAMS * device + 2)
 
     def _new_copy_parts(self, device: int, outward: bool, nbytes: int, place: Place | None) -> Parts:
         assert place is not None, "the ledger refuses copies without a place"
