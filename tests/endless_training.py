@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
@@ -129,10 +130,10 @@ def trained(
     losses: dict[tuple[int, int], float] = {}
     update, loss = StageRunner.step, StageRunner._loss
 
-    def watched(stage: StageRunner) -> None:
+    def watched(stage: StageRunner, action: Action) -> None:
         own = {id(p): p for p in stage.parameters if p.grad is not None}
         gradients[stage.start].append([p.grad.clone() for p in own.values()])
-        update(stage)
+        update(stage, action)
 
     def noted(stage: StageRunner, flight: Any, values: Any, targets: Any) -> Any:
         found = loss(stage, flight, values, targets)

@@ -16,6 +16,7 @@ from torch import nn
 from gallery import MODELS
 from gallery.model import Model
 from gallery.plain import Draws, Step
+from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.capture.model import build_chain
 from pipefit.plans import Plan
@@ -115,12 +116,12 @@ def train(found: Prepared, plan: Plan) -> Run:
     for batch in found.batches(plan):
         seen: dict[str, np.ndarray] = {}
 
-        def watched(runner: StageRunner, seen: dict[str, np.ndarray] = seen) -> None:
+        def watched(runner: StageRunner, action: Action, seen: dict[str, np.ndarray] = seen) -> None:
             for layer in runner.layers:
                 for local, parameter in layer.module.named_parameters():
                     if parameter.grad is not None:
                         seen[names[layer.originals[local]]] = parameter.grad.numpy().copy()
-            update(runner)
+            update(runner, action)
 
         with mock.patch.object(StageRunner, "step", watched):
             trainer.step(batch)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import gallery
 from gallery import CHAINS
+from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -123,9 +124,9 @@ def planned(task: Task, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Numbers:
     trainer, gradients = Trainer(task, plan, seed=SEED), []
     update = StageRunner.step
 
-    def watched(runner: StageRunner) -> None:
+    def watched(runner: StageRunner, action: Action) -> None:
         seen[runner.start] = [p.grad.clone() for p in runner.parameters if p.grad is not None]
-        update(runner)
+        update(runner, action)
 
     monkeypatch.setattr(StageRunner, "step", watched)
     losses = []

@@ -11,6 +11,8 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
+from pipefit.cost.rest import StageRest
+from pipefit.cost.states import StateMoves, state_moves
 from pipefit.cost.storages import StageStorages
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
@@ -21,6 +23,7 @@ from pipefit.runtime.lending import Lending
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.states import StateMover
 from pipefit.runtime.transport import Transport
 
 
@@ -96,14 +99,31 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
     )
 
 
+def _state_mover(moves: StateMoves, plan: Plan, storages: StageStorages, mover: Mover) -> StateMover | None:
+    """What moves the state of a stage; None where none is moved."""
+    rest = StageRest(storages, plan.training.microbatches)
+    return StateMover(moves, rest, mover, plan.cluster.devices[mover.number].host) if moves.homes else None
+
+
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
     """The runner of the device with these stages, whose layers are moved to `device`."""
     plan, chain = site.plan, site.chain.measured(site.plan.measurement)
     own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
     agreement = _agreement(site, stages) if plan.training.agrees else None
+    number = plan.stages[stages[0]].device
+    described = {stage: StageStorages.of(plan, stage) for stage in stages}
+    mover = Mover(
+        number,
+        plan.cluster,
+        described,
+        borrowed=site.lending.borrowed_by(number),
+        copier=site.lending.copier(device),
+        resized=meter.resized if meter is not None else lambda storage: None,
+    )
+    moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
     runners = {}
-    for stage in stages:
-        place, storages = plan.stages[stage], StageStorages.of(plan, stage)
+    for stage, storages in described.items():
+        place = plan.stages[stage]
         layers = chain.layers[place.start : place.stop]
         move([layer.module for layer in layers], device)
         runners[stage] = StageRunner(
@@ -115,19 +135,11 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
             microbatches=plan.training.microbatches,
             agreement=agreement,
             rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
+            states=_state_mover(moves.of_stage(stage), plan, storages, mover),
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,
         )
-    number = plan.stages[stages[0]].device
-    mover = Mover(
-        number,
-        plan.cluster,
-        {stage: runner.storages for stage, runner in runners.items()},
-        borrowed=site.lending.borrowed_by(number),
-        copier=site.lending.copier(device),
-        resized=meter.resized if meter is not None else lambda storage: None,
-    )
     return DeviceRunner(
         plan,
         site.program,

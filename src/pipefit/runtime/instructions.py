@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.actions import COMPUTE, COPIES, Action, Kind
+from pipefit.actions import COMPUTE, COPIES, UPDATES, Action, Kind
 from pipefit.trace import Category, Stream
 
 Instructions = tuple[tuple[Action, str, Stream], ...]
 
-OWN_JOINS = COPIES | {Kind.STASH}  # joins of what no other device takes part in
+OWN_JOINS = COPIES | UPDATES  # joins of what no other device takes part in
 LEFT = {  # by kind, the category of what an action allocates and does not free; boundary buffers for all others
     Kind.FORWARD: Category.ACTIVATIONS,
     Kind.RECOMPUTE: Category.ACTIVATIONS,
@@ -25,7 +25,7 @@ def instructions(actions: Sequence[Action]) -> Instructions:
 
 
 def _stream(action: Action) -> Stream:
-    if action.kind in COPIES:
+    if action.kind in COPIES or (action.kind is Kind.STEP and action.place is not None):
         return Stream.COPY
     own = action.kind in COMPUTE or action.kind in (Kind.LOAD, Kind.STASH)
     return Stream.COMPUTE if own else Stream.COMMUNICATION

@@ -51,6 +51,13 @@ class Borrowed:
         assert free, f"the arena of {lender} has no slot of {nbytes} bytes left: arenas are counted by the program"
         return free.pop()
 
+    def keep(self, lender: Member, nbytes: int) -> Slot:
+        """A slot that is in use for the whole run, which `free_all` leaves alone."""
+        slot = self.take(lender, nbytes)
+        if nbytes:
+            self._all[lender, nbytes].remove(slot)
+        return slot
+
     def give_back(self, lender: Member, slot: Slot) -> None:
         """The slot is free again."""
         if slot.nbytes:

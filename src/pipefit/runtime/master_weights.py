@@ -62,35 +62,40 @@ class MasterWeights:
         return self.optimizer.state
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the copies and round them into the parameters. A parameter without a gradient is left alone."""
-        every = self.optimizer.param_groups
+    def step(self, part: Optimizer | None = None) -> None:
+        """Update the copies and round them into the parameters. A parameter without a gradient is left alone.
+
+        With a `part` of the optimizer, which has some of its groups, only those layers are updated.
+        """
+        stepper = part or self.optimizer
+        every = stepper.param_groups
         try:
-            for parameters, groups in zip(self._layers, self._groups_of_layers(), strict=True):
-                self.optimizer.param_groups = groups
-                self._update([parameter for parameter in parameters if parameter.grad is not None])
+            for parameters, groups in zip(self._layers, self._groups_of_layers(stepper), strict=True):
+                stepper.param_groups = groups
+                if groups:
+                    self._update(stepper, [parameter for parameter in parameters if parameter.grad is not None])
         finally:
-            self.optimizer.param_groups = every
+            stepper.param_groups = every
 
     def zero_grad(self) -> None:
         """Free the gradients of the parameters."""
         for parameter in self.copies:
             parameter.grad = None
 
-    def _groups_of_layers(self) -> list[list[Group]]:
+    def _groups_of_layers(self, stepper: Optimizer) -> list[list[Group]]:
         """For every layer the optimizer's groups that have parameters of it."""
         found: list[list[Group]] = [[] for _ in self._layers]
-        for group in self.optimizer.param_groups:
+        for group in stepper.param_groups:
             for layer in dict.fromkeys(self._layer_of[copy] for copy in group["params"]):
                 found[layer].append(group)
         return found
 
-    def _update(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _update(self, stepper: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """One layer: gradients in float32, the optimizer's step, and the copies rounded into the parameters."""
         try:
             for parameter in parameters:
                 self.copies[parameter].grad = self._gradient(parameter)
-            self.optimizer.step()
+            stepper.step()
             for parameter in parameters:
                 parameter.copy_(self.copies[parameter])
         finally:

@@ -132,7 +132,7 @@ class Mover:
         resized: Callable[[torch.UntypedStorage], None],
     ) -> None:
         self.number, self.cluster, self.stages = number, cluster, stages
-        self.borrowed, self.copier, self._resized = borrowed, copier, resized
+        self.borrowed, self.copier, self.resized = borrowed, copier, resized
         self._program: Program | None = None
         self._wanted: dict[tuple[int, int | None], dict[int, set[int | str]]] = {}
 
@@ -142,7 +142,7 @@ class Mover:
             return
         self._program, self._wanted = program, {}
         for action in program.actions[self.number]:
-            if action.kind is Kind.OFFLOAD and not action.wait:
+            if action.kind is Kind.OFFLOAD and not action.wait and not action.moves_state:
                 if action.place is None:
                     raise UsageError(f"{action} does not say where: write @host, or @device3 for a peer")
                 wanted = self._wanted.setdefault((action.stage, action.microbatch), defaultdict(set))
@@ -179,7 +179,7 @@ class Mover:
         storages = self._storages(action, luggage, smaller=smaller)
         table = BlockTable.of(action, [nbytes for _, nbytes in storages], self._slots(action))
         taken = [(member, self.borrowed.take(member, nbytes)) for member, nbytes in table.blocks]
-        copy = self._copy(storages, taken, outward=True)
+        copy = self.copy(storages, taken, outward=True)
         luggage.moves[_subject(action)] = Move(table, [ref(storage) for storage, _ in storages], taken, copy)
         luggage.away |= self._weights_of(action)
 
@@ -194,7 +194,7 @@ class Mover:
                     f"{action} frees what is still read or sent: it belongs behind the last use and its WAIT"
                 )
             storage.resize_(0)
-            self._resized(storage)
+            self.resized(storage)
         move.table = move.table.now(Whereabouts.AWAY)
 
     def _reload(self, action: Action, luggage: Luggage) -> None:
@@ -206,8 +206,8 @@ class Mover:
         storages = self._present(action, move)
         for storage, nbytes in storages:
             storage.resize_(nbytes)
-            self._resized(storage)
-        move.copy = self._copy(storages, move.slots, outward=False)
+            self.resized(storage)
+        move.copy = self.copy(storages, move.slots, outward=False)
         move.table = move.table.now(Whereabouts.RETURNING)
 
     def _reloaded(self, action: Action, luggage: Luggage) -> None:
@@ -320,14 +320,18 @@ class Mover:
         nbytes = sum(map(stage.nbytes, self._moved(action)))
         return slots(action.place, nbytes, self.cluster.devices[self.number].host)
 
-    def _copy(
+    def copy(
         self,
         storages: Sequence[tuple[torch.UntypedStorage, int]],
         there: Sequence[tuple[Member, Slot]],
         *,
         outward: bool,
+        paced: bool = True,
     ) -> Any:
-        """Start copying between storages and slots, one after the other as if each were one row of bytes."""
+        """Start copying between storages and slots, one after the other as if each were one row of bytes.
+
+        Unless it is `paced`, no link is reckoned with.
+        """
         here = Member.device(self.number)
         parts = [
             Part(storages[tensor][0], offset, there[block][1], within, nbytes)
@@ -339,8 +343,12 @@ class Mover:
             (*((here, member) if outward else (member, here)), sum(part.nbytes for part in parts if part.slot is slot))
             for member, slot in there
         )
-        paced = self.cluster.backend == "emulated"
+        paced = paced and self.cluster.backend == "emulated"
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
+
+    def join(self, copy: Any) -> None:
+        """Return when a copy is complete."""
+        self.copier.join(copy)
 
 
 def _subject(action: Action) -> Subject | Bundle:

@@ -121,9 +121,9 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
 
 def _movers(plan: Plan, program: Program) -> frozenset[int]:
     """The layers that save or return something which is moved away."""
-    offloads = (action for actions in program.actions for action in actions if action.kind is Kind.OFFLOAD)
-    found: set[int] = set()
-    for stage, subjects in {(action.stage, program.moved(action)) for action in offloads}:
+    copies = [action for actions in program.actions for action in actions if action.kind in COPIES]
+    found = {subject.layer for action in copies if action.moves_state for subject in program.moved(action)}
+    for stage, subjects in {(a.stage, program.moved(a)) for a in copies if not a.moves_state}:
         storages = StageStorages.of(plan, stage)
         moved = {storages.storage(subject) for subject in subjects}
         found |= {

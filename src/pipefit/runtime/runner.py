@@ -28,7 +28,7 @@ from pipefit.runtime.specializations import Specialization, boundaries
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import Transport
-from pipefit.runtime.weights import Weights
+from pipefit.runtime.weights import Weights, required
 from pipefit.trace import Category, DeviceTrace, Event, Stream
 
 Microbatch = list[Tensor]
@@ -121,7 +121,7 @@ class DeviceRunner:
             if self.on_action is not None:
                 self.on_action(number)
             action = shifted(relative, before) if before else relative
-            if action.wait and action.kind not in OWN_JOINS:
+            if action.wait and action.kind not in OWN_JOINS:  # another device takes part
                 while not self.transfers.ready(action):
                     yield
             self._timed(action, text, stream)
@@ -153,10 +153,10 @@ class DeviceRunner:
         self._flights.clear()
         self._before, self._specializations = 0, {}
         self._inputs = self._targets = ()
+        self.mover.abandon()  # first: what is being copied must not be freed
         for stage in self.stages.values():
             stage.abandon()
         self.transfers.abandon()
-        self.mover.abandon()
         if self.meter is not None:
             self.meter.forget_graphs()
 
@@ -192,6 +192,7 @@ class DeviceRunner:
         Raises:
             UsageError: the runtime cannot execute this action yet.
         """
+        self.stages[action.stage].check_here(action)
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or action.part is not None:
             raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
@@ -238,9 +239,12 @@ class DeviceRunner:
     def _peer(self, action: Action) -> int:
         return self.program.placement[action.neighbour][0]
 
-    # ---------------------------------------------------------------- moving saved tensors
+    # ---------------------------------------------------------------- moving saved tensors and state
 
     def _copy(self, action: Action) -> None:
+        if action.moves_state:
+            self.stages[action.stage].move(action)
+            return
         flight = self._flight(action)
         smaller = flight.boundaries[0] != self.usual.boundaries[0]
         readers = (*flight.values, *flight.targets, *self.transfers.tensors)
@@ -328,7 +332,7 @@ class DeviceRunner:
         stage = self.stages[action.stage]
         if action.microbatch is not None:
             self._versions(action)
-        stage.step()
+        stage.step(action)
         self._tag(stage.optimizer_state(), Category.OPTIMIZER)
 
     def _stash(self, action: Action) -> None:
@@ -341,18 +345,8 @@ class DeviceRunner:
         self._versions(action).adopt()
 
     def _versions(self, action: Action) -> Weights:
-        """The versions of weights of an action's stage.
-
-        Raises:
-            UsageError: the plan's schedule has none.
-        """
-        weights = self.stages[action.stage].weights
-        if weights is None:
-            raise UsageError(
-                f"{action} belongs to a schedule without end, and the plan's is {self.plan.training.schedule}: lower "
-                "the plan again"
-            )
-        return weights
+        """The versions of weights of an action's stage."""
+        return required(self.stages[action.stage].weights, action, self.plan.training.schedule)
 
     # ---------------------------------------------------------------- meter and messages
 
@@ -386,6 +380,7 @@ _JOINS: Mapping[Kind, _Handler] = (
     {
         Kind.REDUCE: DeviceRunner._reduced,
         Kind.AGREE: DeviceRunner._agreed,
+        Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stashed,
     }
     | dict.fromkeys(COPIES, DeviceRunner._copy)

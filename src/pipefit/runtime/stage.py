@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipefit.actions import Action
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
@@ -25,9 +26,9 @@ from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
-from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
-from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
+from pipefit.runtime.states import NEEDS_STATE, StateMover
+from pipefit.runtime.updates import Updates, own_parameters
 from pipefit.runtime.weights import Weights
 
 
@@ -44,6 +45,7 @@ class StageRunner:
         agreement: what the stages agree on before an update; None if they need not agree.
         rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
             because it is not updated with microbatches in flight.
+        states: moves the stage's state away and back; None where none is moved.
         seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
@@ -59,6 +61,7 @@ class StageRunner:
         microbatches: int,
         agreement: Agreement | None,
         rooms: Sequence[int] | None = None,
+        states: StateMover | None = None,
         device: torch.device,
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
@@ -68,12 +71,15 @@ class StageRunner:
         self.device, self.seed, self.agreement = device, seed, agreement
         self.batch_number = 0  # training batches so far; random draws depend on it
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
-        groups = parameter_groups(layers, task.groups)
-        self.optimizer = make_optimizer(task, groups, agreement) if groups else None
-        self.scheduler = make_scheduler(task, self.optimizer)
+        own = own_parameters(layers)
+        elsewhere = {} if states is None else states.copies(own, self.start)
+        self.updates = Updates(task, layers, self.start, agreement, elsewhere)
+        self.optimizer, self.states = self.updates.optimizer, states
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self.weights = None if rooms is None else self._versions(rooms)
         self._graph_dropped = graph_dropped
+        if states is not None:
+            states.put_away(self.updates)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def _versions(self, rooms: Sequence[int]) -> Weights:
@@ -299,23 +305,47 @@ class StageRunner:
 
     # ---------------------------------------------------------------- the step's end
 
-    def step(self) -> None:
-        """One optimizer step, unless the stages agreed to skip it; the gradients are freed.
+    def step(self, action: Action) -> None:
+        """An update of all layers or of a run of them, unless the stages agreed to skip it; the gradients are freed.
 
         Raises:
-            UsageError: microbatches in flight need the weights that it would change.
+            UsageError: microbatches in flight need the weights that it would change, or what it needs is not here.
         """
+        layers = action.layers or (self.start, self.stop)
+        if action.place is not None:
+            self._moving(action).update_elsewhere(action, layers, self.updates)
+            return
         if self.weights is not None:
             self.weights.check_update()
-        skipped = self.agreement is not None and self.agreement.overflow
-        if self.optimizer is not None:
-            if not skipped:
-                self.optimizer.step()
-            self.optimizer.zero_grad()
+        if self.states is not None:
+            self.states.update(action, layers)
+        self.updates.step(layers)
         if self.weights is not None:
             self.weights.updated()
-        if self.scheduler is not None and not skipped:
-            self.scheduler.step()
+
+    def check_here(self, action: Action) -> None:
+        """Check that the parameters and gradients that an action needs are on the device.
+
+        Raises:
+            UsageError: some are away.
+        """
+        if self.states is not None and action.kind in NEEDS_STATE and action.place is None:
+            self.states.check_here(action, action.layers or (self.start, self.stop))
+
+    def move(self, action: Action) -> None:
+        """An OFFLOAD or RELOAD of the stage's state, or the join of one."""
+        self._moving(action).carry_out(action, self.updates)
+
+    def _moving(self, action: Action) -> StateMover:
+        if self.states is None:
+            raise UsageError(f"{action} moves state, which the plan of this run does not: lower the plan again")
+        return self.states
+
+    @contextmanager
+    def state_here(self) -> Iterator[None]:
+        """Inside, all of the stage's state is on its device, to be looked at or changed."""
+        with nullcontext() if self.states is None else self.states.all_here(self.updates):
+            yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -335,13 +365,18 @@ class StageRunner:
             parameter.grad = None
         if self.weights is not None:
             self.weights.forget()
+        if self.states is not None:
+            self.states.abandon(self.updates)
+        else:
+            self.updates.abandon()
 
     def optimizer_state(self) -> list[Tensor]:
-        """Every tensor the optimizer keeps, master weights included."""
-        if self.optimizer is None:
-            return []
-        kept = [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
-        return [*copies_of(self.optimizer).values(), *kept]
+        """Every tensor that the optimizer keeps on the device, master weights included."""
+        return self.updates.state_here()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor of the stage's state, or a copy of it if its memory is away."""
+        return tensor if self.states is None else self.states.read(tensor)
 
 
 @contextmanager

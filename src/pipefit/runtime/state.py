@@ -37,7 +37,7 @@ class StageState:
 
     @staticmethod
     def of(stages: Sequence[StageRunner]) -> StageState:
-        """The state of these stages; the tensors are not copied.
+        """The state of these stages. Tensors are not copied, unless they are away.
 
         Raises:
             UsageError: a layer has something in its state dict that is no tensor; names it.
@@ -48,16 +48,16 @@ class StageState:
         numbers: dict[str, dict[str, Any]] = {}
         for stage in stages:
             known = stage.optimizer.state if stage.optimizer is not None else {}
-            copies = copies_of(stage.optimizer)
+            float32, read = set(copies_of(stage.optimizer).values()), stage.read
             for layer in stage.layers:
                 for local, tensor in layer.module.state_dict(keep_vars=True).items():
                     _check(layer, local, tensor)
-                    name, trained = layer.originals[local], copies.get(tensor, tensor)
-                    tensors[name] = tensor.detach()
-                    if tensor in copies:
-                        masters[name] = trained.detach()
+                    name, trained = layer.originals[local], stage.updates.worked_on(tensor)
+                    tensors[name] = read(tensor.detach())
+                    if trained in float32:
+                        masters[name] = read(trained.detach())
                     if trained in known:
-                        kept[name] = {k: v for k, v in known[trained].items() if isinstance(v, Tensor)}
+                        kept[name] = {k: read(v) for k, v in known[trained].items() if isinstance(v, Tensor)}
                         numbers[name] = {k: v for k, v in known[trained].items() if not isinstance(v, Tensor)}
         return StageState(tensors, kept, masters, numbers)
 
@@ -72,21 +72,25 @@ class StageState:
         """
         values = {**self.tensors, **self.master_weights}
         for stage in stages:
-            copies = copies_of(stage.optimizer)
-            for layer in stage.layers:
-                for local, tensor in layer.module.state_dict(keep_vars=True).items():
-                    name, trained = layer.originals[local], copies.get(tensor, tensor)
-                    _copy(values, name, tensor)
-                    if tensor in copies:
-                        _copy(values, name, trained)
-                    kept = self.optimizer.get(name)
-                    if kept is not None and stage.optimizer is not None:
-                        stage.optimizer.state[trained] = {
-                            **{key: _like(value, trained) for key, value in kept.items()},
-                            **copy.deepcopy(dict(self.numbers.get(name, {}))),
-                        }
-                    elif replace and stage.optimizer is not None:
-                        stage.optimizer.state.pop(trained, None)
+            with stage.state_here():
+                self._load(values, stage, replace=replace)
+
+    def _load(self, values: Mapping[str, Tensor], stage: StageRunner, *, replace: bool) -> None:
+        """Load this state into a stage, all of which is on its device."""
+        for layer in stage.layers:
+            for local, tensor in layer.module.state_dict(keep_vars=True).items():
+                name, trained = layer.originals[local], stage.updates.worked_on(tensor)
+                _copy(values, name, tensor)
+                if trained is not tensor:
+                    _copy(values, name, trained)
+                kept = self.optimizer.get(name)
+                if kept is not None and stage.optimizer is not None:
+                    stage.optimizer.state[trained] = {
+                        **{key: _like(value, trained) for key, value in kept.items()},
+                        **copy.deepcopy(dict(self.numbers.get(name, {}))),
+                    }
+                elif replace and stage.optimizer is not None:
+                    stage.optimizer.state.pop(trained, None)
 
 
 def _check(layer: ChainLayer, local: str, kept: object) -> None:

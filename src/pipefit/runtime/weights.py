@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from pipefit.actions import Action
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import storage_key
 from pipefit.errors import UsageError
@@ -196,6 +197,19 @@ class Weights:
                     f"parameters {other} and {name} lie in the same memory, which versions of weights would take "
                     "apart: give each memory of its own, or use schedule 1f1b"
                 )
+
+
+def required(weights: Weights | None, action: Action, schedule: str) -> Weights:
+    """The versions of weights that an action is about, in a plan of a schedule.
+
+    Raises:
+        UsageError: the schedule has none.
+    """
+    if weights is None:
+        raise UsageError(
+            f"{action} belongs to a schedule without end, and the plan's is {schedule}: lower the plan again"
+        )
+    return weights
 
 
 def _trained(layer: ChainLayer) -> Iterator[nn.Parameter]:

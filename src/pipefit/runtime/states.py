@@ -1,0 +1,336 @@
+"""State of a stage that is moved away and back, by what `pipefit.cost.states` says: storages and their homes.
+
+A home is memory at a place, of its own for the whole run. What is away has storages without memory, as saved tensors
+that are away have (`pipefit.runtime.moving`): all who hold the tensors, optimizers and graphs, see them again when they
+are back. Parameters that are updated at a place stay on the device; their copies there, which the optimizer works on,
+are tensors over the memory of their home, and so are the gradients that arrive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.actions import Action, Kind, Subject
+from pipefit.cost.rest import StageRest
+from pipefit.cost.states import Condition, Home, Kept, Layers, StateMoves, home_of
+from pipefit.errors import UsageError
+from pipefit.places import Member
+from pipefit.runtime.copying import Slot
+from pipefit.runtime.moving import Mover
+from pipefit.runtime.updates import Updates
+from pipefit.schedule.arenas import slots
+
+Storages = list[tuple[torch.UntypedStorage, int]]
+NEEDS_STATE = {  # by kind of action, the states that it needs on the device
+    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE), ("parameters",)),
+    Kind.BACKWARD: ("parameters", "gradients"),
+    **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
+    Kind.STEP: ("parameters", "gradients", "optimizer"),
+}
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a home keeps, its slots there, and where it is now; the storages are known while they are not in use."""
+
+    kept: Kept
+    slots: Sequence[tuple[Member, Slot]]
+    planned: int  # bytes
+    condition: Condition = Condition.HERE
+    storages: Storages = field(default_factory=list)
+    copy: Any = None
+    changed: bool = True  # since it was last at its home
+
+
+class StateMover:
+    """Carries out the OFFLOADs and RELOADs of one stage's state.
+
+    Args:
+        mover: of the device; it has the slots, and copies.
+    """
+
+    def __init__(self, moves: StateMoves, rest: StageRest, mover: Mover, host: int) -> None:
+        self._moves, self._mover = moves, mover
+        self._contents: dict[Home, _Content] = {}
+        for home, kept in moves.homes.items():
+            planned = sum(rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
+            taken = [(member, mover.borrowed.keep(member, n)) for member, n in slots(home.place, planned, host)]
+            self._contents[home] = _Content(kept, taken, planned)
+        self._started: dict[Layers, Any] = {}
+        self._layouts: dict[Layers, dict[nn.Parameter, Tensor]] = {}
+
+    # ---------------------------------------------------------------- before training, and around what looks at state
+
+    def copies(self, own: Sequence[Sequence[nn.Parameter]], start: int) -> dict[nn.Parameter, nn.Parameter | None]:
+        """The copies of the parameters that are updated at a place, over the memory of their home.
+
+        `own` are the parameters of every layer from `start` on. Each copy has the bytes of its parameter; in a dry run
+        it is None.
+        """
+        found: dict[nn.Parameter, nn.Parameter | None] = {}
+        for home, content in self._contents.items():
+            if content.kept.kind == "parameters" and self._moves.updated_elsewhere(content.kept.layers):
+                first, end = content.kept.layers
+                parameters = [parameter for of_layer in own[first - start : end - start] for parameter in of_layer]
+                self._write(home, parameters)
+                for parameter, copy in zip(parameters, self._views(content, parameters), strict=True):
+                    found[parameter] = None if copy is None else nn.Parameter(copy, parameter.requires_grad)
+        return found
+
+    def put_away(self, updates: Updates) -> None:
+        """Give homes what exists of optimizer state and parameters; what is away between steps leaves the device."""
+        for home, content in self._contents.items():
+            if content.kept.kind != "gradients":
+                self._write(home, self._tensors(content.kept, updates))
+            if self._moves.begins_away(content.kept):
+                self._free(content)
+                content.condition = Condition.AWAY
+
+    @contextmanager
+    def all_here(self, updates: Updates) -> Iterator[None]:
+        """Inside, everything is on the device, outside of its account; afterwards all is where it was."""
+        for content in self._contents.values():
+            if content.condition is Condition.AWAY:
+                for storage, nbytes in content.storages:
+                    storage.resize_(nbytes)
+                self._copy_at_once(content, outward=False)
+                content.condition, content.storages = Condition.HERE, []
+        try:
+            yield
+        finally:
+            self.put_away(updates)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor of the state, or a copy of it if its memory is away."""
+        storage = tensor.untyped_storage()
+        for content in self._contents.values():
+            place = next((n for n, (one, _) in enumerate(content.storages) if one._cdata == storage._cdata), None)
+            if place is not None and content.condition is Condition.AWAY:
+                copies = [torch.empty(nbytes, dtype=torch.uint8).untyped_storage() for _, nbytes in content.storages]
+                pairs = [(copy, nbytes) for copy, (_, nbytes) in zip(copies, content.storages, strict=True)]
+                self._mover.join(self._mover.copy(pairs, content.slots, outward=False, paced=False))
+                found = torch.empty(0, dtype=tensor.dtype)
+                return found.set_(copies[place], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return tensor
+
+    # ---------------------------------------------------------------- actions
+
+    def carry_out(self, action: Action, updates: Updates) -> None:
+        """Carry out an OFFLOAD, a RELOAD or the join of one.
+
+        Raises:
+            UsageError: the action does not fit what has been done with the state, or the state is not as planned.
+        """
+        home = home_of(action)
+        content = self._contents.get(home)
+        if content is None:
+            raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
+        match action.kind, action.wait:
+            case Kind.OFFLOAD, False:
+                self._expect(action, content, Condition.HERE)
+                self._gather(action, content, updates)
+                content.copy = None
+                if content.changed or content.kept.kind != "parameters":
+                    content.copy = self._mover.copy(content.storages, content.slots, outward=True)
+                content.condition = Condition.LEAVING
+            case Kind.OFFLOAD, True:
+                self._expect(action, content, Condition.LEAVING)
+                if content.copy is not None:
+                    self._mover.join(content.copy)
+                self._leave(content, updates)
+                content.condition, content.changed = Condition.AWAY, False
+            case Kind.RELOAD, False:
+                self._reload(action, content, updates)
+            case _:
+                self._expect(action, content, Condition.RETURNING)
+                self._mover.join(content.copy)
+                content.condition, content.storages = Condition.HERE, []
+
+    def _expect(self, action: Action, content: _Content, *expected: Condition) -> None:
+        if content.condition not in expected:
+            raise UsageError(f"{action} moves {content.kept}, which is {content.condition}")
+
+    def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
+        """Find the storages of a state, each once, and check that they are as it was planned."""
+        kept = content.kept
+        content.storages = storages_of(self._tensors(kept, updates), f"{action} cannot move {kept}")
+        nbytes = sum(nbytes for _, nbytes in content.storages)
+        if nbytes > content.planned or (nbytes != content.planned and updates.is_whole(kept)):
+            why = "it is not kept in tensors of the optimizer's state, or it changes its size"
+            raise UsageError(
+                f"{action}: {kept} takes {nbytes} bytes, but by the plan {content.planned}: "
+                f"{why if kept.kind == 'optimizer' else 'several tensors share their memory, or it changes its size'}; "
+                "leave it where it is, or profile and plan it again"
+            )
+
+    def _tensors(self, kept: Kept, updates: Updates) -> list[Tensor]:
+        if kept.kind == "optimizer":
+            return updates.state(kept.layers)
+        parameters = updates.parameters(kept.layers)
+        if kept.kind == "parameters":
+            return [*parameters]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def _leave(self, content: _Content, updates: Updates) -> None:
+        """A state has arrived at its home: its memory on the device is freed.
+
+        Gradients for an update there are dropped, and seen at their home instead.
+        """
+        layers = content.kept.layers
+        if content.kept.kind == "gradients" and self._moves.updated_elsewhere(layers):
+            own = [parameter for parameter in updates.parameters(layers) if parameter.grad is not None]
+            views = self._views(content, [p.grad for p in own if p.grad is not None])
+            self._layouts[layers] = {p: view for p, view in zip(own, views, strict=True) if view is not None}
+            content.storages = []
+            for parameter in own:
+                parameter.grad = None
+        else:
+            self._free(content)
+
+    def _reload(self, action: Action, content: _Content, updates: Updates) -> None:
+        """Give a state memory, unless it has kept it, and start copying back."""
+        self._expect(action, content, Condition.AWAY, Condition.STALE)
+        if content.condition is Condition.STALE:
+            content.storages = storages_of(self._tensors(content.kept, updates), str(action))
+        for storage, nbytes in content.storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+                self._mover.resized(storage)
+        content.copy = self._mover.copy(content.storages, content.slots, outward=False)
+        content.condition = Condition.RETURNING
+
+    # ---------------------------------------------------------------- updates
+
+    def check_here(self, action: Action, layers: Layers) -> None:
+        """Refuse an action that needs what is not on the device.
+
+        Raises:
+            UsageError: a state of these layers is away; says what has to come before the action.
+        """
+        needed = NEEDS_STATE[action.kind]
+        for home, content in self._contents.items():
+            start, stop = content.kept.layers
+            apart = content.kept.kind not in needed or start >= layers[1] or layers[0] >= stop
+            if not apart and content.condition is not Condition.HERE:
+                reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place, wait=True)
+                raise UsageError(
+                    f"{action} needs {content.kept}, which is {content.condition}: {reload} must come before it"
+                )
+
+    def update(self, action: Action, layers: Layers) -> None:
+        """These layers are updated on the device.
+
+        Raises:
+            UsageError: another place updates some of them.
+        """
+        if self._moves.updated_elsewhere(layers):
+            raise UsageError(f"{action} updates layers that another place updates in this program")
+        for content in self._contents.values():
+            start, stop = content.kept.layers
+            content.changed |= start < layers[1] and layers[0] < stop
+
+    def update_elsewhere(self, action: Action, layers: Layers, updates: Updates) -> None:
+        """Begin an update at a place, or join it.
+
+        Raises:
+            UsageError: the gradients are not there.
+        """
+        gradients, parameters = (self._content(Kept(kind, layers), action) for kind in ("gradients", "parameters"))
+        if action.wait:
+            updates.end_elsewhere(layers, self._started.pop(layers))
+            gradients.condition, parameters.condition = Condition.HERE, Condition.STALE
+            return
+        self._expect(action, gradients, Condition.AWAY)
+        self._expect(action, parameters, Condition.HERE)
+        self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers))
+        gradients.condition = parameters.condition = Condition.UPDATING
+
+    def _content(self, kept: Kept, action: Action) -> _Content:
+        for home, content in self._contents.items():
+            if content.kept == kept and home.place == action.place:
+                return content
+        raise UsageError(f"{action} needs {kept} at {action.place}, which this program does not move there")
+
+    # ---------------------------------------------------------------- after a failed step
+
+    def abandon(self, updates: Updates) -> None:
+        """All is at rest again after a step has failed: what was away for the step is away, and gradients are gone."""
+        updates.abandon()
+        self._started.clear()
+        self._layouts.clear()
+        for home, content in self._contents.items():
+            condition = content.condition
+            if self._moves.begins_away(content.kept):
+                if condition in (Condition.HERE, Condition.LEAVING):
+                    self._write(home, self._tensors(content.kept, updates))
+                self._free(content)
+                content.condition = Condition.AWAY
+            elif content.kept.kind == "parameters" and condition is not Condition.HERE:
+                content.storages = storages_of(updates.parameters(content.kept.layers), "")
+                self._copy_at_once(content, outward=False)
+                content.condition, content.storages = Condition.HERE, []
+            else:
+                content.condition, content.storages = Condition.HERE, []
+
+    # ---------------------------------------------------------------- bytes
+
+    def _write(self, home: Home, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors to their home, in no time of a link."""
+        content = self._contents[home]
+        content.storages = storages_of(tensors, f"the plan moves {content.kept}")
+        if sum(nbytes for _, nbytes in content.storages) > content.planned:
+            raise UsageError(
+                f"{content.kept} takes more than the {content.planned} bytes of the plan: profile and plan it again"
+            )
+        self._copy_at_once(content, outward=True)
+        content.changed = False
+
+    def _copy_at_once(self, content: _Content, *, outward: bool) -> None:
+        self._mover.join(self._mover.copy(content.storages, content.slots, outward=outward, paced=False))
+
+    def _free(self, content: _Content) -> None:
+        for storage, _ in content.storages:
+            storage.resize_(0)
+            self._mover.resized(storage)
+
+    def _views(self, content: _Content, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Tensors like these over the memory of a home on one host; None where it has no memory, as in a dry run."""
+        places, at = dict[int, tuple[int, int]](), 0
+        for storage, nbytes in storages_of(tensors, ""):
+            places[storage._cdata] = at, nbytes
+            at += nbytes
+        return [_view(content.slots[0][1], *places[t.untyped_storage()._cdata], t) for t in tensors]
+
+
+def storages_of(tensors: Sequence[Tensor], refusal: str) -> Storages:
+    """The storages of tensors with their bytes, each once.
+
+    Raises:
+        UsageError: the memory of one belongs to something else than torch.
+    """
+    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not storage.resizable():
+            raise UsageError(
+                f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; leave it "
+                "where it is"
+            )
+        found.setdefault(storage._cdata, (storage, storage.nbytes()))
+    return list(found.values())
+
+
+def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
+    """A tensor like another one, over the memory of a slot in which the other one's storage begins at byte `at`."""
+    if not slot.address or not nbytes:
+        return None if not slot.address and nbytes else torch.empty_like(like)
+    memory = (ctypes.c_char * nbytes).from_address(slot.address + at)
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=nbytes // like.element_size())
+    return flat.as_strided(like.shape, like.stride(), like.storage_offset())

@@ -1,0 +1,186 @@
+"""The updates of a stage: of all its layers at once, or of a run of them after the other, here or at a place.
+
+An update at a place runs on a thread beside the device. The optimizer works there on copies of the parameters, and on
+gradients that have been sent; of the stage's own parameters it knows nothing. Its operations are those of an update on
+the device, on tensors of the same shapes, so that the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.task import Task
+from pipefit.cost.states import Kept, Layers
+from pipefit.runtime.agreement import Agreement
+from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
+from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.runtime.parts import step_part
+
+Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
+
+
+class Updates:
+    """The optimizer of a stage that begins at layer `start`, and its scheduler.
+
+    Args:
+        agreement: what the stages agree on before an update; None if they need not agree.
+        elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which updates only
+            what is on the device.
+    """
+
+    def __init__(
+        self, task: Task, layers: Sequence[ChainLayer], start: int, agreement: Agreement | None, elsewhere: Elsewhere
+    ) -> None:
+        self._start, self._stop, self._agreement = start, start + len(layers), agreement
+        self._elsewhere, self._own = elsewhere, own_parameters(layers)
+        groups = parameter_groups(layers, task.groups)
+        if elsewhere:
+            groups = _with_copies(groups, elsewhere)
+        self.optimizer = make_optimizer(task, groups, agreement) if groups else None
+        self.scheduler = make_scheduler(task, self.optimizer)
+        self._updated: set[int] = set()  # layers, in this step
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+
+    def parameters(self, layers: Layers) -> list[nn.Parameter]:
+        """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
+        return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
+
+    def worked_on(self, parameter: Tensor) -> Tensor:
+        """What the optimizer works on for a parameter: itself, its copy at a place, or the float32 copy of these."""
+        copy = self._elsewhere.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        found = parameter if copy is None else copy
+        return copies_of(self.optimizer).get(found, found)
+
+    def state_here(self) -> list[Tensor]:
+        """All of the optimizer's tensors but those of parameters that are updated at a place."""
+        if self.optimizer is None:
+            return []
+        copies = copies_of(self.optimizer)
+        there = {id(self.worked_on(parameter)) for parameter in self._elsewhere}
+        states = (state for key, state in self.optimizer.state.items() if id(key) not in there)
+        kept = [item for state in states for item in state.values() if isinstance(item, Tensor)]
+        return [*(copy for copy in copies.values() if id(copy) not in there), *kept]
+
+    def state(self, layers: Layers) -> list[Tensor]:
+        """The optimizer's tensors for these layers, float32 copies included."""
+        known, copies = self.optimizer.state if self.optimizer else {}, copies_of(self.optimizer)
+        found: list[Tensor] = []
+        for parameter in self.parameters(layers):
+            trained = self.worked_on(parameter)
+            found += [copy for copy in (copies.get(parameter),) if copy is not None]
+            kept = known[trained].values() if trained in known else ()
+            found += [item for item in kept if isinstance(item, Tensor)]
+        return found
+
+    def is_whole(self, kept: Kept) -> bool:
+        """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
+        if kept.kind == "parameters":
+            return True
+        trained = [p for p in self.parameters(kept.layers) if p.requires_grad]
+        if kept.kind == "gradients":
+            return all(p.grad is not None for p in trained)
+        known = self.optimizer.state if self.optimizer else {}
+        return all(self.worked_on(p) in known for p in trained)
+
+    # ---------------------------------------------------------------- updates
+
+    def step(self, layers: Layers) -> None:
+        """Update these layers on the device, unless the stages agreed to skip it; their gradients are freed."""
+        parameters = [parameter for parameter in self.parameters(layers) if parameter.requires_grad]
+        if self.optimizer is not None and parameters and not self._skipped:
+            if layers == (self._start, self._stop):
+                self.optimizer.step()
+            else:
+                step_part(self.optimizer, parameters, self._others(parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        self._end(layers)
+
+    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters on the device that are in an update of other layers."""
+        left_out = {*map(id, parameters), *map(id, self._elsewhere)}
+        return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
+
+    def start_elsewhere(self, layers: Layers, gradients: Mapping[nn.Parameter, Tensor]) -> Future[None] | None:
+        """Begin to update these layers at their place, with the `gradients` there; None where nothing is to be done."""
+        copies = [copy for p in self.parameters(layers) if p.requires_grad and (copy := self._elsewhere[p]) is not None]
+        if self.optimizer is None or not copies or self._skipped:
+            return None
+        for parameter, gradient in gradients.items():
+            copy = self._elsewhere[parameter]
+            assert copy is not None
+            copy.grad = gradient
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
+        started = self._thread.submit(self._step_elsewhere, copies)
+        self._under_way.append(started)
+        return started
+
+    def _step_elsewhere(self, copies: Sequence[nn.Parameter]) -> None:
+        assert self.optimizer is not None
+        try:
+            left_out = set(map(id, copies))
+            others = [copy for copy in self._elsewhere.values() if copy is not None and id(copy) not in left_out]
+            step_part(self.optimizer, copies, others)
+        finally:
+            for copy in copies:
+                copy.grad = None
+
+    def end_elsewhere(self, layers: Layers, started: Future[None] | None) -> None:
+        """Return when an update at a place has ended."""
+        if started is not None:
+            started.result()
+            self._under_way.remove(started)
+        self._end(layers)
+
+    def abandon(self) -> None:
+        """Nothing is being updated any more, after a step has failed."""
+        for started in self._under_way:
+            started.exception()
+        self._under_way.clear()
+        self._updated.clear()
+
+    @property
+    def _skipped(self) -> bool:
+        return self._agreement is not None and self._agreement.overflow
+
+    def _end(self, layers: Layers) -> None:
+        """These layers are done; behind the last ones of the stage, the rates of the next step are set."""
+        self._updated.update(range(*layers))
+        if len(self._updated) < self._stop - self._start:
+            return
+        self._updated.clear()
+        if self.scheduler is not None and not self._skipped:
+            self.scheduler.step()
+
+
+def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:
+    """The parameters of every layer that no layer before it has."""
+    met: set[int] = set()
+    found: list[list[nn.Parameter]] = []
+    for layer in layers:
+        own = [parameter for parameter in layer.module.parameters() if id(parameter) not in met]
+        met.update(map(id, own))
+        found.append(own)
+    return found
+
+
+def _with_copies(groups: Sequence[Sequence[dict[str, object]]], elsewhere: Elsewhere) -> list[list[dict[str, object]]]:
+    """The groups of every layer with copies of those parameters that are updated at a place, where there are any."""
+    found = []
+    for of_layer in groups:
+        changed = []
+        for group in of_layer:
+            parameters = group["params"]
+            assert isinstance(parameters, list)
+            there = [elsewhere.get(parameter, parameter) for parameter in parameters]
+            kept = [parameter for parameter in there if parameter is not None]
+            changed += [{**group, "params": kept}] if kept else []
+        found += [changed] if changed else []
+    return found
