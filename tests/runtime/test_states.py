@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from moving_plans import moving
+from moving_plans import make_chain, moving
 from moving_states import moving_states
 from oracle import measured_peaks
 from pipefit.actions import Action
@@ -28,7 +28,8 @@ from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify
+from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.lending import check_lending
 from pipefit.runtime.state import StageState
 from pipefit.schedule import lower
 from pipefit.schedule.arenas import arenas_of, lent_bytes
@@ -430,3 +431,35 @@ def test_another_host_is_refused() -> None:
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host, host)))
     with pytest.raises(UsageError, match="to host1, which is on another host: only simulated yet"):
         Trainer(task_named("adamw"), replace(plan, decisions=(away(0, 0, 1, What.UPDATE, place="host1"),)))
+
+
+def test_gpus_move_no_state_yet() -> None:
+    """A plan for GPUs that does is refused before anything starts."""
+    plan = one_stage(away(0, 0, 1))
+    plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
+    with pytest.raises(UsageError, match="which GPUs cannot do yet: move saved tensors"):
+        check_lending(plan, lower(plan))
+
+
+def test_workers_move_state_and_update_on_the_host_as_one_process_does() -> None:
+    """Two workers whose state goes to the host and to each other, and which the host updates: losses and every sample
+    are those of one process.
+    """
+    task, still = make_chain(), plan_of(make_chain(), [3, 3], microbatches=2)
+    decisions = (
+        away(0, 0, 1, place="device1*1+host*1", ahead=1),
+        away(0, 2, 3, What.UPDATE),
+        away(0, 0, 1, kind="parameters"),
+        away(1, 5, 6, What.UPDATE),
+        away(1, 3, 5, kind="gradients", place="device0"),
+    )
+    plan = replace(still, decisions=decisions)
+    losses, trace = train(make_chain, plan, steps=3)
+    torch.manual_seed(0)
+    alone = Trainer(task, plan)
+    expected = []
+    for step in range(3):
+        torch.manual_seed(step)
+        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    assert losses == expected
+    assert samples(trace) == samples(alone.trace)

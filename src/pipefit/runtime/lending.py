@@ -169,7 +169,8 @@ def check_lending(plan: Plan, program: Program) -> None:
 
     Raises:
         OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to another host, or to a folder that cannot be used.
+        UsageError: it goes to another host, or to a folder that cannot be used; or it is state, and the plan is for
+            GPUs.
     """
     _checked_here(plan, program)
 
@@ -209,6 +210,11 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
 def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The same, if this machine can make them."""
     arenas = _checked(plan, program)
+    if plan.cluster.backend == "cuda" and any(a.moves_state for actions in program.actions for a in actions):
+        raise UsageError(
+            "the plan moves parameters, gradients or optimizer state, or updates layers on the host, which GPUs cannot "
+            "do yet: move saved tensors, or certify the plan and train on emulated devices"
+        )
     needed, on_disk = 0, Counter[str]()
     for member, shares in room_needed(plan, arenas).items():
         if member.kind is MemberKind.HOST:
