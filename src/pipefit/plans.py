@@ -381,7 +381,7 @@ def _bubble(plan: Plan) -> str:
 def _seconds(plan: Plan) -> str:
     """Whether seconds of layers were measured or estimated, and by what."""
     if not plan.measurement.estimated:
-        moves = len(plan.ranks) > 1 or any(decision.what is What.OFFLOAD for decision in plan.decisions)
+        moves = len(plan.ranks) > 1 or any(decision.place is not None for decision in plan.decisions)
         links = ", those of messages and copies are estimated by the links" if moves else ""
         return f"Seconds of layers were measured on {plan.profile.assumptions.device}{links}."
     used = {device for stage in plan.stages for device in stage.devices}

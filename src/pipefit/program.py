@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipefit.actions import (
+    BACKGROUND,
     MESSAGES,
     SENDS,
     SPLIT_BACKWARD,
@@ -155,7 +156,7 @@ def _check_device(device: int, actions: Iterable[Action], program: Program) -> N
         if action.wait:
             if open_starts.pop(action[:-1], None) is None:
                 raise UsageError(f"device {device}: {action} joins nothing: {action.start} did not start before it")
-        elif action.in_background:
+        elif kind in BACKGROUND or action.in_background:
             if action[:-1] in open_starts:
                 raise UsageError(f"device {device}: {action} starts twice before it is joined")
             open_starts[action[:-1]] = action

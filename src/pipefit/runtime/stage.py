@@ -374,9 +374,9 @@ class StageRunner:
         """Every tensor that the optimizer keeps on the device, master weights included."""
         return self.updates.state_here()
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """A tensor of the stage's state, or a copy of it if its memory is away."""
-        return tensor if self.states is None else self.states.read(tensor)
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """A function of a tensor of the stage's state that gives it, or a copy of it if its memory is away."""
+        return (lambda tensor: tensor) if self.states is None else self.states.reader()
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class StageState:
         numbers: dict[str, dict[str, Any]] = {}
         for stage in stages:
             known = stage.optimizer.state if stage.optimizer is not None else {}
-            float32, read = set(copies_of(stage.optimizer).values()), stage.read
+            float32, read = set(copies_of(stage.optimizer).values()), stage.reader()
             for layer in stage.layers:
                 for local, tensor in layer.module.state_dict(keep_vars=True).items():
                     _check(layer, local, tensor)

@@ -9,7 +9,7 @@ are tensors over the memory of their home, and so are the gradients that arrive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,18 +107,27 @@ class StateMover:
         finally:
             self.put_away(updates)
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """A tensor of the state, or a copy of it if its memory is away."""
-        storage = tensor.untyped_storage()
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """A function of a tensor of the state that gives it, or a copy of it if its memory is away."""
+        copies: dict[int, torch.UntypedStorage] = {}
         for content in self._contents.values():
-            place = next((n for n, (one, _) in enumerate(content.storages) if one._cdata == storage._cdata), None)
-            if place is not None and content.condition is Condition.AWAY:
-                copies = [torch.empty(nbytes, dtype=torch.uint8).untyped_storage() for _, nbytes in content.storages]
-                pairs = [(copy, nbytes) for copy, (_, nbytes) in zip(copies, content.storages, strict=True)]
-                self._mover.join(self._mover.copy(pairs, content.slots, outward=False, paced=False))
-                found = torch.empty(0, dtype=tensor.dtype)
-                return found.set_(copies[place], tensor.storage_offset(), tensor.shape, tensor.stride())
-        return tensor
+            if content.condition is Condition.AWAY:
+                copies |= self._copies_of(content)
+
+        def read(tensor: Tensor) -> Tensor:
+            copy = copies.get(tensor.untyped_storage()._cdata)
+            if copy is None:
+                return tensor
+            found = torch.empty(0, dtype=tensor.dtype)
+            return found.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+        return read
+
+    def _copies_of(self, content: _Content) -> dict[int, torch.UntypedStorage]:
+        """Copies of the storages of a state that is away, by these storages."""
+        pairs = [(torch.empty(n, dtype=torch.uint8).untyped_storage(), n) for _, n in content.storages]
+        self._mover.join(self._mover.copy(pairs, content.slots, outward=False, paced=False))
+        return {one._cdata: copy for (one, _), (copy, _) in zip(content.storages, pairs, strict=True)}
 
     # ---------------------------------------------------------------- actions
 

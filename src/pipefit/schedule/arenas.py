@@ -55,7 +55,7 @@ def arenas(
             assert action.place is not None
             lasting.update(slots_of(action.place, moved_bytes(action), hosts[borrower]))
         for action in actions:
-            if _lasts(action):
+            if action.microbatch is None:
                 continue
             if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
                 continue

@@ -80,7 +80,7 @@ class TimedProgram:
             elif position in copying_nothing:
                 code, transfer = POST, self._add((), ends=1)
                 started[action[:-1]] = transfer
-            elif action.in_background and kind is not Kind.STASH:
+            elif kind in COPIES or (kind is Kind.STEP and action.place is not None):
                 code, transfer = COPY, self._copy(device, action) if kind in COPIES else self._update(device, action)
                 started[action[:-1]] = transfer
             elif kind is not Kind.LOAD:
