@@ -9,7 +9,7 @@ import pytest
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.program import parse_program
-from pipefit.simulator import simulate
+from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category, Trace
 from pipelines import equal_profile, make_cluster, make_plan
 
@@ -76,10 +76,27 @@ def test_parameters_are_on_the_device_where_they_are_brought_in() -> None:
 
 
 def test_gradients_are_away_between_backwards() -> None:
-    """Those of layer 0 are 8 of 16 bytes."""
+    """Those of layer 0 are 8 of 16 bytes. The next backward adds to them, and needs them back."""
     text = f"0LOAD0 0F0 0B0 {out('gradients')}0LOAD1 0F1 {into('gradients')}0B1 0STEP"
+    with pytest.raises(UsageError, match="0B1 needs the gradients of layer 0, which is away"):
+        run(text.replace(into("gradients"), ""), microbatches=2)
     found = levels(run(text, microbatches=2), Category.GRADIENTS)
     assert [found[word] for word in ("0B0", "0F1", "0B1", "0STEP")] == [16, 8, 16, 16]
+
+
+def test_a_home_is_its_own_and_what_a_host_needs_for_an_update_is_set_aside() -> None:
+    """Optimizer state of 16 bytes and a saved tensor of 16 have a slot each, though they are never away at once. An
+    update on the host keeps 8 bytes of gradients, 8 of parameters, and 16 of state with 4 in which it computes.
+    """
+    saved = "0OFFLOAD0[0.0]@host 0WAIT_OFFLOAD0[0.0]@host 0RELOAD0[0.0]@host 0WAIT_RELOAD0[0.0]@host "
+    state = into("optimizer") + "0STEP " + out("optimizer")
+    for text, wanted in (
+        (f"0LOAD0 0F0 {saved}0B0 {state}", {16: 2}),
+        (f"{PASS}{HOST_UPDATE}0STEP[1:2]", {8: 2, 20: 1}),
+    ):
+        plan = make_plan(equal_profile(2, parameter_bytes=8), [2], microbatches=1)
+        program = parse_program(f"device 0: {text}", placement=((0,),), microbatches=1)
+        assert {a.slot_bytes: a.slots for a in Simulation(plan, program=program).arenas} == wanted
 
 
 def test_copies_of_state_take_the_time_of_the_link_and_of_what_has_not_changed_none() -> None:

@@ -211,9 +211,8 @@ class StageStates:
         Raises:
             UsageError: they are not on the device.
         """
-        self.check_here(
-            action, layers, ("parameters", "gradients") if action.kind is Kind.BACKWARD else ("parameters",)
-        )
+        kinds = ("parameters", "gradients") if action.kind is Kind.BACKWARD else ("parameters",)
+        self.check_here(action, layers, kinds)
 
     def update(self, action: Action, layers: Layers) -> None:
         """An update of these layers on the device.
