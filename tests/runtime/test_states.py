@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -240,6 +241,26 @@ def test_a_state_is_loaded_where_it_belongs(decisions: tuple[Decision, ...]) -> 
         losses += [trainer.step(batch) for batch in batches[at : at + 2]]
     assert losses == expected
     assert_same(third.state, whole.state)
+
+
+@EACH
+def test_training_goes_on_from_a_checkpoint_whatever_is_away(decisions: tuple[Decision, ...], tmp_path: Path) -> None:
+    """What is away is saved and loaded as it is anywhere: training goes on under the same plan with the losses, the
+    state and the bytes of one that never stopped, and under a plan that moves nothing with the same losses.
+    """
+    task, plan = task_named("scheduled"), one_stage(*decisions, kind="scheduled")
+    whole, first = Trainer(task, plan), Trainer(task, plan)
+    batches = [batch_of(task, plan, step) for step in range(4)]
+    expected = [whole.step(batch) for batch in batches]
+    assert [first.step(batch) for batch in batches[:2]] == expected[:2]
+    first.save(tmp_path, background=False)
+    for other in (plan, replace(plan, decisions=())):
+        trainer = Trainer(task, other)
+        trainer.load(tmp_path)
+        assert [trainer.step(batch) for batch in batches[2:]] == expected[2:]
+        assert_same(trainer.state, whole.state)
+        if other is plan:
+            assert step_peaks(trainer.trace)[0][-1] == step_peaks(whole.trace)[0][-1]
 
 
 @EACH

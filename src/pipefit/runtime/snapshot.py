@@ -26,7 +26,7 @@ from pipefit.checkpoints.manifest import (
     tensor_key,
 )
 from pipefit.errors import UsageError
-from pipefit.runtime.master_weights import MasterWeights, copies_of
+from pipefit.runtime.master_weights import MasterWeights
 from pipefit.runtime.naming import Names, held_tensors
 from pipefit.runtime.settings import options_of, scalar, state_of
 from pipefit.runtime.stage import StageRunner
@@ -101,10 +101,10 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
     """What a stage's optimizer works on, parameters or their float32 copies, each with the name it is stored under."""
-    copies, found = copies_of(stage.optimizer), dict[Tensor, str]()
+    found = dict[Tensor, str]()
     for layer in stage.layers:
         for local, tensor in layer.module.state_dict(keep_vars=True).items():
-            found[copies.get(tensor, tensor)] = names.stored[layer.originals[local]]
+            found[stage.updates.worked_on(tensor)] = names.stored[layer.originals[local]]
     return found
 
 

@@ -74,7 +74,7 @@ class StageRunner:
         own = own_parameters(layers)
         elsewhere = {} if states is None else states.copies(own, self.start)
         self.updates = Updates(task, layers, self.start, agreement, elsewhere)
-        self.optimizer, self.states = self.updates.optimizer, states
+        self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self.weights = None if rooms is None else self._versions(rooms)
         self._graph_dropped = graph_dropped
