@@ -37,19 +37,21 @@ class Setting(NamedTuple):
     """What filling is told of each stage of a split.
 
     `host` is the part of what the host's link carries that may be used; `early` how many of the last blocks that are
-    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where.
+    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where. With `states`, the
+    host also takes optimizer state, of as many blocks as are needed where nothing else is enough.
     """
 
     split: Split
     host: tuple[float, ...]
     early: tuple[int, ...]
     lent: tuple[tuple[int, Place | None], ...]
+    states: bool = False
 
     @staticmethod
-    def of(split: Split, host: float = 1.0, early: int = 0) -> Setting:
+    def of(split: Split, host: float = 1.0, early: int = 0, *, states: bool = False) -> Setting:
         """The same for every stage, and nothing for peers."""
         count = len(split.devices)
-        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count)
+        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count, states)
 
 
 class Filled(NamedTuple):

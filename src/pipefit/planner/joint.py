@@ -87,23 +87,28 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 def _best_start(filler: Filler) -> Filled:
     """The best of all splits, each as it is or filled, without and with the host.
 
-    Even splits are only of use where something must be recomputed or moved.
+    Even splits are only of use where something must be recomputed or moved. Optimizer state stays on its device where
+    there is another way, because a step waits for it at its end.
     """
     question = filler.question
     best = _best_of(filler, [planner(question).split for planner in _OTHERS], None)
     if best is None or not best.found.fits or not _keeps(best):
         balance = Balance(question)
         best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best)
+        if best is None or not best.found.fits:
+            best = _best_of(
+                filler, [balance.split(0.0), *(planner(question).split for planner in (time, exact))], best, states=True
+            )
     assert best is not None, "a split that keeps everything can be carried out"
     return best
 
 
-def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None) -> Filled | None:
+def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None, *, states: bool = False) -> Filled | None:
     """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out."""
     for split in dict.fromkeys(splits):
         for host in (0.0,) if filler.evaluator.pinned else (0.0, 1.0):
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
-                filled = filler.fill(Setting.of(split, host))
+                filled = filler.fill(Setting.of(split, host, states=states))
                 if filled is not None and (best is None or filled.found.order < best.found.order):
                     best = filled
     return best
