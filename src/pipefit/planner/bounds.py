@@ -110,7 +110,7 @@ def highest_line(at: Position, work: Work) -> Floats:
 
 
 def step_bound(question: Question) -> float:
-    """Seconds that a step of any plan takes at least; infinity if no plan fits, whatever is done with tensors and state."""
+    """Seconds that a step of any plan takes at least; infinity if no plan fits, whatever is moved or recomputed."""
     return _Bound(question).seconds()
 
 

@@ -204,8 +204,24 @@ class Filler:
             recipes, left = _recomputed(moving, held)
             if left <= 0 or not moved:
                 break
-        places = tuple(moving.places)
-        return StageChoice(recipes, places, moving.fitting(near), setting.early[stage], peers=peers if lent else None)
+        return StageChoice(
+            recipes=recipes,
+            places=tuple(moving.places),
+            near=moving.fitting(near),
+            early=setting.early[stage],
+            states=self._states(menus, left) if setting.states else 0,
+            peers=peers if lent else None,
+        )
+
+    def _states(self, menus: Sequence[Menu], need: float) -> int:
+        """Of how many blocks the host takes the optimizer state; that of two is on the device while it is used."""
+        costs, sizes = self.question.measurement.costs, list[int]()
+        for menu in menus if need > 0 else ():
+            if need + 2 * max(sizes, default=0) <= 0:
+                break
+            sizes.append(sum(cost.state_bytes for cost in costs[menu.start : menu.stop]))
+            need -= sizes[-1]
+        return len(sizes)
 
 
 class _Moving:

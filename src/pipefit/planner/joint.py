@@ -96,9 +96,8 @@ def _best_start(filler: Filler) -> Filled:
         balance = Balance(question)
         best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best)
         if best is None or not best.found.fits:
-            best = _best_of(
-                filler, [balance.split(0.0), *(planner(question).split for planner in (time, exact))], best, states=True
-            )
+            even = [balance.split(0.0), *(planner(question).split for planner in (time, exact))]
+            best = _best_of(filler, even, best, states=True)
     assert best is not None, "a split that keeps everything can be carried out"
     return best
 
