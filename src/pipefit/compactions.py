@@ -17,9 +17,9 @@ _HIDDEN = 1e-4  # the part of a step below which what is added is hidden behind 
 class Compaction:
     """One technique on one stage, by what the plan would be without it.
 
-    `what` is `recompute`, or `move to` and a place; `layers` are those that are recomputed or whose tensors are moved.
-    Without it the device's peak would be higher by `freed_bytes` and a step shorter by `added_seconds`, both of which
-    may be negative: a technique may be of no use beside the others.
+    `what` is `recompute`, or what is moved and where to; `layers` are those that are recomputed or from which something
+    is moved. Without it the device's peak would be higher by `freed_bytes` and a step shorter by `added_seconds`, both
+    of which may be negative: a technique may be of no use beside the others.
 
     Raises:
         UsageError: no such stage, or no layers.

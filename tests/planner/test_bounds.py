@@ -65,7 +65,7 @@ def test_a_split_that_cannot_hold_its_parameters_has_no_bound() -> None:
     """Infinity says that nothing done with saved tensors would help."""
     case = Case(
         profile(measurement([keeping_layer(1, 1, 100, 1.0)] * 2, layer((value(1), value(1)), (value(4),)))),
-        cluster([150, 150], host_rate=1.0, peer_rate=1.0),
+        cluster([90, 90], host_rate=1.0, peer_rate=1.0),
         training("1f1b", 2),
     )
     assert bound(case) == float("inf")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pipefit.compactions import Compaction
 from pipefit.cost.stage import Costs
-from pipefit.decisions import Decision, Run, What
+from pipefit.decisions import Decision, SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
 
@@ -36,9 +36,12 @@ def compactions(plan: Plan, whole: Simulation) -> Iterator[Compaction]:
 
 def _technique(decision: Decision) -> str:
     """What is done, in words."""
-    return "recompute" if decision.what is What.RECOMPUTE else f"move to {decision.place}"
+    if decision.what is What.RECOMPUTE:
+        return "recompute"
+    what = f"move {decision.subject.kind} state to" if isinstance(decision.subject, State) else "move to"
+    return f"{what} {decision.place}"
 
 
 def _layers(decision: Decision) -> tuple[int, ...]:
     subject = decision.subject
-    return tuple(range(subject.start, subject.stop)) if isinstance(subject, Run) else decision.layers
+    return decision.layers if isinstance(subject, SavedTensors) else tuple(range(subject.start, subject.stop))

@@ -1,4 +1,5 @@
-"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors.
+"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and optimizer
+state.
 
     step_bound(question)
 
@@ -15,7 +16,7 @@ and the update of the first block. An endless schedule takes M (f + b + r) and t
 
 How much a stage must recompute follows from its bytes when its first backward begins, and after every n more: n
 microbatches keep so much there, less what its device has, what the host's link carries in a whole step, and what all
-peers have beside parameters and optimizer state. Every term is on the side that lowers the bound: layers take as long
+peers have beside parameters. Every term is on the side that lowers the bound: layers take as long
 as on the fastest kind of device, the largest budget is everybody's, links are not shared, copies need no memory, and
 the layers whose bytes cost the fewest seconds are recomputed, in fractions. So the bound holds for any plan, and the
 gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of 1F1B.
@@ -109,7 +110,7 @@ def highest_line(at: Position, work: Work) -> Floats:
 
 
 def step_bound(question: Question) -> float:
-    """Seconds that a step of any plan takes at least; infinity if no plan fits, whatever is done with saved tensors."""
+    """Seconds that a step of any plan takes at least; infinity if no plan fits, whatever is moved or recomputed."""
     return _Bound(question).seconds()
 
 
@@ -122,6 +123,7 @@ class _Bound:
         self.prices = Prices(question)
         self.forward, self.backward, self.update = self.prices.forward, self.prices.backward, self.prices.update
         owned, gradients = question.ranges.owned()
+        owned = owned - question.ranges.state[np.array(question.edges)]  # the host may have it
         self.owned, self.gradients = owned.astype(float), gradients.astype(float)
 
     # ---------------------------------------------------------------- bisection
@@ -175,7 +177,7 @@ class _Bound:
 
     @cached_property
     def _fits(self) -> NDArray[np.bool_]:
-        """Ranges whose parameters and optimizer state fit the largest device."""
+        """Ranges whose parameters fit the largest device."""
         return ranges(self.owned) <= max(self.question.cluster.budgets)
 
     # ---------------------------------------------------------------- recomputation
@@ -205,7 +207,7 @@ class _Bound:
 
     @cached_property
     def _peers(self) -> float:
-        """Bytes that all devices but one have beside parameters and optimizer state, if that one holds the most."""
+        """Bytes that all devices but one have beside parameters, if that one holds the most."""
         budgets = sorted(self.question.cluster.budgets)
         held = min(float(self.owned[-1]), float(budgets[-1]))
         return max(0.0, sum(budgets[:-1]) - (float(self.owned[-1]) - held))

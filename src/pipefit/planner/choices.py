@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.places import Place
 from pipefit.planner.menus import Menu, Movable, Recipe
 
@@ -25,7 +25,8 @@ class StageChoice(NamedTuple):
     backward. This bundle comes back `lead` forwards and backwards ahead, the other one more. Of those that are
     recomputed the last `early`, whose backwards come first, go forward again one action ahead, so that they may fill
     the time in which the device waits for gradients. If `joined`, runs that touch are one: it keeps only its first
-    inputs, but has all of its tensors on the device before its backward.
+    inputs, but has all of its tensors on the device before its backward. The optimizer state of the first `states`
+    blocks is on the host between steps.
     """
 
     recipes: tuple[int, ...]
@@ -34,6 +35,7 @@ class StageChoice(NamedTuple):
     lead: int = 1
     early: int = 0
     joined: bool = False
+    states: int = 0
     peers: Place | None = None
 
     @staticmethod
@@ -44,7 +46,7 @@ class StageChoice(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether nothing is done."""
-        return not any(self.recipes) and not any(self.places)
+        return not any(self.recipes) and not any(self.places) and not self.states
 
     def recipe(self, menus: Sequence[Menu], block: int) -> Recipe:
         """The recipe of a block."""
@@ -69,6 +71,9 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
     to_host = choice.blocks_to(TO_HOST)
     yield from _bundle(stage, choice, menus, to_host[: choice.near], host, 1, choice.lead)
     yield from _bundle(stage, choice, menus, to_host[choice.near :], host, 2, choice.lead + 1)
+    for menu in menus[: choice.states]:
+        state = State(start=menu.start, stop=menu.stop, kind="optimizer")
+        yield Decision(stage=stage, subject=state, what=What.OFFLOAD, place=host, ahead=1)
     if choice.peers is not None:
         yield from _bundle(stage, choice, menus, choice.blocks_to(TO_PEERS), choice.peers, 1, 1)
 

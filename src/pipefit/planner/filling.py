@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -30,26 +30,32 @@ from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
 
 _ROUNDS = 6
+_DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
 _AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
+
+
+States = Literal["stay", "needed", "all"]
 
 
 class Setting(NamedTuple):
     """What filling is told of each stage of a split.
 
     `host` is the part of what the host's link carries that may be used; `early` how many of the last blocks that are
-    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where.
+    recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where. The host may take the
+    optimizer `states` of all blocks, or of as many as are needed where nothing else is enough.
     """
 
     split: Split
     host: tuple[float, ...]
     early: tuple[int, ...]
     lent: tuple[tuple[int, Place | None], ...]
+    states: States = "stay"
 
     @staticmethod
-    def of(split: Split, host: float = 1.0, early: int = 0) -> Setting:
+    def of(split: Split, host: float = 1.0, early: int = 0, *, states: States = "stay") -> Setting:
         """The same for every stage, and nothing for peers."""
         count = len(split.devices)
-        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count)
+        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count, states)
 
 
 class Filled(NamedTuple):
@@ -195,6 +201,8 @@ class Filler:
         """The cheapest choice of a stage that is to free `need` bytes."""
         held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
         lent, peers = setting.lent[stage]
+        states = self._state_bytes(menus) if setting.states == "all" and need > 0 else []
+        need -= max(0, sum(states) - _DOUBLE * max(states, default=0))
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(menus, need, max(0, held - _AWAY))
             moving.take(TO_PEERS, lent)
@@ -202,8 +210,28 @@ class Filler:
             recipes, left = _recomputed(moving, held)
             if left <= 0 or not moved:
                 break
-        places = tuple(moving.places)
-        return StageChoice(recipes, places, moving.fitting(near), setting.early[stage], peers=peers if lent else None)
+        return StageChoice(
+            recipes=recipes,
+            places=tuple(moving.places),
+            near=moving.fitting(near),
+            early=setting.early[stage],
+            states=self._states(menus, left) if setting.states == "needed" else len(states),
+            peers=peers if lent else None,
+        )
+
+    def _states(self, menus: Sequence[Menu], need: float) -> int:
+        """Of how many blocks the host is to take the optimizer state, so that this frees `need` bytes."""
+        taken = list[int]()
+        for nbytes in self._state_bytes(menus) if need > 0 else ():
+            if need + _DOUBLE * max(taken, default=0) <= sum(taken):
+                break
+            taken.append(nbytes)
+        return len(taken)
+
+    def _state_bytes(self, menus: Sequence[Menu]) -> list[int]:
+        """The optimizer state of every block."""
+        costs = self.question.measurement.costs
+        return [sum(cost.state_bytes for cost in costs[menu.start : menu.stop]) for menu in menus]
 
 
 class _Moving:

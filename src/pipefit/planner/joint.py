@@ -26,7 +26,7 @@ from pipefit.planner.bisection import bisection
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.evaluation import Evaluation, Evaluator
 from pipefit.planner.exact import exact
-from pipefit.planner.filling import Filled, Filler, Setting
+from pipefit.planner.filling import Filled, Filler, Setting, States
 from pipefit.planner.first_last import first_last
 from pipefit.planner.improvement import improved
 from pipefit.planner.mpress import MpressOptions, compacted
@@ -42,7 +42,7 @@ from pipefit.provenance import Objective
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
 _EVALUATIONS, _POLISHES = 40, 300  # for improving a plan, and for polishing it
-_ACTIONS = 150_000  # in all programs that are simulated for either
+_ACTIONS = 100_000  # in all programs that are simulated for either
 _OTHER_SPLITS = 2  # that are polished beside the best
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
@@ -87,23 +87,29 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
 def _best_start(filler: Filler) -> Filled:
     """The best of all splits, each as it is or filled, without and with the host.
 
-    Even splits are only of use where something must be recomputed or moved.
+    Even splits are only of use where something must be recomputed or moved. So is optimizer state on the host, for
+    which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
     """
     question = filler.question
     best = _best_of(filler, [planner(question).split for planner in _OTHERS], None)
     if best is None or not best.found.fits or not _keeps(best):
         balance = Balance(question)
         best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best)
+        splits = [balance.split(1.0), *(planner(question).split for planner in (time, exact))]
+        ways: tuple[States, ...] = ("all", "needed")
+        for states in ways:
+            if states == "all" or best is None or not best.found.fits:
+                best = _best_of(filler, splits, best, states=states)
     assert best is not None, "a split that keeps everything can be carried out"
     return best
 
 
-def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None) -> Filled | None:
+def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None, *, states: States = "stay") -> Filled | None:
     """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out."""
     for split in dict.fromkeys(splits):
         for host in (0.0,) if filler.evaluator.pinned else (0.0, 1.0):
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
-                filled = filler.fill(Setting.of(split, host))
+                filled = filler.fill(Setting.of(split, host, states=states))
                 if filled is not None and (best is None or filled.found.order < best.found.order):
                     best = filled
     return best

@@ -59,6 +59,8 @@ def _changes(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice
     for early in (choice.early - 1, choice.early + 1):
         if 0 <= early <= sum(map(bool, choice.recipes)):
             yield choice._replace(early=early)
+    if choice.states:
+        yield choice._replace(states=choice.states - 1)
     yield from _lapped(choice)
     yield from _exchanged(choice, menus)
 

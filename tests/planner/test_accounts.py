@@ -1,0 +1,58 @@
+"""What a plan says of each technique, against plans without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from made_up import layer, measurement, profile, training, value
+from pipefit.compactions import Compaction, table
+from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.places import parse_place
+from pipefit.planner.accounts import compactions
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.simulator import Simulation
+from tight import cluster, keeping_layer
+
+
+def compacted() -> Plan:
+    """One device with four layers that keep a hundred bytes each: one is recomputed, another one moved."""
+    chain = measurement([keeping_layer(1, 100, 0, 1.0)] * 4, layer((value(1), value(1)), (value(4),), seconds=0.0))
+    host = parse_place("host")
+    return Plan(
+        profile=profile(chain),
+        cluster=cluster([1 << 20], host_rate=1e9, peer_rate=1e9),
+        training=training("gpipe", 6),
+        stages=(Stage(start=0, stop=4, grid=Grid.of(0)),),
+        decisions=(
+            Decision(stage=0, subject=Run(start=2, stop=4), what=What.RECOMPUTE),
+            Decision(stage=0, subject=SavedTensors(tensors=((0, 1),)), what=What.OFFLOAD, place=host),
+        ),
+    )
+
+
+def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
+    """Bytes and seconds are differences of two simulations; the seconds of the recomputed layers are among them."""
+    plan = compacted()
+    whole = Simulation(plan)
+    found = list(compactions(plan, whole))
+    assert [(one.what, one.layers) for one in found] == [("move to host", 1), ("recompute", 2)]
+    for one, other in zip(found, reversed(plan.decisions), strict=True):
+        without = Simulation(replace(plan, decisions=tuple(d for d in plan.decisions if d is not other)))
+        assert one.freed_bytes == without.peak_bytes[0] - whole.peak_bytes[0] > 0
+        assert one.added_seconds == whole.step_seconds[-1] - without.step_seconds[-1]
+    assert round(found[1].added_seconds) == 6 * 2
+
+
+def test_a_table_tells_what_is_hidden_and_what_a_gib_costs() -> None:
+    """In no more than eighty columns, also with a place of many devices."""
+    long = "move to " + "+".join(f"device{n}*{n + 1}" for n in range(8))
+    rows = [
+        Compaction(stage=0, what=long, layers=3, freed_bytes=1 << 31, added_seconds=0.0),
+        Compaction(stage=1, what="recompute", layers=12, freed_bytes=1 << 31, added_seconds=4.0),
+    ]
+    (shown,) = table(rows, step_seconds=10.0)
+    assert shown.rows[0][3:] == ("-2.00 GiB", "hidden", "nothing")
+    assert shown.rows[1][3:] == ("-2.00 GiB", "+4 s", "2 s")
+    widths = [max(map(len, column)) for column in zip(shown.columns, *shown.rows, strict=True)]
+    assert sum(widths) + 2 * (len(widths) - 1) <= 80
+    assert list(table([], step_seconds=10.0)) == []
