@@ -18,7 +18,7 @@ from pipefit.errors import FileError, OutOfMemory, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.program import Program, parse_program
-from pipefit.runtime import Trainer, certify, programs, trainer
+from pipefit.runtime import Trainer, certify, trainer
 from pipefit.schedule import lower
 from tiny import batch_of, plan_of, task_of, trainer_of
 
@@ -210,7 +210,7 @@ def with_program(
 ) -> Trainer:
     """A trainer that executes the program in `text`."""
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
-    monkeypatch.setattr(programs, "lower", lambda plan, **_: program)
+    monkeypatch.setattr("pipefit.runtime.programs.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
     return trainer_of(task, split, microbatches=microbatches)
 
