@@ -212,6 +212,7 @@ def with_program(
     program = parse_program(text, placement=tuple((device,) for device in range(len(split))), microbatches=microbatches)
     monkeypatch.setattr("pipefit.runtime.programs.lower", lambda plan, **_: program)
     monkeypatch.setattr(trainer, "step_programs", lambda plan: (program,))
+    monkeypatch.setattr(trainer, "whole_run", lambda plan: program)
     return trainer_of(task, split, microbatches=microbatches)
 
 
