@@ -1,4 +1,4 @@
-"""`pipefit demo`: the whole thread on real text. An equal split runs out of memory; the plan fits, and trains."""
+"""`pipefit demo`: the whole thread on real text. No split fits; a plan that recomputes and moves tensors does, and trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipefit.trace import Trace
 
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
-_CLUSTER = "emulated:4x20MiB"
+_CLUSTER = "emulated:4x12MiB"
 _MICROBATCH, _MICROBATCHES = 2, 8
 
 
@@ -29,8 +29,8 @@ def command(
 ) -> None:
     """Out of memory, then a plan, then training.
 
-    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 20 MiB. Takes about a
-    minute and needs no GPU, no network and no data.
+    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, where no split of
+    it fits. Takes about a minute and needs no GPU, no network and no data.
     """
     from pipefit.cli.progress import progress
     from pipefit.files import load_cluster
@@ -48,13 +48,14 @@ def command(
     question = partial(plan, costs, cluster, batch_size=_MICROBATCH * _MICROBATCHES, microbatches=_MICROBATCHES)
     say([_introduction(costs.layers, cluster.name)])
 
-    equal = question(planner="uniform", allow_infeasible=True)
-    with progress("training the equal split"):
-        failure = _run_out(task, equal, seed)
-    say(["1. The same number of layers on every device:", f"   {failure}"])
+    split = question(planner="exact", allow_infeasible=True)
+    with progress("training the best split"):
+        failure = _run_out(task, split, seed)
+    say([f"1. The split of lowest peak, which {_needs(split)}:", f"   {failure}"])
 
-    chosen = question(planner="exact")
-    say(["2. A plan by the true peak of every stage (pipefit plan):", chosen])
+    with progress("planning"):
+        chosen = question()
+    say(["2. The fastest plan that fits (pipefit plan):", chosen])
     with progress("dry run"):
         certified = certify(task(), chosen)
     with progress("training") as report:
@@ -70,7 +71,7 @@ def command(
 
 
 def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
-    """Train the equal split for a step; the message of its failure.
+    """Train a split that does not fit for a step; the message of its failure.
 
     Raises:
         PipefitError: it failed otherwise, or did not fail.
@@ -82,7 +83,15 @@ def _run_out(task: partial[Task], plan: Plan, seed: int) -> str:
         train(task, plan, steps=1, seed=seed)
     except OutOfMemory as error:
         return str(error)
-    raise PipefitError("the equal split was meant to run out of memory and did not")
+    raise PipefitError("the split was meant to run out of memory and did not")
+
+
+def _needs(plan: Plan) -> str:
+    """What the fullest device of a split needs, in words."""
+    from pipefit.units import format_bytes
+
+    assert plan.prediction is not None
+    return f"needs {format_bytes(max(plan.prediction.peak_bytes))}"
 
 
 def _introduction(layers: tuple[str, ...], cluster: str) -> str:
@@ -117,8 +126,9 @@ def _result(
     failure: str, plan: Plan, losses: list[float], predicted: Trace, certified: Trace, measured: Trace
 ) -> dict[str, Any]:
     return {
-        "equal_split": failure,
+        "best_split": failure,
         "split": plan.split,
+        "decisions": list(map(str, plan.decisions)),
         "losses": losses,
         "peak_bytes": {trace.source: trace.peak_bytes for trace in (predicted, certified, measured)},
     }
