@@ -1,4 +1,4 @@
-"""`pipefit demo`: the whole thread on real text. No split fits; a plan that recomputes and moves tensors does, and trains."""
+"""`pipefit demo`: the whole thread on real text. No split fits; a plan that moves and recomputes does, and trains."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def command(
 ) -> None:
     """Out of memory, then a plan, then training.
 
-    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, where no split of
-    it fits. Takes about a minute and needs no GPU, no network and no data.
+    A byte-level GPT learns the sources of Python's standard library on four emulated devices of 12 MiB, where no split
+    of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
     from pipefit.cli.progress import progress
     from pipefit.files import load_cluster
