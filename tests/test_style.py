@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-SOURCES = sorted((HERE.parent / "src").rglob("*.py"))
+ROOT = HERE.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", sorted(HERE.rglob("test_*.py")), ids=lambda path: str(path.relative_to(HERE)))
@@ -37,3 +39,26 @@ def test_half_of_all_functions_fit_in_ten_lines() -> None:
         if node.end_lineno is not None
     )
     assert lengths[len(lengths) // 2] <= 10
+
+
+def test_every_mutant_quotes_text_that_is_there_once() -> None:
+    """Whoever changes a line that a mutant quotes writes the same mistake against the new line."""
+    mutants = tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
+    texts = {mutant["file"]: (ROOT / "src" / "pipefit" / mutant["file"]).read_text() for mutant in mutants}
+    assert [mutant["what"] for mutant in mutants if texts[mutant["file"]].count(mutant["old"]) != 1] == []
+
+
+def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
+    """The layers on the page are those of the contract, line by line."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The order of imports")[2].partition("Imports point")[0]
+    assert [line.strip() for line in section.strip().splitlines()] == contracts[0]["layers"]
+
+
+def test_the_map_names_every_module_of_the_package() -> None:
+    """Each file and folder of the package has a place on the map."""
+    rows = (ROOT / "ARCHITECTURE.md").read_text().partition("## The map")[2].partition("## The order")[0]
+    package = ROOT / "src" / "pipefit"
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    files = {path.stem for path in package.glob("*.py") if not path.stem.startswith("_")}
+    assert sorted(name for name in folders | files if f"`{name}`" not in rows) == []
