@@ -19,6 +19,7 @@ from pipefit.checkpoints.manifest import (
 )
 from pipefit.checkpoints.shards import write_shard
 from pipefit.fingerprints import Fingerprint
+from pipefit.texts import dtype_name
 
 TASK = Fingerprint(
     layers=("a", "b"), parameters=("p", "q"), shared=(), inputs=("x",), targets=("y",), loss="mse",
@@ -45,7 +46,7 @@ def part_of(partial: Path, rank: int) -> Part:
             kind="optimizer" if key.startswith("optimizer") else "model",
             state="exp_avg" if key.startswith("optimizer") else "",
             shard=rank,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
         )
         for key, tensor in tensors.items()

@@ -51,7 +51,9 @@ def test_every_mutant_quotes_text_that_is_there_once() -> None:
 def test_the_architecture_shows_the_order_of_imports_that_is_checked() -> None:
     """The layers on the page are those of the contract, line by line."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The order of imports")[2].partition("Imports point")[0]
+    section = (
+        (ROOT / "ARCHITECTURE.md").read_text().partition("## The order of imports")[2].partition("Imports point")[0]
+    )
     assert [line.strip() for line in section.strip().splitlines()] == contracts[0]["layers"]
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _LONGEST = 60  # characters of a refused value that a message repeats
 
@@ -26,3 +30,8 @@ def first_to_last(names: Sequence[str]) -> str:
 def kind_of(value: object) -> str:
     """What a value is: `None`, or `a` and the name of its class."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as documents and messages have it, such as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipefit.capture.records import closed
 from pipefit.errors import UsageError
+from pipefit.texts import dtype_name
 
 Values = tuple[Tensor, ...]
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -126,7 +127,7 @@ def _text(leaf: Any) -> str:
     order = sorted(range(leaf.ndim), key=lambda dimension: -strides[dimension])
     laid_out = "" if leaf.is_contiguous() else f", dimensions in memory in the order {tuple(order)}"
     shape = ", ".join(("n", *map(str, leaf.shape[1:])))
-    return f"{str(leaf.dtype).removeprefix('torch.')} ({shape}{',' * (leaf.ndim < 2)}){laid_out}"
+    return f"{dtype_name(leaf.dtype)} ({shape}{',' * (leaf.ndim < 2)}){laid_out}"
 
 
 def _described(spec: pytree.TreeSpec) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipefit.checkpoints.manifest import DTYPES, Shard, StoredTensor
 from pipefit.errors import FileError
-from pipefit.texts import printable, shortened
+from pipefit.texts import dtype_name, printable, shortened
 from pipefit.units import format_bytes
 
 _BLOCK = 8 << 20  # bytes written and hashed at a time
@@ -90,7 +90,7 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.numel() * tensor.element_size()
-        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        dtype = DTYPES[dtype_name(tensor.dtype)]
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()

@@ -29,6 +29,7 @@ from pipefit.errors import UsageError, in_one_line
 from pipefit.fake.target import FakeTarget
 from pipefit.fingerprints import Fingerprint, digest
 from pipefit.profiles import Measurement
+from pipefit.texts import dtype_name
 from pipefit.training import Precision
 
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
@@ -83,7 +84,7 @@ def precision_of(task: Task, chain: Chain) -> Precision:
     """
     if task.precision is not None:
         return task.precision
-    dtypes = [_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
+    dtypes = [dtype_name(p.dtype) for layer in chain.layers for p in layer.module.parameters()] or ["float32"]
     known = [dtype for dtype in dtypes if dtype in get_args(Precision)]
     if not known:
         raise UsageError(f"{chain.name} computes in {dtypes[0]}; pipefit knows {', '.join(get_args(Precision))}")
@@ -138,7 +139,7 @@ def _plain(value: object) -> object:
     if isinstance(value, type):
         return value.__qualname__
     if isinstance(value, torch.dtype):
-        return _name(value)
+        return dtype_name(value)
     if isinstance(value, torch.device):
         return "a device"
     if isinstance(value, tuple):
@@ -188,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _argument(self, leaf: Any) -> object:
         if isinstance(leaf, Tensor):
             self.sizes.append(tuple(leaf.shape))
-            return _name(leaf.dtype), leaf.ndim
+            return dtype_name(leaf.dtype), leaf.ndim
         if isinstance(leaf, int) and not isinstance(leaf, bool):
             self.sizes.append(leaf)
             return "#"
@@ -251,7 +252,3 @@ def _groups(task: Task, chain: Chain) -> Iterator[tuple[int, str, int, tuple[str
                 if wanted not in met:
                     met.append(wanted)
                 yield number, name, met.index(wanted), options(wanted)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

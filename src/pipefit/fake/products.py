@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.texts import dtype_name
+
 aten = torch.ops.aten
 
 _PRODUCTS = frozenset(
@@ -34,6 +36,6 @@ def check_product(func: Any, args: tuple[Any, ...]) -> None:
         TypeError: they have several.
     """
     if func in _PRODUCTS:
-        dtypes = dict.fromkeys(str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, Tensor))
+        dtypes = dict.fromkeys(dtype_name(arg.dtype) for arg in args if isinstance(arg, Tensor))
         if len(dtypes) > 1:
             raise TypeError(f"a product of {' and '.join(dtypes)}")

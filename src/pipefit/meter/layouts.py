@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipefit.errors import UsageError
 from pipefit.kernels import Layout
+from pipefit.texts import dtype_name
 
 
 def results_of(out: Any) -> list[Any]:
@@ -42,7 +43,7 @@ def _layout_of(result: Any, theirs: set[int], numbers: dict[int, int]) -> Layout
         offset=int(result.storage_offset()),
         storage=numbers.setdefault(storage._cdata, len(numbers)),
         storage_bytes=storage.nbytes(),
-        dtype=str(result.dtype).removeprefix("torch."),
+        dtype=dtype_name(result.dtype),
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipefit.texts import dtype_name
+
 _ANOTHER_PATH = frozenset({-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0, float("inf"), float("-inf")})
 _SIZES = frozenset({"start", "end", "step", "scales", "scale_factors", "scales_h", "scales_w", "scales_d"})
 _AS_THEY_ARE = (str, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -100,7 +102,7 @@ def _tensor_text(
     by = f" by {','.join(map(str, strides))}" if strides != _dense(shape) else ""
     if layout is not torch.strided:
         by = f" {str(layout).removeprefix('torch.')}"
-    text = f"{str(dtype).removeprefix('torch.')}[{'x'.join(map(str, shape))}{by}]"
+    text = f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}{by}]"
     return f"{text} with gradient" if differentiable else text
 
 

@@ -26,11 +26,12 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
 from pipefit.profiler.feedback import feedback
 from pipefit.profiler.graph import nodes
-from pipefit.profiler.pass_meter import PassMeter, dtype_name
+from pipefit.profiler.pass_meter import PassMeter
 from pipefit.profiler.plain import changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
+from pipefit.texts import dtype_name
 from pipefit.trace import Category
 from pipefit.work import Work
 

@@ -129,8 +129,3 @@ def _nbytes(item: Any) -> int:
     if isinstance(item, (tuple, list)):
         return sum(map(_nbytes, item))
     return 0
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from pipefit.capture.storages import storage_key
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.profiler.graph import nodes
-from pipefit.profiler.pass_meter import PassMeter, dtype_name
+from pipefit.profiler.pass_meter import PassMeter
+from pipefit.texts import dtype_name
 
 
 class Packed:

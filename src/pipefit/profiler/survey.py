@@ -32,10 +32,10 @@ from pipefit.meter.kernels import Kernels
 from pipefit.profiler.arriving import Layouts, dense
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
-from pipefit.profiler.pass_meter import dtype_name
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.texts import dtype_name
 
 _ASSUMED = (
     ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "

@@ -32,6 +32,7 @@ from pipefit.runtime.block_table import BlockTable, pieces
 from pipefit.runtime.copying import Copier, Part, Slot
 from pipefit.runtime.lending import Borrowed
 from pipefit.schedule.arenas import slots
+from pipefit.texts import dtype_name
 
 Wanted = Mapping[int, Collection[int | str]]  # by layer, the numbers of saved tensors
 
@@ -91,7 +92,7 @@ class Luggage:
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             nonlocal count
             if count in wanted:
-                storage, dtype = ref(tensor.untyped_storage()), str(tensor.dtype).removeprefix("torch.")
+                storage, dtype = ref(tensor.untyped_storage()), dtype_name(tensor.dtype)
                 self.found[Subject(layer, count)] = Found(storage, tuple(tensor.shape), dtype)
             count += 1
             return tensor.detach(), tensor._version  # the tensor itself may be the result of the node that keeps it

@@ -31,6 +31,7 @@ from pipefit.runtime.naming import Names, held_tensors
 from pipefit.runtime.settings import options_of, scalar, state_of
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.texts import dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def snapshot(stages: Mapping[int, StageRunner], names: Names, devices: Mapping[i
     stored = []
     for kind, name, state, tensor in _tensors(runners, names):
         tensors[tensor_key(kind, name, state)] = _checked(tensor, tensor_key(kind, name, state))
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         stored.append(StoredTensor(name=name, kind=kind, state=state, shard=rank, dtype=dtype, shape=shape))
     groups, scheduler = _groups(runners, names)
     return Snapshot(
@@ -155,7 +156,7 @@ def _checked(tensor: Tensor, key: str) -> Tensor:
     Raises:
         UsageError: it cannot.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if tensor.layout != torch.strided or dtype not in DTYPES or tensor.is_quantized:
         raise UsageError(
             f"{key} is a tensor of {tensor.dtype} and layout {tensor.layout}, which no checkpoint can hold: it takes "

@@ -15,6 +15,7 @@ from pipefit.actions import Action
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.runtime.transport import Transport
+from pipefit.texts import dtype_name
 
 
 class Transfers:
@@ -36,7 +37,7 @@ class Transfers:
             UsageError: the tensors have other shapes or dtypes.
         """
         tensors = self._waiting.pop(action)
-        sent = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+        sent = [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]
         planned = [(value.shape, value.dtype) for value in values]
         if sent != planned:
             raise UsageError(
