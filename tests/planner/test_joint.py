@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from made_up import AMPLE, any_training, devices, hostile, profile, small_first, training, vgg_like
+from pipefit.devices import Host
 from pipefit.errors import InfeasibleError
+from pipefit.places import Member
 from pipefit.planner import Options, Question, plan, solved
 from pipefit.planner.joint import joint
 from pipefit.plans import Plan
+from pipefit.schedule.room import check_room, room_needed
 from pipefit.simulator import Simulation
 from tight import Case, fastest, random_case
 
@@ -103,3 +107,15 @@ def test_it_trains_what_fits_under_no_split() -> None:
     with pytest.raises(InfeasibleError):
         plan(case.profile, case.cluster, case.training, planner="exact")
     check(case, planned(case))
+
+
+@pytest.mark.parametrize("seed", [2, 15])
+def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
+    """GPUs pin powers of two: where the host has a byte less than that, another plan is found, which can be run."""
+    case = random_case(Random(seed), SCHEDULES[:2], layers=3)
+    gpus = replace(case.cluster, backend="cuda")
+    found = planned(case._replace(cluster=gpus))
+    pinned = room_needed(found, Simulation(found).arenas)[Member.host(0)].total()
+    less = replace(gpus, hosts=(Host(memory_bytes=pinned - 1),))
+    other = planned(case._replace(cluster=less))
+    check_room(other, Simulation(other).arenas)

@@ -13,14 +13,13 @@ from math import isfinite
 
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
-from pipefit.places import Member
 from pipefit.planner.accounts import compactions
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.plans import Grid, Plan, Prediction, Stage
 from pipefit.provenance import Provenance
-from pipefit.schedule.arenas import lent_bytes
+from pipefit.schedule.room import missing_bytes
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
@@ -73,10 +72,8 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
 
 def _fits(plan: Plan, simulation: Simulation, peaks: tuple[int, ...]) -> bool:
     """Whether every device has what it needs and lends, and every host what it keeps."""
-    if any(peak > budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=True)):
-        return False
-    lent = (lent_bytes(simulation.arenas, Member.host(number)) for number in range(len(plan.cluster.hosts)))
-    return all(nbytes <= host.memory_bytes for nbytes, host in zip(lent, plan.cluster.hosts, strict=True))
+    within = all(peak <= budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=True))
+    return within and not missing_bytes(plan, simulation.arenas)
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
-from pipefit.places import Member, Place, Share
+from pipefit.places import Member, MemberKind, Place, Share
 from pipefit.planner.choices import StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.menus import Menu, Menus
 from pipefit.planner.question import Question, Split
 from pipefit.plans import Plan
-from pipefit.schedule.arenas import lent_bytes
+from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation
 
 HOST = Place([Share(Member.host(), 1)])
@@ -55,9 +55,8 @@ class Evaluation:
     def over_bytes(self) -> int:
         """Bytes above what devices and hosts have, all together; zero if the candidate fits."""
         devices = sum(max(0, peak - budget) for peak, budget in zip(self.peaks, self._cluster.budgets, strict=True))
-        lent = (lent_bytes(self.simulation.arenas, Member.host(n)) for n in range(len(self._cluster.hosts)))
-        hosts = zip(lent, self._cluster.hosts, strict=True)
-        return devices + sum(max(0, nbytes - host.memory_bytes) for nbytes, host in hosts)
+        missing = missing_bytes(self.simulation.plan, self.simulation.arenas)
+        return devices + sum(nbytes for member, nbytes in missing.items() if member.kind is not MemberKind.DEVICE)
 
     @property
     def fits(self) -> bool:

@@ -53,21 +53,28 @@ def room_needed(plan: Plan, lent: Sequence[Arena]) -> Room:
     return found
 
 
-def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
-    """Check that hosts, disks, and devices without a stage have as much room as they set aside.
+def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
+    """The bytes that hosts, disks, and devices without a stage have too few of, for each that has.
 
-    Devices that have one count what they lend with all else that they hold.
+    Devices that have a stage count what they lend with all else that they hold.
+    """
+    used = {Member.device(stage.device) for stage in plan.stages}
+    needed = {member: shares.total() for member, shares in room_needed(plan, lent).items() if member not in used}
+    excess = {member: nbytes - plan.cluster.capacity(member) for member, nbytes in needed.items()}
+    return {member: nbytes for member, nbytes in excess.items() if nbytes > 0}
+
+
+def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
+    """Check that no member has `missing_bytes`.
 
     Raises:
         OutOfMemory: one has not; says by how much, and for whom.
     """
-    used = {Member.device(stage.device) for stage in plan.stages}
-    for member, shares in room_needed(plan, lent).items():
-        needed, room = shares.total(), plan.cluster.capacity(member)
-        if member not in used and needed > room:
-            raise OutOfMemory(
-                f"{member} has {format_bytes(room)} and would have to keep {format_bytes(needed)} of moved tensors, "
-                f"{format_bytes(needed - room)} more: "
-                + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
-                + "; move fewer tensors there, or those of fewer microbatches"
-            )
+    for member, missing in missing_bytes(plan, lent).items():
+        shares = room_needed(plan, lent)[member]
+        raise OutOfMemory(
+            f"{member} has {format_bytes(plan.cluster.capacity(member))} and would have to keep "
+            f"{format_bytes(shares.total())} of moved tensors, {format_bytes(missing)} more: "
+            + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
+            + "; move fewer tensors there, or those of fewer microbatches"
+        )
