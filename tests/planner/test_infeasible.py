@@ -10,11 +10,13 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, plain, profile, training, vgg_like
+from pipefit.devices import Host
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
+from tight import random_case
 
 AMPLE = 1 << 40
 
@@ -55,6 +57,14 @@ def test_a_refusal_says_which_device_which_layers_and_how_many_bytes() -> None:
     assert text.startswith(f"device {stage} needs ")
     assert f"for stage {stage} ({names}" in text
     assert f"over its 8.79 KiB ({-(-100 * peaks(made)[stage] // 9000)} % full); no other split fits either" in text
+
+
+def test_a_host_without_room_is_named_where_every_device_has_enough() -> None:
+    """A compaction that moves more to the host than it has is refused for the host, not for a device that is full."""
+    case = random_case(Random(2), ("1f1b", "gpipe"), layers=3)
+    cluster = replace(case.cluster, hosts=(Host(memory_bytes=1),))
+    text = refusal(case.profile, cluster, case.training, planner="mpress")
+    assert text.startswith("host0 has 1 B and would have to keep 212 B of moved tensors, 211 B more: 212 B of device 0")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,7 +19,7 @@ from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.plans import Grid, Plan, Prediction, Stage
 from pipefit.provenance import Provenance
-from pipefit.schedule.room import missing_bytes
+from pipefit.schedule.room import shortage
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
@@ -45,8 +45,8 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
     plan = plan_of(question, found.split, decisions=found.decisions)
     simulation = Simulation(plan)
     peaks = simulation.peak_bytes if plan.decisions else _by_device(question, found.split)
-    if not question.options.allow_infeasible and not _fits(plan, simulation, peaks):
-        raise InfeasibleError(explanation(question, found, tuple(peaks[d] for d in found.split.devices), planner=name))
+    if not question.options.allow_infeasible:
+        _check(question, found, peaks, shortage(plan, simulation.arenas), name)
     options = {option: value for option, value in asdict(question.options).items() if value is not None}
     bound = found.value if found.proven else found.bound
     return replace(
@@ -70,10 +70,17 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
     )
 
 
-def _fits(plan: Plan, simulation: Simulation, peaks: tuple[int, ...]) -> bool:
-    """Whether every device has what it needs and lends, and every host what it keeps."""
-    within = all(peak <= budget for peak, budget in zip(peaks, plan.cluster.budgets, strict=True))
-    return within and not missing_bytes(plan, simulation.arenas)
+def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str) -> None:
+    """Check that every device has what its stage needs; `short` says what else has too little room, if anything has.
+
+    Raises:
+        InfeasibleError: one has not.
+    """
+    devices = found.split.devices
+    over = any(peaks[device] > question.cluster.budgets[device] for device in devices)
+    if over or short:
+        held = tuple(peaks[device] for device in devices)
+        raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere="" if over else short))
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:

@@ -19,20 +19,25 @@ _BEST = "exact", "joint"  # planners that find a split that fits if there is one
 _MORE_DEVICES = 8  # times as many devices are tried at most
 
 
-def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str) -> str:
-    """Which device and stage do not fit, by how many bytes, how full the device is, and what would fit."""
+def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str, elsewhere: str = "") -> str:
+    """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`)."""
+    where = elsewhere or _device(question, found, peaks)
+    none_fits = "; no other split fits either" if planner in _BEST else ""
+    return f"{where}{none_fits}. {_remedies(question, planner)}"
+
+
+def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
+    """The device that is the fullest, its stage, by how many bytes it does not fit, and how full it is."""
     budgets, split = question.cluster.budgets, found.split
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
     budget = budgets[device]
-    none_fits = "; no other split fits either" if planner in _BEST else ""
     freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
         f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full)"
         f"{freed}"
-        f"{none_fits}. {_remedies(question, planner)}"
     )
 
 

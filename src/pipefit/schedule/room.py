@@ -70,11 +70,17 @@ def check_room(plan: Plan, lent: Sequence[Arena]) -> None:
     Raises:
         OutOfMemory: one has not; says by how much, and for whom.
     """
+    if found := shortage(plan, lent):
+        raise OutOfMemory(f"{found}; move fewer tensors there, or those of fewer microbatches")
+
+
+def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
+    """The first of the `missing_bytes` in words: of which member, for whom; empty where there are none."""
     for member, missing in missing_bytes(plan, lent).items():
         shares = room_needed(plan, lent)[member]
-        raise OutOfMemory(
+        return (
             f"{member} has {format_bytes(plan.cluster.capacity(member))} and would have to keep "
             f"{format_bytes(shares.total())} of moved tensors, {format_bytes(missing)} more: "
             + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
-            + "; move fewer tensors there, or those of fewer microbatches"
         )
+    return ""
