@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import cast
 from torch import Tensor
 
 from pipefit.checkpoints.manifest import Manifest, Part, StoredTensor, dumps, loads
+from pipefit.checkpoints.regular_files import regular_file
 from pipefit.checkpoints.shards import check_shard, read_shard
 from pipefit.errors import FileError
 from pipefit.texts import printable
@@ -218,23 +218,13 @@ def _flush(folder: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file of reasonable size; no link is followed."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(file, "rb") as opened:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileError(f"{_named(path)} is not a regular file")
-            if status.st_size > _LARGEST_MANIFEST:
-                raise FileError(
-                    f"{_named(path)} has {format_bytes(status.st_size)}; manifests have at most "
-                    f"{format_bytes(_LARGEST_MANIFEST)}"
-                )
-            return opened.read()
-    except FileNotFoundError:
-        raise FileError(f"{_named(path)} is missing") from None
-    except OSError as error:
-        raise FileError(f"{_named(path)} cannot be read: {error.strerror}") from None
+    """The bytes of a regular file of reasonable size."""
+    with regular_file(path) as (file, nbytes):
+        if nbytes > _LARGEST_MANIFEST:
+            raise FileError(
+                f"{_named(path)} has {format_bytes(nbytes)}; manifests have at most {format_bytes(_LARGEST_MANIFEST)}"
+            )
+        return file.read()
 
 
 def _named(path: Path) -> str:

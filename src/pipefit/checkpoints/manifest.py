@@ -4,7 +4,7 @@ A checkpoint is a folder of safetensors shards, one for each worker, and `manife
 
     {"pipefit": "checkpoint", "version": 1, "sha256": "...", "step": 800, "model": {...}, "shards": [...], ...}
 
-The digest is that of all bytes behind it, so that a manifest which a disk has changed is no other training.
+The digest is that of all bytes behind it, so that a manifest that a disk has damaged is refused.
 Each worker writes a `Part`: its own shard and what only its stages know. The first worker joins the parts into a
 `Manifest`. Tensors, parameter groups and the scheduler's state go by the names of the original module, so that a
 manifest does not depend on stages. It is data: it names no code, and no file outside its folder.

@@ -23,7 +23,6 @@ from pipefit.errors import FileError, UsageError
 from pipefit.texts import printable, shortened
 
 _INDEX = "model.safetensors.index.json"
-_SUFFIX = ".safetensors"
 _LARGEST_INDEX = 64 << 20
 
 

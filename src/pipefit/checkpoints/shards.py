@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoints.manifest import DTYPES, Shard, StoredTensor
+from pipefit.checkpoints.regular_files import regular_file
 from pipefit.errors import FileError
 from pipefit.texts import dtype_name, printable, shortened
 from pipefit.units import format_bytes
@@ -113,22 +113,13 @@ def _write(file: int, piece: memoryview) -> None:
 
 
 def _check_bytes(path: Path, shard: Shard, source: str) -> None:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(file, "rb", buffering=0) as opened:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileError(f"{source} is not a regular file")
-            if status.st_size != shard.nbytes:
-                raise FileError(
-                    f"{source} is damaged: it has {format_bytes(status.st_size)}, and {format_bytes(shard.nbytes)} "
-                    f"were saved ({status.st_size} and {shard.nbytes} bytes)"
-                )
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise FileError(f"{source} is missing") from None
-    except OSError as error:
-        raise FileError(f"{source} cannot be read: {error.strerror}") from None
+    with regular_file(path) as (file, nbytes):
+        if nbytes != shard.nbytes:
+            raise FileError(
+                f"{source} is damaged: it has {format_bytes(nbytes)}, and {format_bytes(shard.nbytes)} were saved "
+                f"({nbytes} and {shard.nbytes} bytes)"
+            )
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
         raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
 

@@ -1,0 +1,37 @@
+"""Files of a checkpoint as they are opened for reading: only regular ones, and no link is followed.
+
+So a folder from a stranger cannot make the reader wait on a pipe, or read a file from elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from pipefit.errors import FileError
+from pipefit.texts import printable
+
+
+@contextmanager
+def regular_file(path: Path) -> Iterator[tuple[FileIO, int]]:
+    """The file in `path`, open and unbuffered, and its size in bytes.
+
+    Raises:
+        FileError: it is missing, no regular file, or cannot be opened or read.
+    """
+    source = printable(os.fspath(path))
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(number, "rb", buffering=0) as file:
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileError(f"{source} is not a regular file")
+            yield file, status.st_size
+    except FileNotFoundError:
+        raise FileError(f"{source} is missing") from None
+    except OSError as error:
+        raise FileError(f"{source} cannot be read: {error.strerror}") from None
