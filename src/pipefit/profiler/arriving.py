@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GradientLayout:
     """A gradient: the number of its storage among those that arrive together, that storage's bytes, its place there."""
 
     storage: int
@@ -25,7 +25,7 @@ class Layout:
     dtype: torch.dtype
 
 
-Layouts = tuple[Layout | None, ...]  # None where a value has no gradient
+Layouts = tuple[GradientLayout | None, ...]  # None where a value has no gradient
 
 
 def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
@@ -34,11 +34,11 @@ def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
     return tuple(None if gradient is None else _layout(gradient, numbers) for gradient in gradients)
 
 
-def _layout(gradient: Tensor, numbers: dict[int, int]) -> Layout:
+def _layout(gradient: Tensor, numbers: dict[int, int]) -> GradientLayout:
     storage = gradient.untyped_storage()
     number = numbers.setdefault(storage._cdata, len(numbers))
     place = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
-    return Layout(number, storage.nbytes(), *place, gradient.dtype)
+    return GradientLayout(number, storage.nbytes(), *place, gradient.dtype)
 
 
 def dense(values: Sequence[Tensor]) -> Layouts:

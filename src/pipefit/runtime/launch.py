@@ -30,7 +30,7 @@ from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
 from pipefit.runtime.orders import Orders, orders
-from pipefit.runtime.processes import Passed, Surroundings, forks, start
+from pipefit.runtime.processes import Inherited, Passed, forks, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
@@ -204,7 +204,7 @@ class _Supervisor:
         heartbeat = Heartbeat(context)
         process = context.Process(
             target=work,
-            args=(assignment, Surroundings.here(), theirs, heartbeat),
+            args=(assignment, Inherited.here(), theirs, heartbeat),
             daemon=True,
             name=f"pipefit-worker-{rank}",
         )

@@ -6,7 +6,7 @@ share the memory, and start in a tenth of a second. What forks them is multiproc
 with the first training and ends with the program. It computes nothing, so none of torch's threads and no context of a
 GPU exists when it forks.
 
-A fork has the environment and the standard error of the moment at which the server started. `Surroundings` takes the
+A fork has the environment and the standard error of the moment at which the server started. `Inherited` takes the
 present ones along to a worker. What C libraries read when they are loaded, such as OMP_NUM_THREADS, stays as it was
 then, as it does in the program itself.
 """
@@ -110,14 +110,14 @@ def _arrived(file: Any) -> Passed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Inherited:
     """A process's environment and the descriptor of its standard error, if that is open."""
 
     environment: dict[str, str]
     stderr: Passed | None
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> Inherited:
         """Those of this process."""
         stderr = None
         with suppress(OSError):

@@ -29,7 +29,7 @@ from pipefit.errors import FileError, PeerLost, PipefitError, PipefitWarning, Us
 from pipefit.plans import Plan
 from pipefit.runtime.hardware import backend_of
 from pipefit.runtime.orders import Orders
-from pipefit.runtime.processes import Passed, Surroundings
+from pipefit.runtime.processes import Inherited, Passed
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.trainer import Trainer
 from pipefit.trace import DeviceTrace
@@ -94,11 +94,11 @@ class Heartbeat:
         self._words[0] += 1
 
 
-def work(assignment: Assignment, surroundings: Surroundings, pipe: Connection, heartbeat: Heartbeat) -> None:
+def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all, and the parent stops the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    surroundings.take_over()
+    inherited.take_over()
     with suppress(OSError):
         os.dup2(2, 1)  # what a model prints goes to stderr: stdout belongs to the parent's result
     try:
