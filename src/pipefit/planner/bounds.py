@@ -40,6 +40,7 @@ from pipefit.places import Member, MemberKind
 from pipefit.planner.prices import Floats, Prices, ranges
 from pipefit.planner.question import Question
 from pipefit.schedule import schedule_named
+from pipefit.training import Training
 
 _CLOSE = 1e-4  # the part of the bound to which the bisection comes close
 _INFINITE = float("inf")
@@ -91,8 +92,15 @@ def position_of(schedule: str, stage: int, stages: int, microbatches: int) -> Po
         for number in (stage, stages - 1)
     )
     last = len(own) - 1 - own[::-1].index(Kind.FORWARD)
-    in_flight, at_end = own.index(Kind.BACKWARD), end.index(Kind.BACKWARD)
-    return Position(microbatches, in_flight, own[:last].count(Kind.BACKWARD), at_end == microbatches)
+    held, at_end = own.index(Kind.BACKWARD), end.index(Kind.BACKWARD)
+    return Position(microbatches, held, own[:last].count(Kind.BACKWARD), at_end == microbatches)
+
+
+def in_flight(training: Training, stage: int, stages: int) -> int:
+    """The microbatches that a stage holds at once."""
+    if training.endless:
+        return stages - stage
+    return position_of(training.schedule, stage, stages, training.microbatches).in_flight
 
 
 def highest_line(at: Position, work: Work) -> Floats:
@@ -164,9 +172,9 @@ class _Bound:
     def _endless_line(self, stage: int, step: float) -> Floats:
         """The work of a stage in a step that never ends: its passes and its updates. It may have no gradients yet."""
         updates = self.microbatches if self.question.training.schedule == "pipedream" else 1
-        in_flight = self.question.stages - stage
-        windows = self.microbatches / in_flight
-        recomputed = windows * self._recomputed(in_flight, windows, windows, step)
+        held = in_flight(self.question.training, stage, self.question.stages)
+        windows = self.microbatches / held
+        recomputed = windows * self._recomputed(held, windows, windows, step)
         passes = self.microbatches * ranges(self.forward + self.backward)
         return passes + recomputed + updates * ranges(self.update)
 
@@ -182,15 +190,15 @@ class _Bound:
 
     # ---------------------------------------------------------------- recomputation
 
-    def _recomputed(self, in_flight: int, windows: float, without_gradients: float, step: float) -> Floats:
-        """Seconds of recomputation for each of so many windows, on an average.
+    def _recomputed(self, held: int, windows: float, without_gradients: float, step: float) -> Floats:
+        """Seconds of recomputation for each of so many windows, on an average; the stage holds `held` microbatches.
 
         In `without_gradients` of the windows the stage has no gradients yet.
         """
         owned, gradients = ranges(self.owned), ranges(self.gradients)
         room = max(self.question.cluster.budgets) - owned - gradients * (1 - without_gradients / windows)
         away = self._peers + (self._host_rate * step / windows if self._host_rate else 0.0)
-        return self.prices.seconds(in_flight * self._kept - room - away, in_flight)
+        return self.prices.seconds(held * self._kept - room - away, held)
 
     @cached_property
     def _kept(self) -> Floats:

@@ -19,11 +19,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipefit.errors import UsageError
-from pipefit.places import Member, Place
-from pipefit.planner.bounds import Work, highest_line, position_of
+from pipefit.places import Place
+from pipefit.planner.bounds import Work, highest_line, in_flight, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.host_links import host_rates
 from pipefit.planner.menus import Menu
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.prices import Prices
@@ -157,8 +157,7 @@ class Filler:
 
     def in_flight(self, split: Split, stage: int) -> int:
         """The microbatches that a stage holds at once."""
-        how, stages = self.question.training, len(split.devices)
-        return stages - stage if how.endless else position_of(how.schedule, stage, stages, how.microbatches).in_flight
+        return in_flight(self.question.training, stage, len(split.devices))
 
     @cached_property
     def _prices(self) -> Prices:
@@ -176,20 +175,10 @@ class Filler:
 
     def rates(self, setting: Setting) -> list[float]:
         """Bytes per second that each stage's device has to its host, if all stages that may move anything do."""
-        cluster, split = self.question.cluster, setting.split
-        routes = []
-        for stage, device in enumerate(split.devices):
-            moves = setting.host[stage] and self.in_flight(split, stage) > _AWAY
-            try:
-                host = Member.host(cluster.devices[device].host)
-                routes.append(cluster.route(Member.device(device), host) if moves else None)
-            except UsageError:
-                routes.append(None)
-        users = [wire for route in routes if route is not None for wire in route.wires]
-        return [
-            0.0 if route is None else route.bytes_per_second / max(1, *map(users.count, route.wires))
-            for route in routes
-        ]
+        split = setting.split
+        may = [setting.host[stage] and self.in_flight(split, stage) > _AWAY for stage in range(len(split.devices))]
+        moving = [device if moves else None for device, moves in zip(split.devices, may, strict=True)]
+        return host_rates(self.question.cluster, moving)
 
     # ---------------------------------------------------------------- choices
 
@@ -240,7 +229,7 @@ class _Moving:
     def __init__(self, menus: Sequence[Menu], need: float, away: int) -> None:
         self.menus, self.need, self.away = menus, need, away
         self.places = [KEPT] * len(menus)
-        self.bytes = [sum(tensor.nbytes for tensor in menu.tensors) for menu in menus]
+        self.bytes = [menu.movable_bytes for menu in menus]
         self._order = sorted(range(len(menus)), key=lambda block: (-_dearest(menus[block]), block))
 
     def take(self, place: int, blocks: int, most: float = float("inf")) -> bool:

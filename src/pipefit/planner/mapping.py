@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from pipefit.cluster import Cluster
 from pipefit.places import Member
+from pipefit.planner.question import Question, Split
 
 Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
@@ -40,6 +41,10 @@ class Mapping(NamedTuple):
     devices: tuple[int, ...]
     seconds: float
     lent: dict[tuple[int, int], int]  # bytes, by the stage that borrows and the stage that lends
+
+    def lenders_of(self, stage: int) -> dict[int, int]:
+        """The bytes that a stage gets, by the stages that lend them."""
+        return {lender: nbytes for (borrower, lender), nbytes in self.lent.items() if borrower == stage}
 
 
 def peer_rates(cluster: Cluster) -> Floats:
@@ -75,6 +80,14 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
         if seconds.min() < np.inf:
             break
     return _lending(tuple(map(int, orders[int(seconds.argmin())])), needs, spares, rates)
+
+
+def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares: Sequence[int]) -> Mapping:
+    """The best mapping of a split's stages; where devices differ or some have no stage, stages stay where they are."""
+    rates, count = peer_rates(question.cluster), len(needs)
+    if len(question.classes) == 1 and count == len(rates):
+        return mapped(needs, spares, rates)
+    return mapped(needs, spares, rates[:count, :count])._replace(devices=split.devices)
 
 
 def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Floats:

@@ -59,6 +59,11 @@ class Menu(NamedTuple):
     recipes: tuple[Recipe, ...]
     tensors: tuple[Movable, ...]
 
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes of a microbatch that can be moved."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def moved(self, recipe: Recipe) -> tuple[Movable, ...]:
         """The tensors that can be moved beside a recipe."""
         return tuple(tensor for tensor in self.tensors if not any(map(recipe.recomputes, tensor.savers)))

@@ -27,9 +27,9 @@ from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, Setting
-from pipefit.planner.mapping import Mapping, mapped, peer_rates
+from pipefit.planner.mapping import Mapping, mapped_stages
 from pipefit.planner.menus import Menu
-from pipefit.planner.peers import striped
+from pipefit.planner.peers import shared_out
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Found, Question, Split
 from pipefit.planner.techniques import Technique, TensorCosts, mpress_choice
@@ -85,12 +85,7 @@ def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
 def _mapping(filler: Filler, kept: Evaluation) -> Mapping:
     """The devices of the stages, and who lends how much to whom."""
     needs, spares = [max(0, over) for over in kept.over], [max(0, -over) for over in kept.over]
-    question, rates = filler.question, peer_rates(filler.question.cluster)
-    free = len(question.classes) == 1 and len(needs) == len(rates)
-    if free:
-        return mapped(needs, spares, rates)
-    count = len(needs)
-    return mapped(needs, spares, rates[:count, :count])._replace(devices=kept.candidate.split.devices)
+    return mapped_stages(filler.question, kept.candidate.split, needs, spares)
 
 
 class _Tensor(NamedTuple):
@@ -156,7 +151,7 @@ class _Assignment:
         rate = self.filler.rates(self.setting)[stage]
         found = []
         for block, menu in reversed(list(enumerate(menus))):
-            nbytes, recipe = sum(tensor.nbytes for tensor in menu.tensors), menu.recipes[-1]
+            nbytes, recipe = menu.movable_bytes, menu.recipes[-1]
             costs = TensorCosts(
                 nbytes=nbytes,
                 interval_seconds=waits,
@@ -258,7 +253,7 @@ def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, r
     """The candidate with one tensor more of every stage at its lenders, whose `room` shrinks; None if none has any."""
     choices, changed = list(candidate.choices), False
     for stage, choice in enumerate(choices):
-        shares = {lender: n for (borrower, lender), n in mapping.lent.items() if borrower == stage}
+        shares = mapping.lenders_of(stage)
         tensor = _slowest(assignment.tensors[stage], choice, assignment.menus[stage])
         if tensor is None or not shares:
             continue
@@ -269,7 +264,7 @@ def _relieved(assignment: _Assignment, candidate: Candidate, mapping: Mapping, r
                 room[lender] -= part
             recipes = (*choice.recipes[: tensor.block], 0, *choice.recipes[tensor.block + 1 :])
             places = (*choice.places[: tensor.block], TO_PEERS, *choice.places[tensor.block + 1 :])
-            peers = striped(shares, mapping.devices)
+            peers = shared_out(shares, mapping.devices)
             choices[stage], changed = choice._replace(recipes=recipes, places=places, peers=peers), True
     return Candidate(candidate.split, tuple(choices)) if changed else None
 

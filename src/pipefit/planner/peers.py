@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipefit.places import Member, Place, Share
 from pipefit.planner.filling import Filled, Filler, Setting
-from pipefit.planner.mapping import Mapping, mapped, peer_rates
+from pipefit.planner.mapping import Mapping, mapped_stages
 from pipefit.planner.question import Split
 
 _BUSIEST = 0.98  # of the busiest stage's share of a step: stages above that are as busy
@@ -49,16 +49,14 @@ def _settings(filler: Filler, best: Filled) -> Iterator[Setting]:
     busy = [found.simulation.utilisation[device] for device in split.devices]
     recomputed = [_recomputed_bytes(filler, best, stage) for stage in range(len(busy))]
     spares = [round(-over * _USED) if over < 0 else 0 for over in found.over]
-    rates = peer_rates(filler.question.cluster)
-    usable = len(filler.question.classes) == 1 and len(busy) == len(rates)
     for least in (0.0, _BUSIEST * max(busy)):
         needs = [need if share >= least else 0 for need, share in zip(recomputed, busy, strict=True)]
         room = [spare if not need else 0 for spare, need in zip(spares, needs, strict=True)]
         if not any(needs) or not any(room):
             continue
-        chosen = mapped(needs, room, rates if usable else rates[: len(busy), : len(busy)])
+        chosen = mapped_stages(filler.question, split, needs, room)
         for part in (1.0, 0.5):
-            setting = _lent(filler, best, chosen if usable else chosen._replace(devices=split.devices), part)
+            setting = _lent(filler, best, chosen, part)
             if any(blocks for blocks, _ in setting.lent):
                 yield setting
 
@@ -68,9 +66,7 @@ def _recomputed_bytes(filler: Filler, best: Filled, stage: int) -> int:
     choice = best.found.candidate.choices[stage]
     menus = filler.evaluator.stage_menus(best.setting.split)[stage]
     away = filler.in_flight(best.setting.split, stage) - 1
-    return away * sum(
-        tensor.nbytes for menu, n in zip(menus, choice.recipes, strict=True) if n for tensor in menu.tensors
-    )
+    return away * sum(menu.movable_bytes for menu, n in zip(menus, choice.recipes, strict=True) if n)
 
 
 def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Setting:
@@ -79,16 +75,16 @@ def _lent(filler: Filler, best: Filled, mapping: Mapping, part: float) -> Settin
     menus = filler.evaluator.stage_menus(setting.split)
     lent: list[tuple[int, Place | None]] = []
     for stage in range(len(setting.host)):
-        shares = {b: n for (a, b), n in mapping.lent.items() if a == stage}
+        shares = mapping.lenders_of(stage)
         room = part * sum(shares.values())
-        each = max((sum(tensor.nbytes for tensor in menu.tensors) for menu in menus[stage]), default=0)
+        each = max((menu.movable_bytes for menu in menus[stage]), default=0)
         away = filler.in_flight(setting.split, stage) - 1
         blocks = int(room // (away * each)) if away and each else 0
-        lent.append((blocks, striped(shares, mapping.devices)) if blocks else (0, None))
+        lent.append((blocks, shared_out(shares, mapping.devices)) if blocks else (0, None))
     return setting._replace(split=Split(setting.split.edges, mapping.devices), lent=tuple(lent))
 
 
-def striped(shares: dict[int, int], devices: Sequence[int]) -> Place:
+def shared_out(shares: dict[int, int], devices: Sequence[int]) -> Place:
     """The place of tensors that go to lenders in proportion to these bytes."""
     whole = sum(shares.values())
     parts = {stage: round(_PARTS * nbytes / whole) for stage, nbytes in shares.items()}

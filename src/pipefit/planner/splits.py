@@ -15,10 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from pipefit.errors import UsageError
-from pipefit.places import Member
-from pipefit.planner.bounds import position_of
+from pipefit.planner.bounds import in_flight
 from pipefit.planner.closed_forms.bands import Band, stage_peak
+from pipefit.planner.host_links import host_rates
 from pipefit.planner.prices import Floats, Prices, ranges
 from pipefit.planner.question import Question, Split
 
@@ -58,7 +57,7 @@ class Balance:
         budget = self.question.cluster.budgets[stage]
         need = self._peaks(stage) - budget
         need = np.where(need > 0, need + self._largest, 0.0)
-        moved = self._rate(stage) * host * self.passes * max(0.0, held - _AWAY)
+        moved = self._rates[stage] * host * self.passes * max(0.0, held - _AWAY)
         left = np.maximum(need - moved, 0.0)
         missing = np.maximum(left - held * self._kept, 0.0) / budget
         recomputed = self.prices.seconds(left, held) / held
@@ -89,23 +88,9 @@ class Balance:
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        how, stages = self.question.training, self.question.stages
-        if how.endless:
-            return [stages - stage for stage in range(stages)]
-        return [position_of(how.schedule, stage, stages, how.microbatches).in_flight for stage in range(stages)]
+        stages = self.question.stages
+        return [in_flight(self.question.training, stage, stages) for stage in range(stages)]
 
-    def _rate(self, device: int) -> float:
-        """Bytes per second to the host of a device, of which those behind the same wire have equal parts."""
-        routes = [_wires(self.question, number) for number in range(self.question.stages)]
-        rate, wires = routes[device]
-        users = [wire for _, theirs in routes for wire in theirs]
-        return rate / max(1, *map(users.count, wires)) if wires else 0.0
-
-
-def _wires(question: Question, device: int) -> tuple[float, tuple[str, ...]]:
-    cluster = question.cluster
-    try:
-        route = cluster.route(Member.device(device), Member.host(cluster.devices[device].host))
-    except UsageError:
-        return 0.0, ()
-    return route.bytes_per_second, route.wires
+    @cached_property
+    def _rates(self) -> list[float]:
+        return host_rates(self.question.cluster, range(self.question.stages))
