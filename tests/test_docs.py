@@ -121,3 +121,10 @@ def test_the_page_on_clusters_names_every_preset() -> None:
     """A preset that is added is added to the documentation."""
     text = (ROOT / "docs" / "clusters.md").read_text()
     assert [name for name in preset_names() if f"`{name}`" not in text] == []
+
+
+def test_a_word_has_one_meaning() -> None:
+    """The glossary explains every word once."""
+    rows = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    words = [row.split(" | ")[0] for row in rows if row.startswith("| ")]
+    assert len(words) == len(set(words)) > 50

@@ -277,9 +277,7 @@ class Mover:
             if subject.what == "versions":
                 storages += _weights(action, luggage, subject.layer, stage.version_bytes(subject.layer))
                 continue
-            if not stage.sizes[
-                stage.storage(subject)
-            ]:  # of a parameter or a constant, which is no activation and stays
+            if not stage.sizes[stage.storage(subject)]:  # a parameter or a constant, which stays
                 continue
             storage = _found(action, subject, luggage)
             if storage._cdata in moved:

@@ -39,10 +39,10 @@ class Saving:
         return step % self.every == 0 or step == last
 
     def check(self, first: int) -> None:
-        """Check that `directory` holds no checkpoint of other steps than the first `first`.
+        """Check that `directory` holds no checkpoint of a later step than `first`, with which the training begins.
 
         Raises:
-            UsageError: it does, so that nobody could say later which is of which training.
+            UsageError: it does, and nobody could say later which checkpoints are of which training.
         """
         newest = whole(Path(self.directory))[-1:]
         if newest and newest[0][0] > first:
