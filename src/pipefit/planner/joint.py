@@ -14,8 +14,9 @@ host has the memory at every instant.
 So it is never slower than any split that fits as it is, nor than `mpress`, and never over a budget. It reports the gap
 to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be proven.
 
-Costs: dozens of simulations, a few hundred at most, of some ten microseconds an action: a few seconds for GPT-25.5B on 8 devices
-with 32 microbatches. Longer programs get fewer simulations. (After AdaPipe, Mist and Aceso; MPress, HPCA 2023.)
+Costs: dozens of simulations, a few hundred at most, of some ten microseconds an action: a few seconds for GPT-25.5B on
+8 devices with 32 microbatches. Longer programs get fewer simulations. (After AdaPipe, Mist and Aceso; MPress, HPCA
+2023.)
 """
 
 from __future__ import annotations
