@@ -6,7 +6,7 @@
 A reload that starts ahead of its backward stands before the waits of an earlier compute action, so that it also uses
 the time in which the device waits for messages. If an offload could not end before its reload begins, neither is done.
 `ahead` and `behind` count the forwards and backwards that the schedule orders, each as one, however many pieces it has.
-This is the last rewriting, because an offload is joined after the send of the same storage.
+This rewriting follows communication, because an offload is joined after the send of the same storage.
 """
 
 from __future__ import annotations
