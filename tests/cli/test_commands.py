@@ -16,7 +16,7 @@ import pytest
 import pipefit
 from pipefit import profiles, training
 from pipefit.cli import doctor, main, options
-from pipefit.cli.train import _metrics
+from pipefit.cli.metrics import lines_of_metrics
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError
 from pipefit.files import dumps, load, save
@@ -251,7 +251,7 @@ def test_a_full_disk_is_a_sentence() -> None:
 def test_metrics_on_a_full_disk_name_the_file() -> None:
     """A line of metrics that cannot be written is a failure of the file, and says which step it was."""
     with (
-        _metrics(Path("/dev/full"), 0) as note,
+        lines_of_metrics(Path("/dev/full"), 0) as note,
         pytest.raises(FileError, match=r"^/dev/full cannot .*: No space .* step 3"),
     ):
         note(3, 1.0)

@@ -25,6 +25,7 @@ ROUND_LARGE = 2 * MIB  # ...rounded up to a multiple of this
 PAGE = 2 * MIB  # of a GPU: physical memory is mapped in multiples of it
 
 _INTERVALS = 16  # of sizes from 1 MiB to 64 GiB, each with its own divisions of the powers of two
+# They concern host memory, locks and graphs, so that a device's bytes are the same with them
 _ON_HOST = frozenset(
     {
         "graph_capture_record_stream_reuse",
@@ -37,7 +38,7 @@ _ON_HOST = frozenset(
         "pinned_use_cuda_host_register",
         "release_lock_on_cudamalloc",
     }
-)  # they concern host memory, locks and graphs, so that a device's bytes are the same with them
+)
 _NOT_SIMULATED = {
     "garbage_collection_threshold": "frees cached blocks by their age",
     "throw_on_cudamalloc_oom": "gives up before cached blocks are freed",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from math import isfinite
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -72,6 +70,7 @@ def command(
     One worker process for each device of the plan; what it measured is a trace, like a prediction. With --save and
     --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
     """
+    from pipefit.cli.metrics import lines_of_metrics
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
@@ -89,7 +88,7 @@ def command(
 
     saving = _saving(save, every, keep, on_failed_save)
     told = _Told(saving, resume)
-    with progress("training") as report, _metrics(metrics, told.steps_done) as note, told.stopping():
+    with progress("training") as report, lines_of_metrics(metrics, told.steps_done) as note, told.stopping():
 
         def on_step(step: int, loss: float) -> None:
             note(step, loss)
@@ -170,55 +169,6 @@ class _Told:
         where = f"in {printable(self._saving.directory)}, the last of step {last}"
         longest = format_seconds(max(self._still_seconds.values()))
         return [f"{what} {where}; training stood still for at most {longest} for one"]
-
-
-@contextmanager
-def _metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], None]]:
-    """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
-
-    Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
-    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew.
-
-    Raises:
-        FileError: the file cannot be written, as on a full disk.
-    """
-    from pipefit.errors import FileError
-
-    if path is None:
-        yield lambda step, loss: None
-        return
-    last, before = perf_counter(), _lines_before(path, first)
-    with path.open("wb", buffering=0) as file:
-
-        def write(text: bytes, step: int) -> None:
-            try:
-                file.write(text)
-            except OSError as error:
-                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
-
-        def note(step: int, loss: float) -> None:
-            nonlocal last
-            now = perf_counter()
-            # a loss that is not finite has no number in JSON
-            told = loss if isfinite(loss) else str(loss)
-            line = json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n"
-            write(line.encode(), step)
-            last = now
-
-        if before:
-            write(b"".join(before), first - 1)
-        yield note
-
-
-def _lines_before(path: Path, first: int) -> list[bytes]:
-    """The lines that a file of metrics has of steps before `first`."""
-    if not first or not path.is_file():
-        return []
-    found = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            found += [line] if json.loads(line)["step"] < first else []
-    return found
 
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:

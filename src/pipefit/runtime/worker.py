@@ -164,9 +164,7 @@ def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, he
     orders, since = assignment.orders, 0
     steps, saving = orders.steps, orders.saving
     if saving is not None:
-        trainer.state_dict(
-            optimizer=True
-        )  # what no checkpoint can hold is refused before the first step, not after many
+        trainer.state_dict(optimizer=True)  # so that what no checkpoint can hold is refused before the first step
     for step in range(orders.first, steps):
         heartbeat.enter(since)
         torch.manual_seed(orders.seed + step)

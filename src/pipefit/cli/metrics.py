@@ -1,0 +1,59 @@
+"""The file of `pipefit train --metrics`: a line of JSON for each step, there as soon as the step ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import isfinite
+from pathlib import Path
+from time import perf_counter
+
+from pipefit.errors import FileError
+
+
+@contextmanager
+def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], None]]:
+    """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
+
+    Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
+    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew.
+
+    Raises:
+        FileError: the file cannot be written, as on a full disk.
+    """
+    if path is None:
+        yield lambda step, loss: None
+        return
+    last, before = perf_counter(), _lines_before(path, first)
+    with path.open("wb", buffering=0) as file:
+
+        def write(text: bytes, step: int) -> None:
+            try:
+                file.write(text)
+            except OSError as error:
+                raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
+
+        def note(step: int, loss: float) -> None:
+            nonlocal last
+            now = perf_counter()
+            # a loss that is not finite has no number in JSON
+            told = loss if isfinite(loss) else str(loss)
+            line = json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n"
+            write(line.encode(), step)
+            last = now
+
+        if before:
+            write(b"".join(before), first - 1)
+        yield note
+
+
+def _lines_before(path: Path, first: int) -> list[bytes]:
+    """The lines that a file of metrics has of steps before `first`."""
+    if not first or not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            found += [line] if json.loads(line)["step"] < first else []
+    return found
