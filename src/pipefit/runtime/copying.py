@@ -39,6 +39,11 @@ class Slot:
             ctypes.memmove(*((there, here) if outward else (here, there)), nbytes)
 
 
+def in_a_row(nbytes: int, count: int, address: int, owner: object) -> list[Slot]:
+    """So many slots of `nbytes` one after the other in memory of `owner`, from `address` on."""
+    return [Slot(nbytes, address + number * nbytes, owner) for number in range(count)]
+
+
 class Part(NamedTuple):
     """`nbytes` of a storage, from `offset` on, that are `within` bytes into a slot."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError, first_line
 from pipefit.places import MemberKind
-from pipefit.runtime.copying import Slot
+from pipefit.runtime.copying import Slot, in_a_row
 from pipefit.runtime.cuda_copying import Queue, StreamCopies
 from pipefit.runtime.cuda_driver import Driver
 from pipefit.runtime.disk import Buffers, Disks
@@ -55,7 +55,7 @@ class CudaMemory:
             return pinned_slots(arena, _pinned)
         lent = self._allocated(arena)
         self._touched(arena).copy_(lent[:1])  # from here on torch lets the two GPUs reach each other
-        return _slots(arena, lent.data_ptr(), lent)
+        return in_a_row(arena.slot_bytes, arena.slots, lent.data_ptr(), lent)
 
     def lend(self, arena: Arena) -> tuple[Told, Callable[[], None]]:
         lent = self._lent[arena] = self._allocated(arena)
@@ -64,12 +64,12 @@ class CudaMemory:
 
     def borrow(self, arena: Arena, told: Told) -> list[Slot]:
         if arena in self._lent:  # a process cannot map what is its own
-            return _slots(arena, self._lent[arena].data_ptr(), self._lent[arena])
+            return in_a_row(arena.slot_bytes, arena.slots, self._lent[arena].data_ptr(), self._lent[arena])
         handle, offset = told
         self._touched(arena)
         with _shared(arena):
             opened = Opened(self._driver, handle)
-        return _slots(arena, opened.start + offset, opened)
+        return in_a_row(arena.slot_bytes, arena.slots, opened.start + offset, opened)
 
     def _buffers(self, borrower: int, nbytes: int) -> Buffers:
         """Pinned buffers before a disk, for one direction of a device."""
@@ -101,17 +101,12 @@ def pinned_slots(arena: Arena, pinned: Callable[[int], Tensor]) -> list[Slot]:
         with _allocating(arena):
             piece = pinned(nbytes)
         count = min(nbytes // arena.slot_bytes, arena.slots - len(slots))
-        start = piece.data_ptr()
-        slots += [Slot(arena.slot_bytes, start + n * arena.slot_bytes, piece) for n in range(count)]
+        slots += in_a_row(arena.slot_bytes, count, piece.data_ptr(), piece)
     return slots
 
 
 def _pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _slots(arena: Arena, start: int, owner: object) -> list[Slot]:
-    return [Slot(arena.slot_bytes, start + n * arena.slot_bytes, owner) for n in range(arena.slots)]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import MemberKind
-from pipefit.runtime.copying import Slot
+from pipefit.runtime.copying import Slot, in_a_row
 from pipefit.runtime.disk import Disks, plain_buffers
 from pipefit.schedule.arenas import Arena
 from pipefit.units import format_bytes
@@ -55,7 +55,7 @@ class HostMemory:
 def _in(memory: mmap.mmap, arena: Arena) -> list[Slot]:
     """The slots of an arena that is this memory."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return [Slot(arena.slot_bytes, start + n * arena.slot_bytes, memory) for n in range(arena.slots)]
+    return in_a_row(arena.slot_bytes, arena.slots, start, memory)
 
 
 def _nameless(arena: Arena) -> int:
