@@ -215,6 +215,17 @@ def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
     assert overheads('cublas_workspace = ":0:0"').cublas_workspace_bytes == 0
 
 
+@pytest.mark.parametrize("none", ["0", '"0"', '"0MiB"'])
+def test_what_may_be_none_at_all_is_zero_as_a_number_or_as_text(none: str) -> None:
+    """What a process takes besides tensors, and a disk; memory of nothing is refused."""
+    line = f"context = {none}\ncommunicator = {none}\ncublas_workspace = {none}\n[[devices]]"
+    said = Cluster.parse(f"{HEAD.replace('[[devices]]', line)}disk = {none}", "mine.toml")
+    nothing = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
+    assert (said.devices[0].kind.overheads, said.hosts[0].disk_bytes) == (nothing, 0)
+    with pytest.raises((FileError, UsageError)):
+        Cluster.parse(HEAD.replace('"1GiB"', none), "mine.toml")
+
+
 @pytest.mark.parametrize(
     ("name", "mebibytes"), [("hgx-h100", 32), ("hgx-h200", 32), ("gh200", 32), ("dgx1-v100", 8.125)]
 )

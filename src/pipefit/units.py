@@ -6,6 +6,7 @@ Inside pipefit a size is an `int` of bytes and a time a `float` of seconds; unit
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pipefit.errors import UsageError
 
@@ -26,18 +27,18 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`.
+def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
+    """Bytes of `"256MiB"` (binary), `"24GB"` (decimal) or `"1048576"`; with `least` 0 also of `"0"`.
 
     Raises:
-        UsageError: not a size, an unknown unit, or less than one byte.
+        UsageError: not a size, an unknown unit, or less than `least` bytes.
     """
     match = _SIZE.fullmatch(text)
     unit = match and _UNITS.get(match[2].lower())
     if not match or not unit:
         raise UsageError(f"{text!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576")
     nbytes = round(float(match[1]) * unit)
-    if nbytes < 1:
+    if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
     return nbytes
 

@@ -46,7 +46,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import FileError, UsageError
@@ -187,7 +187,7 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
     hosts = tuple(
         Host(
             memory_bytes=_size(host.memory),
-            disk_bytes=_size(host.disk) if host.disk else 0,
+            disk_bytes=_size(host.disk, least=0) if host.disk else 0,
             disk_folder=host.disk_folder,
             memory_bandwidth=None if host.memory_bandwidth is None else _rate(host.memory_bandwidth),
         )
@@ -263,8 +263,8 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
 def _overheads(kind: KindText) -> Overheads:
     """What a process takes of a device of this kind besides its tensors; the usual where nothing is said."""
     written = {
-        "context_bytes": kind.context if kind.context is None else _size(kind.context),
-        "communicator_bytes": kind.communicator if kind.communicator is None else _size(kind.communicator),
+        "context_bytes": kind.context if kind.context is None else _size(kind.context, least=0),
+        "communicator_bytes": kind.communicator if kind.communicator is None else _size(kind.communicator, least=0),
         "cublas_workspace_bytes": None if kind.cublas_workspace is None else _workspace(kind.cublas_workspace),
     }
     return Overheads(**{name: nbytes for name, nbytes in written.items() if nbytes is not None})
@@ -273,7 +273,7 @@ def _overheads(kind: KindText) -> Overheads:
 def _workspace(written: str | int) -> int:
     """Bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight of 16 KiB."""
     if isinstance(written, int) or not written.startswith(":"):
-        return _size(written)
+        return _size(written, least=0)
     numbers = written.removeprefix(":").split(":")
     if len(numbers) % 2 or not all(number.isdecimal() for number in numbers):
         raise UsageError(
@@ -283,8 +283,8 @@ def _workspace(written: str | int) -> int:
     return sum(int(size) * KIB * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def _size(written: str | int) -> int:
-    return parse_bytes(written) if isinstance(written, str) else written
+def _size(written: str | int, *, least: Literal[0, 1] = 1) -> int:
+    return parse_bytes(written, least=least) if isinstance(written, str) else written
 
 
 def _rate(written: str | float) -> float:
