@@ -120,6 +120,9 @@ def test_the_emulated_form_parses_and_names_itself(text: str, budgets: tuple[int
         "emulated:4x",
         "emulated:4x0B",
         "emulated:9999x1B",
+        "emulated:\N{SUPERSCRIPT TWO}x1GiB",
+        f"emulated:{'9' * 5000}x1GiB",
+        f"emulated:2x{'9' * 400}GB",
     ],
 )
 def test_what_is_no_emulated_cluster_is_refused(text: str) -> None:

@@ -235,10 +235,32 @@ def test_presets_have_the_workspaces_of_their_architecture(name: str, mebibytes:
     assert found == mebibytes * (1 << 20)
 
 
+NINES = "9" * 5000  # more digits than `int` takes
+
 MISTAKES = {
     "a workspace that is none": (
         HEAD.replace("[[devices]]", 'cublas_workspace = ":4096"\n[[devices]]'),
         "no workspace",
+    ),
+    "a workspace of too many digits": (
+        HEAD.replace("[[devices]]", f'cublas_workspace = ":4:{NINES}"\n[[devices]]'),
+        "no workspace",
+    ),
+    "a workspace in other digits": (
+        HEAD.replace("[[devices]]", 'cublas_workspace = ":\u0664:\u0662"\n[[devices]]'),
+        "no workspace",
+    ),
+    "a size of too many digits": (HEAD.replace("1GiB", f"{NINES}GB"), "is not a size"),
+    "endless hosts": (HEAD + "count = 1000000000", "group of hosts has a count from 1 to 4096"),
+    "too many digits in a pair": (HEAD + f'[[links]]\nbytes_per_second = 1.0\npairs = ["0-{NINES}"]', "is not a pair"),
+    "too many lanes": (HEAD + f'[[links]]\nbytes_per_second = 1.0\npairs = ["0-1:{NINES}"]', "is not a pair"),
+    "too many digits in a member": (
+        HEAD + f'[[links]]\nbytes_per_second = 1.0\nmembers = ["device{NINES}"]',
+        "names no members",
+    ),
+    "too many digits behind to": (
+        HEAD + f'[[links]]\nbytes_per_second = 1.0\neach = "device*"\nto = "host{NINES}"',
+        "is no member",
     ),
     "no TOML": (HEAD + "=", "not TOML"),
     "nested deeply": ("a = " + "[" * 5000, "not TOML"),
@@ -276,3 +298,4 @@ def test_a_mistake_is_named_in_one_sentence(text: str, words: str) -> None:
         Cluster.parse(text, "mine.toml")
     assert str(refused.value).startswith("mine.toml ")
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400

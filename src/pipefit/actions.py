@@ -45,6 +45,8 @@ from typing import NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.places import Place, parse_place
+from pipefit.texts import shortened
+from pipefit.units import WHOLE
 
 
 class Kind(StrEnum):
@@ -164,10 +166,10 @@ class Action(NamedTuple):
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
 _ACTION = re.compile(
-    rf"(?P<stage>\d+)(?P<wait>WAIT_)?(?P<kind>{_KINDS})(?P<microbatch>-?\d+)?"
-    r"(?:\[(?P<start>\d+):(?P<stop>\d+)\])?"
-    rf"(?:\[(?P<layer>\d+)\.(?P<what>\d+|{'|'.join(STATES)}|shared)\]|\#(?P<bundle>\d+))?"
-    r"(?:\{(?P<first>\d+):(?P<last>\d+)\})?"
+    rf"(?P<stage>{WHOLE})(?P<wait>WAIT_)?(?P<kind>{_KINDS})(?P<microbatch>-?{WHOLE})?"
+    rf"(?:\[(?P<start>{WHOLE}):(?P<stop>{WHOLE})\])?"
+    rf"(?:\[(?P<layer>{WHOLE})\.(?P<what>{WHOLE}|{'|'.join(STATES)}|shared)\]|\#(?P<bundle>{WHOLE}))?"
+    rf"(?:\{{(?P<first>{WHOLE}):(?P<last>{WHOLE})\}})?"
     r"(?:@(?P<place>\S+))?"
 )
 
@@ -182,7 +184,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text.strip())
     if not match:
         raise UsageError(
-            f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 "
+            f"{shortened(repr(text))} is not an action: write stage, kind and microbatch, such as 2F0, 2WAIT_RECV_F0 "
             "or 2OFFLOAD0[5.3]@host"
         )
     part = match.groupdict()

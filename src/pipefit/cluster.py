@@ -6,6 +6,7 @@ A `Cluster` is plain data: written by people as TOML, by name as a preset (`dgx1
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_text
 from pipefit.presets.toml import parse_cluster
-from pipefit.units import format_bytes, parse_bytes
+from pipefit.texts import shortened
+from pipefit.units import WHOLE, format_bytes, parse_bytes
 from pipefit.validation import check_types, whole
 
 
@@ -181,6 +183,9 @@ class Cluster:
         return f"{self.name}: " + ", ".join(f"{n} x {kind} {format_bytes(size)}" for (kind, size), n in sizes.items())
 
 
+_COUNT = re.compile(WHOLE)
+
+
 def parse_emulated(text: str) -> Cluster:
     """`emulated:4x256MiB` or `emulated:2x256MiB+2x128MiB`.
 
@@ -190,14 +195,14 @@ def parse_emulated(text: str) -> Cluster:
     groups = []
     for part in text.removeprefix("emulated:").split("+"):
         count, times, size = part.partition("x")
-        if not times or not count.strip().isdigit():
+        if not times or not _COUNT.fullmatch(count.strip()):
             raise UsageError(
-                f"{text!r} is not an emulated cluster: write count x memory, such as emulated:4x256MiB "
+                f"{shortened(repr(text))} is not an emulated cluster: write count x memory, such as emulated:4x256MiB "
                 "or emulated:2x256MiB+2x128MiB"
             )
         groups.append((int(count), parse_bytes(size)))
     if sum(count for count, _ in groups) > MOST_DEVICES:
-        raise UsageError(f"{text!r} asks for more than {MOST_DEVICES} devices")
+        raise UsageError(f"{shortened(repr(text))} asks for more than {MOST_DEVICES} devices")
     return Cluster.emulated(*groups)
 
 

@@ -17,6 +17,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pipefit.errors import UsageError
+from pipefit.texts import shortened
+from pipefit.units import WHOLE
 
 ALIGNMENT = 512  # bytes; CUDA's allocator begins every block at a multiple of it, and copies between such run fastest
 
@@ -107,8 +109,8 @@ def _text(place: Place) -> str:
     return "+".join(str(m) if len(place) == 1 and parts == 1 else f"{m}*{parts}" for m, parts in place)
 
 
-_MEMBER = re.compile(r"(device|host|disk)(\d*)")
-_SHARE = re.compile(r"([a-z]+\d*)(?:\*(\d+))?")
+_MEMBER = re.compile(rf"(device|host|disk)({WHOLE})?")
+_SHARE = re.compile(rf"([a-z]+[0-9]*)(?:\*({WHOLE}))?")
 
 
 def parse_member(text: str) -> Member:
@@ -119,7 +121,7 @@ def parse_member(text: str) -> Member:
     """
     match = _MEMBER.fullmatch(text)
     if not match or (match[1] == "device" and not match[2]):
-        raise UsageError(f"{text!r} is no member of a cluster: write device3, host0 or disk0")
+        raise UsageError(f"{shortened(repr(text))} is no member of a cluster: write device3, host0 or disk0")
     return Member(MemberKind(match[1]), int(match[2]) if match[2] else None)
 
 
@@ -134,7 +136,9 @@ def parse_place(text: str) -> Place:
     for word in text.split("+"):
         match = _SHARE.fullmatch(word)
         if not match or not _MEMBER.fullmatch(match[1]):
-            raise UsageError(f"{text!r} is not a place: write host, device3 or, in shares, device3*2+device4*1")
+            raise UsageError(
+                f"{shortened(repr(text))} is not a place: write host, device3 or, in shares, device3*2+device4*1"
+            )
         shares.append(Share(parse_member(match[1]), int(match[2] or 1)))
     place = Place(shares)
     if min(parts for _, parts in place) < 1:

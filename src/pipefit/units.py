@@ -24,7 +24,10 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+# A whole number in a regular expression. Nothing here has more digits, and of 4301 on `int` raises what nobody expects.
+WHOLE = "[0-9]{1,18}"
+_SIZE = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([a-zA-Z]*)\s*")
+_LONGEST = 60  # characters of a refused text that a message repeats
 
 
 def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
@@ -36,7 +39,9 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     match = _SIZE.fullmatch(text)
     unit = match and _UNITS.get(match[2].lower())
     if not match or not unit:
-        raise UsageError(f"{text!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576")
+        raise UsageError(
+            f"{text[:_LONGEST]!r} is not a size: write a positive number and a unit, such as 256MiB, 24GB or 1048576"
+        )
     nbytes = round(float(match[1]) * unit)
     if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")

@@ -148,9 +148,18 @@ def test_a_manifest_that_lies_is_refused(folder: Path, lie: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"pipefit": "checkpoint"}'])
+HEADER = b'{"pipefit": "checkpoint", "version": 1, "sha256": "%s"}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"pipefit": "checkpoint"}',
+        HEADER % b"", HEADER % b"\\ud800", HEADER % b"\\u0661",
+    ],
+)  # fmt: skip
 def test_a_manifest_that_is_no_document_is_refused(folder: Path, content: bytes) -> None:
-    """Empty, cut off, no object, no text, nested too deeply, or without a version."""
+    """Empty, cut off, no object, no text, nested too deeply, without a version, or with a digest that can be none."""
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(FileError):
         read_all(folder)

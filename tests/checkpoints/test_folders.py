@@ -37,7 +37,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert [step for step, _ in folders.whole(tmp_path)] == [5, 12]
 
 
-@pytest.mark.parametrize("name", ["", "nowhere", "a file", "\0"])
+@pytest.mark.parametrize("name", ["", "nowhere", "a file", "\0", "x" * 300, "x/" * 3000])
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     """An empty folder, none, a file or a name that cannot be: one sentence."""
     (tmp_path / "a file").touch()

@@ -9,12 +9,14 @@ they are refused, and so are those whose effect on memory is not simulated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.units import MIB
+from pipefit.texts import shortened
+from pipefit.units import MIB, WHOLE
 
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 MIN_BLOCK = 512  # every block is a multiple of it
@@ -24,6 +26,7 @@ MIN_LARGE = 10 * MIB  # from here on a request gets a segment of its own size...
 ROUND_LARGE = 2 * MIB  # ...rounded up to a multiple of this
 PAGE = 2 * MIB  # of a GPU: physical memory is mapped in multiples of it
 
+_NUMBER = re.compile(WHOLE)
 _INTERVALS = 16  # of sizes from 1 MiB to 64 GiB, each with its own divisions of the powers of two
 # They concern host memory, locks and graphs, so that a device's bytes are the same with them
 _ON_HOST = frozenset(
@@ -103,13 +106,15 @@ class AllocatorSettings:
                     "simulated settings, or compare requested bytes"
                 )
             if key == "backend" and value != "native":
-                raise UsageError(f"the allocator backend {value!r} is not simulated, only torch's own: native")
+                raise UsageError(
+                    f"the allocator backend {shortened(repr(value))} is not simulated, only torch's own: native"
+                )
             if key in _KEYS:
                 field, read = _KEYS[key]
                 found[field] = read(key, value)
             elif key != "backend" and key not in _ON_HOST:
                 known = ", ".join(sorted((*_KEYS, *_ON_HOST, "backend")))
-                raise UsageError(f"{key!r} is no setting of CUDA's caching allocator (known: {known})")
+                raise UsageError(f"{shortened(repr(key))} is no setting of CUDA's caching allocator (known: {known})")
         return replace(cls(), **found)
 
     def __str__(self) -> str:
@@ -168,12 +173,13 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
                 key, colon, value = written[start:place].partition(":")
                 if not colon or not value or depth:
                     raise UsageError(
-                        f"{written[start:place]!r} is no allocator setting: write key:value, with a comma between"
+                        f"{shortened(repr(written[start:place]))} is no allocator setting: write key:value, with a "
+                        "comma between"
                     )
                 yield key, value
             start = place + 1
     if depth:
-        raise UsageError(f"{text!r} has a bracket that is not closed")
+        raise UsageError(f"{shortened(repr(text))} has a bracket that is not closed")
 
 
 def _mib(key: str, value: str) -> int:
@@ -181,14 +187,14 @@ def _mib(key: str, value: str) -> int:
 
 
 def _whole(key: str, value: str) -> int:
-    if not value.isdecimal():
-        raise UsageError(f"{key} takes a whole number, not {value!r}")
+    if not _NUMBER.fullmatch(value):
+        raise UsageError(f"{key} takes a whole number, not {shortened(repr(value))}")
     return int(value)
 
 
 def _flag(key: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise UsageError(f"{key} takes True or False, not {value!r}")
+        raise UsageError(f"{key} takes True or False, not {shortened(repr(value))}")
     return value == "True"
 
 
@@ -196,7 +202,7 @@ def _part(key: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise UsageError(f"{key} takes a number, not {value!r}") from None
+        raise UsageError(f"{key} takes a number, not {shortened(repr(value))}") from None
 
 
 def _divisions(key: str, value: str) -> tuple[int, ...]:
@@ -221,7 +227,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 def _power(key: str, value: str, *, least: int) -> int:
     number = _whole(key, value)
     if number < least or number & (number - 1):
-        raise UsageError(f"{key} takes powers of two, not {value!r}")
+        raise UsageError(f"{key} takes powers of two, not {shortened(repr(value))}")
     return number
 
 

@@ -73,7 +73,7 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
         FileError: there is none, or its manifest cannot be used.
     """
     folder = Path(path)
-    if not (folder / MANIFEST).is_file():
+    if not _has_manifest(folder):
         known = whole(folder)
         if not known:
             raise FileError(f"there is no whole checkpoint in {_named(folder)}: name a folder that was saved to")
@@ -98,7 +98,19 @@ def whole(directory: Path) -> list[tuple[int, Path]]:
     except (OSError, ValueError) as error:
         raise FileError(f"{_named(directory)} cannot be read: {getattr(error, 'strerror', error)}") from None
     found = [(int(match[1]), directory / match[0]) for match in map(_WHOLE.fullmatch, names) if match]
-    return sorted((step, folder) for step, folder in found if (folder / MANIFEST).is_file())
+    return sorted((step, folder) for step, folder in found if _has_manifest(folder))
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether a folder has the file that makes a checkpoint of it.
+
+    Raises:
+        FileError: nobody may look, or there can be no such name.
+    """
+    try:
+        return (folder / MANIFEST).is_file()
+    except OSError as error:
+        raise FileError(f"{_named(folder)} cannot be read: {error.strerror}") from None
 
 
 def _way_out(folder: Path) -> str:
@@ -110,6 +122,22 @@ def _way_out(folder: Path) -> str:
 def folder_of(directory: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` batches."""
     return directory / f"step-{step:08d}"
+
+
+def check_writable(directory: Path) -> None:
+    """Check that checkpoints can be saved to a folder, or that it can be made, as far as that shows beforehand.
+
+    Raises:
+        FileError: it is no folder, or this user may not write there.
+    """
+    there = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
+    if not os.path.isdir(there):
+        raise FileError(f"{_named(directory)} cannot hold checkpoints: {_named(there)} is no folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise FileError(
+            f"{_named(directory)} cannot hold checkpoints: this user may not write to {_named(there)}; name another "
+            "folder"
+        )
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -128,7 +156,7 @@ def begin(directory: Path, step: int) -> Path:
             _remove(directory / name)
         partial.mkdir()
     except OSError as error:
-        raise FileError(f"{_named(partial)} cannot be made: {error.strerror}") from None
+        raise FileError(f"{_named(partial)} cannot be made: {error.strerror}; save to another folder") from None
     return partial
 
 

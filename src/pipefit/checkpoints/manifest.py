@@ -254,7 +254,11 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
             "that has saved it"
         )
     digest = header.get("sha256")
-    if not isinstance(digest, str) or _digest(content.partition(digest.encode())[2]) != digest:
+    if (
+        not isinstance(digest, str)
+        or not _DIGEST.fullmatch(digest)
+        or _digest(content.partition(digest.encode())[2]) != digest
+    ):
         raise FileError(f"{source} is damaged: its bytes are not those that were saved (their SHA-256 differs)")
     return parsed(kind, text, source, ignored=_HEADER)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,8 +63,10 @@ def export(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
             write_tensors(temporary, dict(once))
         temporary.replace(target)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise FileError(f"{printable(str(target))} cannot be written: {getattr(error, 'strerror', error)}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
     return sum(tensor.nbytes for _, tensor in once)
 
 
@@ -81,9 +84,9 @@ def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str
 
 def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
     """The files that hold some of the tensors `wanted`."""
-    if path.is_dir():
+    if os.path.isdir(path):
         single = path / "model.safetensors"
-        path = single if single.is_file() else path / _INDEX
+        path = single if os.path.isfile(single) else path / _INDEX
     if path.name.endswith(".index.json"):
         return [path.parent / file for file in dict.fromkeys(f for n, f in _index(path).items() if n in wanted)]
     return [path]
@@ -113,7 +116,7 @@ def _is_file_name(name: object) -> bool:
 
 def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
     source = printable(str(path))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FileError(f"there is no file {source}; weights are a .safetensors file, or a folder with {_INDEX}")
     try:
         with safe_open(path, framework="pt") as file:

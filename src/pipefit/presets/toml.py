@@ -51,11 +51,13 @@ from typing import Literal, Protocol, TypeVar
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
-from pipefit.units import KIB, parse_bytes
+from pipefit.texts import shortened
+from pipefit.units import KIB, WHOLE, parse_bytes
 from pipefit.validation import validated
 
-_PATTERN = re.compile(r"(device|host)(?:(\*)|(\d+)(?:-(\d+))?)")
-_PAIR = re.compile(r"(\d+)-(\d+)(?::(\d+))?")
+_PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
+_PAIR = re.compile(rf"({WHOLE})-({WHOLE})(?::({WHOLE}))?")
+_WORKSPACE = re.compile(rf"(?::{WHOLE}:{WHOLE})+")
 _MOST_ENDS = 1 << 16  # of all links together: a link for each pair of 256 devices has as many
 _MOST_DOTS = 256  # of one line; the parser's time grows with the square of the parts of a dotted key
 _FORBID = {"extra": "forbid"}
@@ -184,6 +186,7 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
         )
         for name, kind in written.kinds.items()
     }
+    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
     hosts = tuple(
         Host(
             memory_bytes=_size(host.memory),
@@ -195,7 +198,6 @@ def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
         for _ in range(host.count)
     )
     _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), MOST_DEVICES)
-    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
     devices = tuple(_device(group, kinds) for group in written.devices for _ in range(group.count))
     known = {"device": len(devices), "host": len(hosts)}
     links, ends = list[Link](), 0
@@ -238,7 +240,7 @@ def _joined(text: LinksText, known: dict[str, int]) -> Iterator[tuple[tuple[Memb
     for pair in text.pairs:
         match = _PAIR.fullmatch(pair)
         if not match:
-            raise UsageError(f"{pair!r} is not a pair of devices: write 0-3, or 0-3:2 for two lanes")
+            raise UsageError(f"{shortened(repr(pair))} is not a pair of devices: write 0-3, or 0-3:2 for two lanes")
         yield (Member.device(int(match[1])), Member.device(int(match[2]))), int(match[3] or text.lanes)
     if text.members:
         yield tuple(member for pattern in text.members for member in _members(pattern, known)), text.lanes
@@ -251,7 +253,9 @@ def _members(pattern: str, known: dict[str, int]) -> Sequence[Member]:
     """`device*` is every device, `device2-5` four of them, `host0` itself."""
     match = _PATTERN.fullmatch(pattern)
     if not match:
-        raise UsageError(f"{pattern!r} names no members of a link: write device0, device0-3, device* or host0")
+        raise UsageError(
+            f"{shortened(repr(pattern))} names no members of a link: write device0, device0-3, device* or host0"
+        )
     what, every, first, last = match.groups()
     if every:
         return [Member(MemberKind(what), number) for number in range(known[what])]
@@ -274,12 +278,12 @@ def _workspace(written: str | int) -> int:
     """Bytes of a size, or of a text such as `:4096:2:16:8`: two workspaces of 4096 KiB and eight of 16 KiB."""
     if isinstance(written, int) or not written.startswith(":"):
         return _size(written, least=0)
-    numbers = written.removeprefix(":").split(":")
-    if len(numbers) % 2 or not all(number.isdecimal() for number in numbers):
+    if not _WORKSPACE.fullmatch(written):
         raise UsageError(
-            f"{written!r} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of KiB and how many, such as "
-            ":4096:2:16:8"
+            f"{shortened(repr(written))} is no workspace of cuBLAS: write a size such as 32MiB, or pairs of KiB and "
+            "how many, such as :4096:2:16:8"
         )
+    numbers = written.removeprefix(":").split(":")
     return sum(int(size) * KIB * int(count) for size, count in zip(numbers[::2], numbers[1::2], strict=True))
 
 

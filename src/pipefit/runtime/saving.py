@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipefit.checkpoints.folders import whole
+from pipefit.checkpoints.folders import check_writable, whole
 from pipefit.errors import UsageError
 from pipefit.texts import printable
 from pipefit.validation import check_types
@@ -39,11 +39,13 @@ class Saving:
         return step % self.every == 0 or step == last
 
     def check(self, first: int) -> None:
-        """Check that `directory` holds no checkpoint of a later step than `first`, with which the training begins.
+        """Check that `directory` can be written to and holds no checkpoint of a later step than `first`, where it begins.
 
         Raises:
+            FileError: it cannot be written to.
             UsageError: it does, and nobody could say later which checkpoints are of which training.
         """
+        check_writable(Path(self.directory))
         newest = whole(Path(self.directory))[-1:]
         if newest and newest[0][0] > first:
             raise UsageError(
