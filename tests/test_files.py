@@ -208,6 +208,12 @@ BAD: dict[str, tuple[str, type, list[str]]] = {
     "a decision about no stage": (changed(DECIDED, ("decisions", 0, "stage"), 2), Plan, ["the plan has 2 stages"]),
     "a place that is none": (changed(DECIDED, ("decisions", 1, "place"), "attic"), Plan, ["'attic' is not a place"]),
     "a place that is not there": (changed(DECIDED, ("decisions", 1, "place"), "device9"), Plan, ["names device9"]),
+    "a disk that its host lacks": (changed(DECIDED, ("decisions", 1, "place"), "disk"), Plan, ["names disk0"]),
+    "a program with too many digits": (
+        text_with(lower(PLAN), lines=[f"{'9' * 5000}F0", ""]),
+        Program,
+        ["no", "action"],
+    ),
     "a run that moves": (
         changed(DECIDED, ("decisions", 0, "what"), "offload"),
         Plan,

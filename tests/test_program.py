@@ -61,6 +61,9 @@ def test_a_place_parses_back_from_its_text(place: Place) -> None:
         ("device", "'device' is no member of a cluster: write device3, host0 or disk0"),
         ("device1+", "is not a place"),
         ("device1*2.5", "is not a place"),
+        (f"device{'9' * 5000}", "is not a place"),
+        (f"device1*{'9' * 5000}", "is not a place"),
+        ("host\u0661", "is not a place"),
         ("device1*0+device2*1", "every share is one part or more"),
         ("device1*1+device1*2", "names a member twice: add its shares up"),
     ],
@@ -134,6 +137,9 @@ def test_the_text_form_is_as_documented(text: str, action: Action) -> None:
         "2OFFLOAD0#@host",
         "2OFFLOAD0[5.weights]@host",
         "2F0 2B0",
+        f"2F{'9' * 5000}",
+        f"2OFFLOAD0[5.{'9' * 5000}]@host",
+        "2F\u0660",
     ],
 )
 def test_what_is_not_an_action_is_refused(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -182,8 +183,21 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(FileError, match="is not an index of a sharded model"):
             trainer.load_weights(tmp_path)
-    with pytest.raises(FileError, match="there is no file"):
-        trainer.load_weights(tmp_path / "nowhere.safetensors")
+    for name in ("nowhere.safetensors", "x" * 300):
+        with pytest.raises(FileError, match="there is no file"):
+            trainer.load_weights(tmp_path / name)
+
+
+def test_an_export_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the file is flushed to the disk."""
+
+    def stop(file: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("*model*"))
 
 
 def test_an_export_to_another_kind_of_file_is_refused(saved: Path, tmp_path: Path) -> None:

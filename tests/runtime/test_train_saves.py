@@ -116,6 +116,25 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
     assert steps == []
 
 
+def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """A file, a folder in one, and a device: each is named before a worker starts, though failed saves only warn."""
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/dev/null")):
+        with pytest.raises(FileError, match=r"cannot hold checkpoints: .* is no folder; name another"):
+            Saving(directory=str(place)).check(0)
+    Saving(directory=str(tmp_path / "new" / "runs")).check(0)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_only_others_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest folder that is there decides; the system is asked, as root may write everywhere."""
+    asked = list[Path]()
+    monkeypatch.setattr(folders.os, "access", lambda path, mode: bool(asked.append(Path(path))))
+    with pytest.raises(FileError, match=r"this user may not write to .*; name another folder"):
+        Saving(directory=str(tmp_path / "new" / "runs")).check(0)
+    assert asked == [tmp_path]
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"steps": 2}, UsageError, "holds a checkpoint of step 4 already, and this training begins at 0"),
     ({"steps": 4, "resume": True}, UsageError, "has 4 steps, and 4 are wanted in all"),
