@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import multiprocessing as mp
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,26 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
             Saving(directory=str(place)).check(0)
     Saving(directory=str(tmp_path / "new" / "runs")).check(0)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_trainings_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    """While another process saves there, a save is refused and told, and not a file of the other's is touched."""
+    code = "import sys, pathlib; from pipefit.checkpoints import folders; path = pathlib.Path(sys.argv[1])\n"
+    code += "hold = folders.Hold(path); folders.begin(path, 2); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", (3, 3)), seed=SEED)
+        with pytest.raises(FileError, match=r"another training is saving to .*: save to another folder"):
+            trainer.save(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.partial"]
+        other.kill()
+    trainer.save(tmp_path)
+    trainer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
 def test_a_folder_that_only_others_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

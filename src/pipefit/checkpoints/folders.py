@@ -7,8 +7,10 @@ removed, and links are not followed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,8 +142,47 @@ def check_writable(directory: Path) -> None:
         )
 
 
+class Hold:
+    """The right to save to a folder, which one training has at a time: two would remove and join each other's files.
+
+    The system takes it back from a process that ends, however that ends, and nothing of it is in the folder. Where the
+    file system has no locks, everybody gets it.
+
+    Raises:
+        FileError: another training is saving there, or the folder cannot be made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileError(f"{_named(directory)} cannot be made: {error.strerror}; save to another folder") from None
+        self._give_up = weakref.finalize(self, _unlocked, self._folder)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise FileError(f"another training is saving to {_named(directory)}: save to another folder") from None
+        except OSError:
+            pass  # no locks here
+
+    def release(self) -> None:
+        """Let others save there."""
+        self._give_up()
+
+
+def _unlocked(folder: int) -> None:
+    """Unlock explicitly, as processes that were forked meanwhile may have the folder open too."""
+    with suppress(OSError):
+        fcntl.flock(folder, fcntl.LOCK_UN)
+    os.close(folder)
+
+
 def begin(directory: Path, step: int) -> Path:
     """Make the folder into which the checkpoint after `step` batches is written; what earlier ones left is removed.
+
+    Whoever calls it has the `Hold` of `directory`, until the checkpoint is whole or cleared away.
 
     Raises:
         FileError: the checkpoint is there already, or the folder cannot be made.

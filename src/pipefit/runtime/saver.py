@@ -84,22 +84,26 @@ class Saver:
         began = time.perf_counter()
         error: PipefitError | None = None
         at_once = False
+        hold: folders.Hold | None = None
         partial = folders.folder_of(target.directory, target.step).with_suffix(".partial")
         try:
             found = take()
             at_once = not has_room(found)
             if self.rank == 0:
+                hold = folders.Hold(target.directory)
                 partial = folders.begin(target.directory, target.step)
         except PipefitError as failed:
             error = failed
         failures = self._which(error is not None)
         at_once = bool(self._which(at_once))
+        if hold is not None and failures:
+            hold.release()
         if error is not None:
             raise error
         if failures:
             return
         tensors = found.tensors if at_once else copied(found.tensors)
-        self._writing = _Writing(self, target, partial, tensors, found, join)
+        self._writing = _Writing(self, target, partial, hold, tensors, found, join)
         self._writing.start()
         if at_once:  # the tensors are those that the next step changes
             self.wait()
@@ -122,6 +126,7 @@ class Saver:
         writing.thread.join() if failures else self._join(writing, writing.ended)
         if self.rank == 0 and (failures or writing.failure is not None):
             folders.clear(writing.partial)
+        writing.release()
         self.look()
         self._writing = None
 
@@ -164,6 +169,7 @@ class _Writing:
     saver: Saver
     target: Target
     partial: Path
+    hold: folders.Hold | None  # of the first worker
     tensors: Mapping[str, Tensor] | None
     snapshot: Snapshot
     join: Join
@@ -184,6 +190,11 @@ class _Writing:
     def give_up(self, why: str) -> None:
         """Wait for other workers no longer."""
         self.given_up = why
+
+    def release(self) -> None:
+        """Let other trainings save to the folder."""
+        if self.hold is not None:
+            self.hold.release()
 
     def _run(self) -> None:
         try:
@@ -215,11 +226,14 @@ class _Writing:
         folders.complete(self.partial, self.join(parts))
         if self.target.keep is not None:
             folders.remove_old(self.target.directory, self.target.keep)
+        self.release()
 
     def _others(self) -> bool:
         """Wait for the parts of all workers; whether they have come."""
         left = None
         while not all(folders.has_part(self.partial, rank) for rank in range(self.saver.workers)):
+            if not self.partial.is_dir():
+                raise FileError("somebody has removed the folder")
             if not threading.main_thread().is_alive():
                 left = left or time.monotonic() + _LEAVING_SECONDS
             if self.given_up or (left is not None and time.monotonic() > left):
