@@ -43,6 +43,10 @@ class Member(NamedTuple):
     def __str__(self) -> str:
         return self.kind.value if self.number is None else f"{self.kind.value}{self.number}"
 
+    def at(self, host: int) -> Member:
+        """This member with its number, for a device that sits in `host`."""
+        return self if self.number is not None else Member(self.kind, host)
+
     @staticmethod
     def device(number: int) -> Member:
         """Device `number` of the cluster."""

@@ -17,7 +17,6 @@ from pipefit.compactions import Compaction, table
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
-from pipefit.places import Member
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.tables import Table, plain
@@ -277,9 +276,8 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
     stage = stages[decision.stage]
     if any(not stage.start <= layer < stage.stop for layer in decision.layers):
         raise UsageError(f"{decision}: the stage holds layers {stage.start} to {stage.stop - 1}")
-    host = cluster.devices[stage.devices[0]].host
-    for kind, number in () if decision.place is None else decision.place.members:
-        cluster.check(Member(kind, host if number is None else number), str(decision))
+    for member in () if decision.place is None else decision.place.members:
+        cluster.check(member.at(cluster.devices[stage.devices[0]].host), str(decision))
 
 
 # -------------------------------------------------------------------- text
