@@ -39,7 +39,7 @@ class Saving:
         return step % self.every == 0 or step == last
 
     def check(self, first: int) -> None:
-        """Check that `directory` can be written to, and holds no checkpoint of a later step than the training's `first`.
+        """Check that `directory` can be written to, and has no checkpoint of a later step than the training's `first`.
 
         Raises:
             FileError: it cannot be written to.
