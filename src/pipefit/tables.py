@@ -79,7 +79,6 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None) -> None:
         out.write(plain(blocks) + "\n")
         return
     from rich.console import Console  # half the start-up time of a command that prints nothing
-
     from rich.text import Text
 
     console = Console(file=out, highlight=False)

@@ -12,6 +12,7 @@ Precision = Literal[
     "float32", "bfloat16", "float16", "float64",
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
+PRECISIONS = "float32, bfloat16, float16 or float64; or one of the halves behind mixed- or master-"
 Recompute = Annotated[
     Literal["never", "except_last", "except_one", "always"],
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),

@@ -42,7 +42,9 @@ def _devices(cluster: Cluster) -> Table:
             )
         )
     columns = ("devices", "kind", "memory", "GB/s", "an operation", "host")
-    return Table(columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured")
+    return Table(
+        columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
+    )
 
 
 def _flops(cluster: Cluster) -> Table:

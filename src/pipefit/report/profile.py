@@ -143,7 +143,7 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
             groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
         rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
     columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
-    return Table(columns, tuple(rows), title="saved for backward", spare=("module", "largest"))
+    return Table(columns, tuple(rows), title="saved for backward", spare=("module", "largest", "tensors"))
 
 
 def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:
