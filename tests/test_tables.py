@@ -97,6 +97,16 @@ def test_spare_columns_give_way_before_a_table_is_parted(monkeypatch: pytest.Mon
     assert "count" in plain([tables[2]])
 
 
+def test_a_line_is_not_broken_between_a_figure_and_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a sentence reaches the terminal's edge, `0.5 %` and `3.20 GiB` stay on one line; no word is lost."""
+    for room in range(60, 80):
+        words = f"{'x' * room} 0.5 % above, 3.20 GiB free, in 14 ms"
+        lines = on_80_columns(monkeypatch, words)
+        assert max(map(len, lines)) <= 80
+        assert " ".join(lines) == words
+        assert all(figure in "\n".join(lines) for figure in ("0.5 %", "3.20 GiB", "14 ms"))
+
+
 def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of figures is shown in whole cells whatever its last column says: what counts rows names them."""
     cells = tuple(f"{place}{place}.00 MiB" for place in range(1, 10))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
+_FIGURE = re.compile(r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)")  # the space between a figure and its unit
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
 
 
@@ -88,12 +90,21 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None) -> None:
             console.print()
         if isinstance(block, Table) and block.title:
             console.print(Text(printable(block.title), style="italic"))
-        text = _plain_text(block) if isinstance(block, str) else _rich_table(block, console.width)
-        console.print(text, markup=False)
+        if isinstance(block, str):
+            console.print(_wrapped(_plain_text(block), console.width), markup=False, soft_wrap=True)
+        else:
+            console.print(_rich_table(block, console.width))
 
 
 def _plain_text(text: str) -> str:
     return "\n".join(printable(line) for line in text.splitlines())
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Lines of at most `width`, with figures beside their units."""
+    together = _FIGURE.sub("\N{NO-BREAK SPACE}", text)
+    lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in together.splitlines())
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _plain_table(table: Table) -> str:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 def command(
     profile: Annotated[
         str,
-        typer.Argument(metavar="PROFILE|MODEL", help="What pipefit profile saved, or a model to profile, as there."),
+        typer.Argument(
+            metavar="PROFILE|MODEL",
+            help="What pipefit profile saved; or zoo:NAME, hf:NAME or package.module:factory, to be profiled first.",
+        ),
     ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
@@ -75,7 +78,7 @@ def command(
     ] = None,
     precision: Annotated[
         Precision | None,
-        typer.Option(metavar="DTYPE", help=f"Of a MODEL: cast it and its data to it. {PRECISIONS}."),
+        typer.Option(metavar="DTYPE", help=f"Of a MODEL: cast it and its data to one of these: {PRECISIONS}."),
     ] = None,
     output: Output = None,
     as_json: Json = False,

@@ -32,7 +32,8 @@ def command(
     precision: Annotated[
         Precision | None,
         typer.Option(
-            metavar="DTYPE", help=f"Cast the model and its data to it; as they are unless given. {PRECISIONS}."
+            metavar="DTYPE",
+            help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
         ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
