@@ -91,7 +91,7 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None) -> None:
         if isinstance(block, Table) and block.title:
             console.print(Text(printable(block.title), style="italic"))
         if isinstance(block, str):
-            console.print(_wrapped(_plain_text(block), console.width), markup=False, soft_wrap=True)
+            console.print(wrapped(_plain_text(block), console.width), markup=False, soft_wrap=True)
         else:
             console.print(_rich_table(block, console.width))
 
@@ -100,10 +100,12 @@ def _plain_text(text: str) -> str:
     return "\n".join(printable(line) for line in text.splitlines())
 
 
-def _wrapped(text: str, width: int) -> str:
-    """Lines of at most `width`, with figures beside their units."""
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width`, with figures beside their units; a longer word, such as a path, stays whole."""
     together = _FIGURE.sub("\N{NO-BREAK SPACE}", text)
-    lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in together.splitlines())
+    lines = (
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in together.splitlines()
+    )
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 

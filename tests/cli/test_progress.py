@@ -43,6 +43,17 @@ def test_a_bar_counts_when_it_knows_how_many(monkeypatch: pytest.MonkeyPatch) ->
     assert "working: layer3" in stderr.getvalue()
 
 
+def test_a_refusal_is_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal no word of a long sentence is broken, and none is lost."""
+    monkeypatch.setenv("COLUMNS", "80")
+    stderr = terminal_as_stderr(monkeypatch)
+    assert main(["show", "emulated:4x1MiBB"]) == 2
+    lines = stderr.getvalue().splitlines()
+    assert len(lines) > 1
+    assert all(len(line) <= 80 and line == line.strip() for line in lines)
+    assert "write a positive number and a unit, such as" in " ".join(lines)
+
+
 @pytest.mark.parametrize(
     "line", ["profile zoo:x -b 1", "plan zoo:x -c emulated:2x1GiB", "certify p zoo:x", "train p zoo:x"]
 )

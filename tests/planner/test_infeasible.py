@@ -102,6 +102,7 @@ def test_what_fits_without_techniques_is_not_told_as_all_that_fits() -> None:
     text = refusal(chain, cluster, how, objective="throughput")
     assert "; no plan was found that fits. What would fit, with nothing recomputed or moved: " in text
     assert "no other split fits" not in text
+    assert "do not help" not in refusal(chain, devices(300, 300), how, objective="throughput")
     assert "; no other split fits either. What would fit: " in refusal(chain, cluster, how)
 
 
