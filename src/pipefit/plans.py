@@ -26,6 +26,7 @@ from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 _BAR = 20  # characters
+_SIZES = "parameters", "peak", "of budget", "full", ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +251,7 @@ class Plan:
         edges = frozenset(self.profile.edges)
         whole = bool(self.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in self.stages)
         rows = tuple(_row(self, number, stage, whole=whole) for number, stage in enumerate(self.stages))
-        parts = "blocks" if whole else "layers"
-        columns = ("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", "")
-        return Table(columns, rows, spare=("", "count"))
+        return Table(("stage", "device", "blocks" if whole else "layers", "count", *_SIZES), rows, spare=("", "count"))
 
     @property
     def explanation(self) -> list[Table | str]:
