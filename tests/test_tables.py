@@ -63,7 +63,7 @@ def test_a_table_wider_than_the_terminal_is_shown_in_parts(monkeypatch: pytest.M
     assert max(map(len, lines)) <= 80
     for row in WIDE.rows:
         for cell in row[2:]:
-            (line,) = [line for line in lines if f" {cell} " in line]
+            (line,) = [line for line in lines if f" {cell} " in f" {line} "]
             assert f" {row[1]} " in line
     assert sum("wide" in line for line in lines) == 1
     assert sum("layer0" in line for line in lines) > 1
@@ -85,10 +85,48 @@ def test_a_table_that_fits_the_terminal_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert sum("name" in line for line in lines) == 1
 
 
-def test_a_drawing_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column without a heading is no part of its own; beside what it draws it is shown."""
-    narrow, broad = (
-        Table(("name", "full", ""), (("a", "50 %", "#" * count),)) for count in (20, 70)
-    )  # fmt: skip
-    assert any("50 %" in line and "#" in line for line in on_80_columns(monkeypatch, narrow))
-    assert not any("#" in line for line in on_80_columns(monkeypatch, broad))
+def test_spare_columns_give_way_before_a_table_is_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as let it fit, in the order in which they are named; elsewhere they are shown."""
+    rows = [("a", "7", "1" * room, "#" * 20) for room in (45, 46, 73)]
+    tables = [Table(("name", "count", "figure", ""), (row,), spare=("", "count")) for row in rows]
+    shown = [on_80_columns(monkeypatch, table) for table in tables]
+    assert [lines[0].split() for lines in shown] == [
+        ["name", "count", "figure"], ["name", "count", "figure"], ["name", "figure"],
+    ]  # fmt: skip
+    assert [lines[-1].split() for lines in shown] == [list(rows[0]), list(rows[1][:3]), [rows[2][0], rows[2][2]]]
+    assert "count" in plain([tables[2]])
+
+
+def test_a_line_is_not_broken_between_a_figure_and_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a sentence reaches the terminal's edge, `0.5 %` and `3.20 GiB` stay on one line; no word is lost."""
+    for room in range(60, 80):
+        words = f"{'x' * room} 0.5 % above, 3.20 GiB free, in 14 ms"
+        lines = on_80_columns(monkeypatch, words)
+        assert max(map(len, lines)) <= 80
+        assert " ".join(lines) == words
+        assert all(figure in "\n".join(lines) for figure in ("0.5 %", "3.20 GiB", "14 ms"))
+
+
+def test_a_word_among_figures_is_not_the_name_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of figures is shown in whole cells whatever its last column says: what counts rows names them."""
+    cells = tuple(f"{place}{place}.00 MiB" for place in range(1, 10))
+    columns = ("device", *(f"column {place}" for place in range(1, 10)), "verdict")
+    lines = on_80_columns(monkeypatch, Table(columns, (("0", *cells, "out of memory"), ("1", *cells, "0"))))
+    assert max(map(len, lines)) <= 80
+    for cell in (*cells, "out of memory"):
+        assert any(f" {cell} " in f" {line} " for line in lines)
+    assert all(
+        line.split()[0] in ("0", "1", "device")
+        for line in lines
+        if line and "\N{BOX DRAWINGS LIGHT HORIZONTAL}" not in line
+    )
+
+
+def test_rows_of_the_same_name_are_told_apart_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first name is that of several rows, the next ones are repeated with it."""
+    rows = tuple(
+        ("layer0", operation, *(f"{place}000.00 KiB" for place in range(7))) for operation in ("Addmm", "Gelu")
+    )
+    lines = on_80_columns(monkeypatch, Table(("layer", "operation", *"abcdefg"), rows))
+    assert sum("Addmm" in line for line in lines) == sum("Gelu" in line for line in lines) == 2
+    assert all("Addmm" in line or "Gelu" in line for line in lines if "layer0" in line)

@@ -49,11 +49,11 @@ def table(compactions: Sequence[Compaction], step_seconds: float) -> Iterator[Ta
 
 
 def _row(one: Compaction, step_seconds: float) -> tuple[str, ...]:
-    sign, freed = "-" if one.freed_bytes >= 0 else "+", format_bytes(abs(one.freed_bytes))
+    freed = f"{'-' if one.freed_bytes > 0 else '+'}{format_bytes(abs(one.freed_bytes))}" if one.freed_bytes else "none"
     what = one.what if len(one.what) <= 30 else f"{one.what[:29]}\N{HORIZONTAL ELLIPSIS}"
-    head = str(one.stage), what, str(one.layers), f"{sign}{freed}"
+    head = str(one.stage), what, str(one.layers), freed
     if abs(one.added_seconds) <= _HIDDEN * step_seconds:
-        return (*head, "hidden", "nothing")
+        return (*head, "hidden", "nothing" if one.freed_bytes > 0 else "-")
     added = format_seconds(abs(one.added_seconds))
     price = f"{format_seconds(one.added_seconds / one.freed_bytes * 2**30)}" if one.freed_bytes > 0 else "-"
     return (*head, f"{'+' if one.added_seconds > 0 else '-'}{added}", price if one.added_seconds > 0 else "-")

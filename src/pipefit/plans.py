@@ -21,11 +21,12 @@ from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.tables import Table, plain
 from pipefit.training import Training
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import format_bytes, format_number, format_seconds
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 _BAR = 20  # characters
+_SIZES = "parameters", "peak", "of budget", "full", ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +251,7 @@ class Plan:
         edges = frozenset(self.profile.edges)
         whole = bool(self.profile.blocks) and all({stage.start, stage.stop} <= edges for stage in self.stages)
         rows = tuple(_row(self, number, stage, whole=whole) for number, stage in enumerate(self.stages))
-        parts = "blocks" if whole else "layers"
-        return Table(("stage", "device", parts, "count", "parameters", "peak", "of budget", "full", ""), rows)
+        return Table(("stage", "device", "blocks" if whole else "layers", "count", *_SIZES), rows, spare=("", "count"))
 
     @property
     def explanation(self) -> list[Table | str]:
@@ -350,7 +350,7 @@ def _time(plan: Plan) -> Iterator[str]:
     if plan.prediction is None or plan.prediction.step_seconds <= 0:
         return
     step, busy = plan.prediction.step_seconds, plan.prediction.utilisation
-    speed = f"A step takes {format_seconds(step)}: {plan.training.batch_size / step:.3g} samples per second."
+    speed = f"A step takes {format_seconds(step)}: {format_number(plan.training.batch_size / step)} samples per second."
     if not busy:
         yield speed
         return

@@ -6,6 +6,7 @@ Inside pipefit a size is an `int` of bytes and a time a `float` of seconds; unit
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -56,9 +57,23 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_number(value: float) -> str:
+    """`value` with three significant digits and never an exponent: `30.4`, `3,160`, `0.00321`."""
+    return f"{Decimal(f'{value:.3g}'):,f}"
+
+
 def format_seconds(seconds: float) -> str:
     """`seconds` with three significant digits: `1.23 s`, `45.6 ms`, `789 us`."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+    return _scaled(seconds, (1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds else "0 s"
+
+
+def format_flops(flops: int) -> str:
+    """Floating-point operations with three significant digits: `148 GFLOP`, `3.21 MFLOP`, `0 FLOP`."""
+    return _scaled(flops, (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP"))
+
+
+def _scaled(value: float, *units: tuple[float, str]) -> str:
+    """The rounded value in the largest of the units that leaves at least one, or else in the smallest."""
+    rounded = float(f"{value:.3g}")
+    unit, name = next((one for one in units if abs(rounded) >= one[0]), units[-1])
+    return f"{format_number(rounded / unit)} {name}"

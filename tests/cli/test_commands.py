@@ -15,7 +15,7 @@ import pytest
 
 import pipefit
 from pipefit import profiles, training
-from pipefit.cli import doctor, main, options
+from pipefit.cli import app, doctor, main, options
 from pipefit.cli.metrics import lines_of_metrics
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError
@@ -83,6 +83,17 @@ def test_help_names_every_planner_and_schedule(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--help"]) == 0
     words = capsys.readouterr().out.replace(",", " ").replace(".", " ").split()
     assert {*PLANNERS, *SCHEDULES, *ENDLESS} <= set(words)
+
+
+@pytest.mark.parametrize("command", ["", *(str(known.name) for known in app.registered_commands)])
+def test_help_fits_a_terminal_of_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line is longer, and no sentence about a command is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines[1:] if len(line) > 80 or line.endswith("...")] == []
 
 
 def test_planning_what_does_not_fit_exits_with_3(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

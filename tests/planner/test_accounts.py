@@ -56,3 +56,10 @@ def test_a_table_tells_what_is_hidden_and_what_a_gib_costs() -> None:
     widths = [max(map(len, column)) for column in zip(shown.columns, *shown.rows, strict=True)]
     assert sum(widths) + 2 * (len(widths) - 1) <= 80
     assert list(table([], step_seconds=10.0)) == []
+
+
+def test_what_frees_nothing_has_no_price() -> None:
+    """A technique that is of no use beside the others is told as such, whether or not it takes time."""
+    idle = Compaction(stage=0, what="recompute", layers=3, freed_bytes=0, added_seconds=0.0)
+    (shown,) = table([idle, replace(idle, added_seconds=4.0)], step_seconds=10.0)
+    assert [row[3:] for row in shown.rows] == [("none", "hidden", "-"), ("none", "+4 s", "-")]

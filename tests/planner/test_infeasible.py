@@ -96,6 +96,16 @@ def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
     )
 
 
+def test_what_fits_without_techniques_is_not_told_as_all_that_fits() -> None:
+    """Changes are planned without recomputing and moving, so that less may do for `joint`, which is said."""
+    chain, how, cluster = profile(alike(12, size=100)), training("1f1b", 8), devices(900, 900)
+    text = refusal(chain, cluster, how, objective="throughput")
+    assert "; no plan was found that fits. What would fit, with nothing recomputed or moved: " in text
+    assert "no other split fits" not in text
+    assert "do not help" not in refusal(chain, devices(300, 300), how, objective="throughput")
+    assert "; no other split fits either. What would fit: " in refusal(chain, cluster, how)
+
+
 def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:
     """GPipe holds all microbatches; where the early release of 1F1B is enough, that is the first suggestion."""
     chain = profile(alike(8, size=100))
@@ -149,4 +159,4 @@ def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:
     """Where parameters alone are too large, after all that recomputing and moving frees."""
     chain = profile(alike(8, size=100))
     text = refusal(chain, devices(*[300] * 2), training("gpipe", 4), objective="throughput")
-    assert "with what recomputing and moving tensors frees; no other split fits either" in text
+    assert "with what recomputing and moving tensors frees; no plan was found that fits" in text

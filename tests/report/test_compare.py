@@ -66,7 +66,7 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
     )  # fmt: skip
     full = replace(held, communicators=0, workspaces=0, retries=4, fits=False)
     known = replace(trace.devices[0], allocator=held), replace(trace.devices[1], allocator=full), trace.devices[2]
-    lines = plain(describe_trace(replace(trace, devices=known))).splitlines()
+    *lines, _, advice = plain(describe_trace(replace(trace, devices=known))).splitlines()
     place = lines.index("what a GPU holds at most (caching allocator: default settings)")
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[place + 2 :]]
     assert rows == [
@@ -74,6 +74,24 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
         ["1", "100 B", "512 B", "600 B", "-", "200 B", "-", "800 B", "80.0 %", "out of memory"],
     ]
     assert "what a GPU holds" not in plain(describe_trace(trace))
+    assert advice.startswith("Device 1 would run out of memory: its tensors need 100 B, its process 800 B, more than")
+    assert "(300 bytes)" in advice  # of its 1000, 700 are no tensors
+
+
+def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
+    """The device that lacks most, by how many bytes, and the memory to plan for; nothing where all processes fit."""
+    trace = trace_of(100, 100, source="dry run")
+    held = AllocatorPeaks(settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, context_bytes=400)
+    larger = replace(held, reserved_bytes=800)
+
+    def told(*peaks: AllocatorPeaks) -> str:
+        devices = (replace(device, allocator=one) for device, one in zip(trace.devices, peaks, strict=True))
+        return plain(describe_trace(replace(trace, devices=tuple(devices)))).splitlines()[-1]
+
+    assert "would run out" not in told(held, held)
+    assert "Device 1 would run out" in told(held, larger)
+    assert "Plan for" not in told(held, replace(larger, context_bytes=800))  # no tensors are left room
+    assert "200 B over its 1000 B." in told(held, larger)
 
 
 def test_a_dry_run_has_no_seconds_to_compare() -> None:

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -156,8 +157,12 @@ def _fail(sentence: str, code: int, debug: bool) -> int:
     """Says what went wrong, on stderr, and passes the exit code on."""
     if debug:
         traceback.print_exc()
-    text = "\n".join(printable(line) for line in sentence.splitlines())
-    print(f"pipefit: {text}", file=sys.stderr)
+    text = "\n".join(printable(line) for line in f"pipefit: {sentence}".splitlines())
+    if sys.stderr.isatty():
+        from pipefit.tables import wrapped
+
+        text = wrapped(text, get_terminal_size().columns)
+    print(text, file=sys.stderr)
     return code
 
 

@@ -50,8 +50,9 @@ def command(
 
     check_output(output)
     document = load(plan, Plan)
-    task = resolve(model, settings, document.training.precision)
-    from pipefit.runtime import certify, certify_numbers
+    with progress("reading the model"):
+        task = resolve(model, settings, document.training.precision)
+        from pipefit.runtime import certify, certify_numbers
     from pipefit.tables import write
 
     if numbers:

@@ -34,18 +34,21 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a checkpoint that train has saved, and show what it holds.
+    """Verify a checkpoint of train, and show what it holds.
 
     With -o its parameters and buffers become one file for plain PyTorch, by the names of the original module.
     """
-    from pipefit.checkpoints import export, find
     from pipefit.cli.output import check_output
+    from pipefit.cli.progress import progress
 
     check_output(output)
-    found = find(checkpoint)
-    found.verify()
-    if output is not None:
-        export(found.folder, output)
+    with progress("verifying"):
+        from pipefit.checkpoints import export, find
+
+        found = find(checkpoint)
+        found.verify()
+        if output is not None:
+            export(found.folder, output)
     if as_json:
         print(json.dumps(_figures(found)))
         return

@@ -34,15 +34,16 @@ def command(
     """
     from pipefit.cli.progress import progress
     from pipefit.files import load_cluster
-    from pipefit.planner import plan
-    from pipefit.profiler import profile
-    from pipefit.runtime import certify, train
-    from pipefit.simulator import simulate
-    from pipefit.zoo import build
 
-    task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
     say = _silent if as_json else _print
     with progress("profiling") as report:
+        from pipefit.planner import plan
+        from pipefit.profiler import profile
+        from pipefit.runtime import certify, train
+        from pipefit.simulator import simulate
+        from pipefit.zoo import build
+
+        task: partial[Task] = partial(build, "gpt-stdlib", **_MODEL)
         costs = profile(task(), microbatch_size=_MICROBATCH, progress=report)
     cluster = load_cluster(_CLUSTER)
     question = partial(plan, costs, cluster, batch_size=_MICROBATCH * _MICROBATCHES, microbatches=_MICROBATCHES)

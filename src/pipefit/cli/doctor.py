@@ -21,7 +21,10 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
 
 def command(as_json: Json = False) -> None:
     """Tell what pipefit can do on this machine."""
-    found = examine()
+    from pipefit.cli.progress import progress
+
+    with progress("looking around"):
+        found = examine()
     if as_json:
         print(json.dumps(found))
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipefit.cli.options import SCHEDULE_HELP, Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.options import PRECISIONS, SCHEDULE_HELP, Json, Model, Output, Precision, Recompute, Settings, Target
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ def command(
         typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
+        Precision | None,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
     certify: Annotated[
@@ -77,20 +81,20 @@ def command(
     if grow == "batch" and microbatch_size is not None:
         raise UsageError("--microbatch-size is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
-    from pipefit.fit.certified import find
-    from pipefit.fit.growth import Demand
-
-    demand = Demand(
-        cluster=devices,
-        microbatch_size=microbatch_size or 1,
-        microbatches=microbatches,
-        schedule=schedule,
-        recompute=recompute,
-        planner=planner,
-        target=target or ("cuda" if devices.backend == "cuda" else "cpu"),
-        threads=threads,
-    )
     with progress("searching") as report:
+        from pipefit.fit.certified import find
+        from pipefit.fit.growth import Demand
+
+        demand = Demand(
+            cluster=devices,
+            microbatch_size=microbatch_size or 1,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            planner=planner,
+            target=target or ("cuda" if devices.backend == "cuda" else "cpu"),
+            threads=threads,
+        )
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
     if output is not None:
         save(found.best.plan, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -12,6 +12,7 @@ Precision = Literal[
     "float32", "bfloat16", "float16", "float64",
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
+PRECISIONS = ", ".join(get_args(Precision))
 Recompute = Annotated[
     Literal["never", "except_last", "except_one", "always"],
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import SCHEDULE_HELP, Json, Output, Precision, Recompute, Settings, Target, Versions
+from pipefit.cli.options import (
+    PRECISIONS,
+    SCHEDULE_HELP,
+    Json,
+    Output,
+    Precision,
+    Recompute,
+    Settings,
+    Target,
+    Versions,
+)
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,15 +28,26 @@ if TYPE_CHECKING:
 def command(
     profile: Annotated[
         str,
-        typer.Argument(metavar="PROFILE|MODEL", help="What pipefit profile saved, or a model to profile, as there."),
+        typer.Argument(
+            metavar="PROFILE|MODEL",
+            help="What pipefit profile saved; or zoo:NAME, hf:NAME or package.module:factory, to be profiled first.",
+        ),
     ],
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
     ],
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Samples in one optimizer step.")
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, help="Samples in one optimizer step; unless given, as many as the microbatches hold."
+        ),
     ] = None,
-    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Equal parts of the batch.")] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatches", min=1, help="Equal parts of the batch; four for each device unless a batch size is given."
+        ),
+    ] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     objective: Annotated[
         Literal["throughput", "peak"],
@@ -49,18 +70,23 @@ def command(
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
-        int | None, typer.Option("--microbatch-size", "-b", min=1, help="Of a MODEL: samples in one; 1 unless given.")
+        int | None,
+        typer.Option("--microbatch-size", "-b", min=1, help="Of a MODEL: samples in one microbatch; 1 unless given."),
     ] = None,
     target: Annotated[
         Target | None, typer.Option(help="Of a MODEL: whose kernels will run; the cluster's unless given.")
     ] = None,
-    precision: Annotated[Precision | None, typer.Option(help="Of a MODEL: cast it and its data to this.")] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="DTYPE", help=f"Of a MODEL: cast it and its data to one of these: {PRECISIONS}."),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Plan how a model is split over a cluster, and what is recomputed or moved so that it fits.
+    """Plan which layers go where, and what is recomputed.
 
-    By default, the fastest plan that fits. The plan says which device limits it.
+    By default, the fastest plan that fits: it splits the model over the devices of a cluster, and says what is
+    recomputed or moved so that it fits, and which device limits it.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
@@ -77,9 +103,9 @@ def command(
         devices = load_cluster(cluster)
         kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
         model = _profiled(profile, settings, precision, kernels, microbatch_size or 1)
-    from pipefit.planner import plan
-
     with progress("planning"):
+        from pipefit.planner import plan
+
         made = plan(
             model,
             devices,
@@ -121,8 +147,8 @@ def _profiled(
     from pipefit.cli.model import resolve
     from pipefit.cli.progress import progress
 
-    task = resolve(model, settings, precision)
-    from pipefit.profiler import profile
-
     with progress("profiling") as report:
+        task = resolve(model, settings, precision)
+        from pipefit.profiler import profile
+
         return profile(task, microbatch_size=microbatch_size, target=target, progress=report)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.options import PRECISIONS, Json, Model, Output, Precision, Recompute, Settings, Target
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ def command(
     ] = "fake",
     target: Annotated[Target, typer.Option(help="Kind of device whose kernels decide what autograd saves.")] = "cpu",
     precision: Annotated[
-        Precision | None, typer.Option(help="Cast the model and its data to this; as they are unless given.")
+        Precision | None,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Cast the model and its data to one of these; as they are unless given: {PRECISIONS}.",
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
     runs: Annotated[
@@ -74,11 +78,10 @@ def command(
     if (runs is None) != (cluster is None):
         raise UsageError("--runs and --cluster go together: the runs train on the cluster's devices")
     devices = None if cluster is None else load_cluster(cluster)
-    task = resolve(model, settings, precision)
-    from pipefit.profiler import profile
-    from pipefit.training import Training
-
     with progress("profiling") as report:
+        task = resolve(model, settings, precision)
+        from pipefit.profiler import profile
+
         found = profile(
             task,
             microbatch_size=microbatch_size,
@@ -88,6 +91,8 @@ def command(
             progress=report,
         )
     if runs is not None and devices is not None:
+        from pipefit.training import Training
+
         count = microbatches or 4 * len(devices.devices)
         training = Training(
             batch_size=count * microbatch_size,

@@ -20,10 +20,19 @@ def progress(title: str) -> Iterator[Report]:
             yield _ignore
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class Counts(TextColumn):
+        """So many of how many, where that is known."""
+
+        def render(self, task: Task) -> Text:
+            """Nothing before the first report."""
+            return super().render(task) if task.total else Text()
 
     text = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    counts = Counts("{task.completed:.0f}/{task.total:.0f}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), counts, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task(title, total=None)
         yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=f"{title}: {what}")

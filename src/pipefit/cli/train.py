@@ -82,9 +82,10 @@ def command(
     check_output(metrics)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
-    factory()  # a mistake in MODEL is told here, before any worker starts
-    from pipefit.runtime import train
-    from pipefit.runtime.launch import START_SECONDS
+    with progress("reading the model"):
+        factory()  # a mistake in MODEL is told here, before any worker starts
+        from pipefit.runtime import train
+        from pipefit.runtime.launch import START_SECONDS
 
     saving = _saving(save, every, keep, on_failed_save)
     told = _Told(saving, resume)

@@ -22,8 +22,11 @@ _MORE_DEVICES = 8  # times as many devices are tried at most
 def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str, elsewhere: str = "") -> str:
     """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`)."""
     where = elsewhere or _device(question, found, peaks)
-    none_fits = "; no other split fits either" if planner in _BEST else ""
-    return f"{where}{none_fits}. {_remedies(question, planner)}"
+    compacts = found.decisions is not None
+    none_fits = ""
+    if planner in _BEST:
+        none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
+    return f"{where}{none_fits}. {_remedies(question, planner, compacts=compacts)}"
 
 
 def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
@@ -41,8 +44,11 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     )
 
 
-def _remedies(question: Question, planner: str) -> str:
-    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
+def _remedies(question: Question, planner: str, *, compacts: bool) -> str:
+    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit.
+
+    They are those of splits alone. Where the planner `compacts` it says so, since less may do then.
+    """
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
@@ -53,9 +59,17 @@ def _remedies(question: Question, planner: str) -> str:
     if question.options.stages is None and most > len(question.cluster.devices):
         count = _enough_devices(question, most)
         more = f"{count} devices of {size}" if count else ""
-        useless = "" if count else f". More devices of {size} do not help, up to {most} of them"
+        useless = "" if count else _useless(size, most, compacts=compacts)
     changes = filter(None, (*_free(question), more, _more_memory(question)))
-    return f"What would fit: {'; '.join(changes)}{useless}"
+    alone = ", with nothing recomputed or moved" if compacts else ""
+    return f"What would fit{alone}: {'; '.join(changes)}{useless}"
+
+
+def _useless(size: str, most: int, *, compacts: bool) -> str:
+    """That more devices do not help, where that is known: to search with all that planners do takes long."""
+    if compacts:
+        return f". More devices of {size} were not tried with recomputing and moving: plan for them"
+    return f". More devices of {size} do not help, up to {most} of them"
 
 
 def _free(question: Question) -> Iterator[str]:

@@ -14,10 +14,11 @@ _WIDEST = 17  # members of a matrix that still fits a terminal
 
 
 def describe_cluster(cluster: Cluster) -> list[Block]:
-    """Name, devices, what processes take besides tensors, hosts and the matrix of link rates."""
+    """Name, devices, FLOP/s, what processes take besides tensors, hosts and the matrix of link rates."""
     return [
         f"{cluster} ({cluster.backend})",
         _devices(cluster),
+        _flops(cluster),
         *_overheads(cluster),
         _hosts(cluster),
         *_links(cluster),
@@ -30,25 +31,31 @@ def _devices(cluster: Cluster) -> Table:
     for device, run in groupby(range(len(cluster.devices)), key=lambda number: cluster.devices[number]):
         numbers = list(run)
         kind = device.kind
-        flops = ", ".join(
-            f"{dtype} {figure / 1e12:g} ({100 * kind.part_of_flops(dtype):.0f} %)"
-            for dtype, figure in kind.flops.items()
-        )
         rows.append(
             (
                 f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]),
                 kind.name,
                 format_bytes(device.memory_bytes),
                 f"{kind.memory_bandwidth / 1e9:g} ({100 * kind.bandwidth_reached:.0f} %)",
-                flops,
                 f"{kind.operation_seconds * 1e6:g} us",
                 str(device.host),
             )
         )
-    columns = ("devices", "kind", "memory", "GB/s", "TFLOP/s", "an operation", "host")
+    columns = ("devices", "kind", "memory", "GB/s", "an operation", "host")
     return Table(
         columns, tuple(rows), title="in brackets the part that estimates reckon with where no time was measured"
     )
+
+
+def _flops(cluster: Cluster) -> Table:
+    """A row for each kind of device and dtype: FLOP/s, and the part of them that estimates reckon with."""
+    kinds = {device.kind.key: device.kind for device in cluster.devices}
+    rows = tuple(
+        (kind.name, dtype, f"{figure / 1e12:g} ({100 * kind.part_of_flops(dtype):.0f} %)")
+        for kind in kinds.values()
+        for dtype, figure in kind.flops.items()
+    )
+    return Table(("kind", "dtype", "TFLOP/s"), rows)
 
 
 def _overheads(cluster: Cluster) -> list[Block]:

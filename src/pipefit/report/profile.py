@@ -13,7 +13,7 @@ from pipefit.layer_costs import LayerCost, SavedTensor
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.tables import Block, Table
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import format_bytes, format_flops, format_seconds
 from pipefit.work import Work
 
 _COLUMNS = ("name", "module", "parameters", "state", "saved", "output", "peak", "forward", "backward")
@@ -130,7 +130,7 @@ def _layer_row(number: str, name: str, cost: LayerCost) -> tuple[str, ...]:
 
 def _work(work: Work) -> str:
     """Seconds where they were measured, otherwise floating-point operations."""
-    return f"{work.flops / 1e9:.3g} GFLOP" if work.seconds is None else format_seconds(work.seconds)
+    return format_flops(work.flops) if work.seconds is None else format_seconds(work.seconds)
 
 
 def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
@@ -143,7 +143,7 @@ def _saved(profile: ModelProfile, measurement: Measurement) -> Table:
             groups[tensor.operation or "-", tensor.dtype, tensor.origin.kind].append(tensor)
         rows += [(example, cost.module, *group, *_figures(tensors)) for group, tensors in groups.items()]
     columns = ("for example", "module", "operation", "dtype", "storage", "tensors", "together", "largest")
-    return Table(columns, tuple(rows), title="saved for backward")
+    return Table(columns, tuple(rows), title="saved for backward", spare=("module", "largest", "tensors"))
 
 
 def _figures(tensors: list[SavedTensor]) -> tuple[str, str, str]:

@@ -1,0 +1,33 @@
+"""Figures as people read them: three digits, the unit that suits them, never an exponent."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.units import format_flops, format_number, format_seconds
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@given(st.floats(1e-12, 1e15))
+def test_a_number_is_itself_to_three_digits_without_an_exponent(value: float) -> None:
+    """It reads back as the value within half of its third digit, and holds digits, commas and a point only."""
+    text = format_number(value)
+    assert set(text) <= set("0123456789,.")
+    assert abs(float(text.replace(",", "")) - value) <= 0.00501 * value
+
+
+@given(st.floats(1e-6, 1e9))
+def test_seconds_are_in_the_unit_that_leaves_less_than_a_thousand(seconds: float) -> None:
+    """`999.7 ms` is rounded to `1 s`, not to a thousand milliseconds; only seconds themselves have thousands."""
+    figure, unit = format_seconds(seconds).split()
+    assert abs(float(figure.replace(",", "")) * SECONDS[unit] - seconds) <= 0.00501 * seconds
+    assert unit == "s" or 1 <= float(figure) < 1000
+
+
+def test_operations_have_a_unit_for_every_size() -> None:
+    """A small layer's operations are not a part of a thousandth of those of a large one."""
+    assert [format_flops(n) for n in (0, 5, 81_900, 3_210_000, 148_000_000_000, 10**15)] == [
+        "0 FLOP", "5 FLOP", "81.9 kFLOP", "3.21 MFLOP", "148 GFLOP", "1,000 TFLOP",
+    ]  # fmt: skip
