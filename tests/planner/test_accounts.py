@@ -8,7 +8,7 @@ from made_up import layer, measurement, profile, training, value
 from pipefit.compactions import Compaction, table
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.places import parse_place
-from pipefit.planner.accounts import compactions
+from pipefit.planner.accounts import accounts
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.simulator import Simulation
 from tight import cluster, keeping_layer
@@ -34,7 +34,8 @@ def test_each_technique_is_told_by_what_the_plan_would_be_without_it() -> None:
     """Bytes and seconds are differences of two simulations; the seconds of the recomputed layers are among them."""
     plan = compacted()
     whole = Simulation(plan)
-    found = list(compactions(plan, whole))
+    found, left_out = accounts(plan, whole)
+    assert not left_out
     assert [(one.what, one.layers) for one in found] == [("move to host", 1), ("recompute", 2)]
     for one, other in zip(found, reversed(plan.decisions), strict=True):
         without = Simulation(replace(plan, decisions=tuple(d for d in plan.decisions if d is not other)))

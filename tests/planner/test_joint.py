@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +12,8 @@ from made_up import AMPLE, any_training, devices, hostile, profile, small_first,
 from pipefit.devices import Host
 from pipefit.errors import InfeasibleError
 from pipefit.places import Member
-from pipefit.planner import Options, Question, plan, solved
+from pipefit.planner import Options, Question, exact, plan, solved, time
+from pipefit.planner.evaluation import Evaluator
 from pipefit.planner.joint import joint
 from pipefit.plans import Plan
 from pipefit.schedule.room import check_room, room_needed
@@ -119,3 +121,43 @@ def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
     less = replace(gpus, hosts=(Host(memory_bytes=pinned - 1),))
     other = planned(case._replace(cluster=less))
     check_room(other, Simulation(other).arenas)
+
+
+def long_steps(schedule: str) -> Question:
+    """A hundred microbatches on three devices, of which none has the memory that the leanest split needs."""
+    how = training(schedule, 100)
+    leanest = plan(profile(vgg_like()), devices(*[AMPLE] * 3), how, planner="exact").prediction
+    assert leanest
+    budget = round(0.8 * max(leanest.peak_bytes))
+    return Question(profile=profile(vgg_like()), cluster=devices(*[budget] * 3), training=how)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_long_step_simulated_in_short_is_the_long_step(schedule: str) -> None:
+    """Peaks to the byte; seconds to a thousandth, of splits that keep everything."""
+    evaluator = Evaluator(long_steps(schedule))
+    for split in {planner(evaluator.question).split for planner in (exact, time)}:
+        candidate = evaluator.kept(split)
+        short, whole = evaluator.evaluate(candidate), evaluator.whole(candidate)
+        assert short is not None
+        assert short.peaks == whole.peaks
+        assert short.seconds == pytest.approx(whole.seconds, rel=1e-3)
+        assert (len(short.simulation.program.actions[0]) < len(whole.simulation.program.actions[0]) / 5) == (
+            schedule == "1f1b"
+        )
+
+
+def test_the_plan_of_a_long_step_fits_it() -> None:
+    """With the seconds of all microbatches, though the search simulated a few."""
+    question = long_steps("1f1b")
+    found = solved(question, joint, name="joint")
+    check(Case(question.profile, question.cluster, question.training), found)
+
+
+def test_a_search_that_a_budget_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still answers, with a plan that fits."""
+    case = random_case(Random(1), ("1f1b",), layers=3)
+    monkeypatch.setattr(sys.modules["pipefit.planner.joint"], "_POLISHING", 300)
+    found = planned(case)
+    check(case, found)
+    assert found.provenance and "ended by its budget" in str(found.provenance)

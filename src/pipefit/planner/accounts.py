@@ -1,13 +1,16 @@
 """Accounts for what each technique does on each stage: the plan is simulated once more without it.
 
 So the bytes are those of the ledger and the seconds those of the simulator, and what techniques do to each other is in
-both. Costs a simulation for each technique of each stage.
+both. Costs a simulation for each technique of each stage; of long programs only as many are told as a budget of actions
+allows, those of the most layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pipefit.compactions import Compaction
 from pipefit.cost.stage import Costs
@@ -15,12 +18,39 @@ from pipefit.decisions import Decision, SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
 
+_ACTIONS = 150_000  # in all programs that are simulated: some two seconds
 
-def compactions(plan: Plan, whole: Simulation) -> Iterator[Compaction]:
+Group = tuple[int, str]  # a stage, and what is done on it
+
+
+class Accounts(NamedTuple):
+    """What techniques do on stages, and how many more there are of which this was not found out."""
+
+    compactions: tuple[Compaction, ...] = ()
+    left_out: int = 0
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence about those that were left out."""
+        if not self.left_out:
+            return ()
+        count = len(self.compactions)
+        return (f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are told.",)
+
+
+def accounts(plan: Plan, whole: Simulation) -> Accounts:
     """What each technique does on each stage of `plan`, of which `whole` is the simulation."""
+    groups = Counter[Group]()
+    for decision in plan.decisions:
+        groups[decision.stage, _technique(decision)] += len(_layers(decision))
+    actions = sum(map(len, whole.program.actions))
+    told = sorted(group for group, _ in groups.most_common(max(1, _ACTIONS // max(1, actions))))
+    return Accounts(tuple(_compactions(plan, whole, told)), len(groups) - len(told))
+
+
+def _compactions(plan: Plan, whole: Simulation, groups: Sequence[Group]) -> Iterator[Compaction]:
     costs = Costs.of(plan)
-    groups = dict.fromkeys((decision.stage, _technique(decision)) for decision in plan.decisions)
-    for stage, technique in sorted(groups):
+    for stage, technique in groups:
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
         without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
         simulation = Simulation(replace(plan, decisions=without), costs=costs)

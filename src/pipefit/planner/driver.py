@@ -13,7 +13,7 @@ from math import isfinite
 
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
-from pipefit.planner.accounts import compactions
+from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
@@ -49,13 +49,14 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
         _check(question, found, peaks, shortage(plan, simulation.arenas), name)
     options = {option: value for option, value in asdict(question.options).items() if value is not None}
     bound = found.value if found.proven else found.bound
+    told = accounts(plan, simulation) if found.decisions else Accounts()
     return replace(
         plan,
         prediction=Prediction(
             peak_bytes=peaks,
             step_seconds=simulation.step_seconds[-1],
             utilisation=simulation.utilisation,
-            compactions=tuple(compactions(plan, simulation)) if found.decisions else (),
+            compactions=told.compactions,
         ),
         provenance=Provenance(
             planner=name,
@@ -65,7 +66,7 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
             bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
-            remarks=found.remarks,
+            remarks=(*found.remarks, *told.remarks),
         ),
     )
 

@@ -1,16 +1,22 @@
 """Candidates: a split, and a choice for each of its stages; what the simulator says of one, computed once.
 
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share the costs
-of their stages. Costs: about ten microseconds for each action of the program, of which most goes into lowering.
+of their stages. A step of many microbatches under 1F1B is simulated with 2P + 2 of them. What the others add is the
+time from one backward of the last stage to the next (`Evaluator.whole` simulates them all).
+
+Costs: some fifteen microseconds for each action of the program, of which half goes into lowering. A search ends by the
+actions that it simulated (`Budget`), not by the clock, so that its answer is the same on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipefit.actions import Kind
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
@@ -22,8 +28,12 @@ from pipefit.planner.question import Question, Split
 from pipefit.plans import Plan
 from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation
+from pipefit.training import Training
 
 HOST = Place([Share(Member.host(), 1)])
+_LOSS_BYTES = 4  # that the last stage holds for each microbatch until the end of the step
+_EACH = 300  # actions that take as long as what is the same for a program of any length
+_SHORT = 200  # forwards of all stages in a step, up to which all microbatches are simulated
 
 
 class Candidate(NamedTuple):
@@ -34,16 +44,18 @@ class Candidate(NamedTuple):
 
 
 class Evaluation:
-    """What the simulator says of a candidate."""
+    """What the simulator says of a candidate; `left_out` microbatches of a step were not simulated."""
 
-    def __init__(self, candidate: Candidate, simulation: Simulation) -> None:
-        self.candidate, self.simulation = candidate, simulation
+    def __init__(self, candidate: Candidate, simulation: Simulation, *, left_out: int = 0) -> None:
+        self.candidate, self.simulation, self._left_out = candidate, simulation, left_out
         self._cluster = simulation.plan.cluster
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """The peak of every device."""
-        return self.simulation.peak_bytes
+        last = self.candidate.split.devices[-1]
+        losses = _LOSS_BYTES * self._left_out
+        return tuple(peak + losses * (device == last) for device, peak in enumerate(self.simulation.peak_bytes))
 
     @cached_property
     def over(self) -> tuple[int, ...]:
@@ -66,7 +78,20 @@ class Evaluation:
     @cached_property
     def seconds(self) -> float:
         """Seconds of a steady step."""
-        return self.simulation.step_seconds[-1]
+        more = self._left_out * self._period if self._left_out else 0.0
+        return self.simulation.step_seconds[-1] + more
+
+    @property
+    def _period(self) -> float:
+        """Seconds from one microbatch to the next at the end of a step, where the last stage ends their backwards."""
+        stages, device = len(self.candidate.split.devices), self.candidate.split.devices[-1]
+        actions, after = self.simulation.program.actions[device], self.simulation.clock.after[device]
+        ends: dict[int | None, float] = {}
+        for action, seconds in zip(reversed(actions), reversed(after), strict=False):
+            if action.kind is Kind.BACKWARD and not action.wait:
+                ends.setdefault(action.microbatch, seconds)
+        rising = sorted(ends.values())
+        return (rising[-1] - rising[-1 - stages]) / stages
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -80,13 +105,23 @@ class Evaluator:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.menus = Menus(question)
-        self.costs = Costs(question.measurement, question.training)
+        self._short = replace(question, training=_shortened(question, pinned=self.pinned))
+        self.costs = Costs(question.measurement, self._short.training)
         self.known: dict[Candidate, Evaluation | None] = {}
+        self.actions = 0  # in all programs that were simulated
+        self.ended = False  # whether a budget has ended a search
 
     @property
     def count(self) -> int:
         """How many candidates have been simulated."""
         return len(self.known)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence that says so, if a budget has ended a search."""
+        if not self.ended:
+            return ()
+        return (f"The search was ended by its budget, after {self.actions:,} simulated actions.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """The menus of every stage of a split."""
@@ -117,15 +152,57 @@ class Evaluator:
         found = [one for one in map(self.evaluate, candidates) if one is not None]
         return min(found, key=lambda one: one.order, default=None)
 
+    def whole(self, candidate: Candidate) -> Evaluation:
+        """What the simulator says of all microbatches of a candidate that can be carried out."""
+        if not self._left_out:
+            found = self.evaluate(candidate)
+            assert found is not None, "it can be carried out"
+            return found
+        return Evaluation(candidate, Simulation(self._plan(self.question, candidate)))
+
+    @property
+    def _left_out(self) -> int:
+        """How many microbatches of a step are not simulated."""
+        return self.question.training.microbatches - self._short.training.microbatches
+
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
+        self.actions += _EACH
         try:
-            found = Evaluation(candidate, Simulation(self.plan(candidate), costs=self.costs))
+            simulation = Simulation(self._plan(self._short, candidate), costs=self.costs)
+            self.actions += sum(map(len, simulation.program.actions))
+            found = Evaluation(candidate, simulation, left_out=self._left_out)
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
         except UsageError:
             return None
         return found
 
-    def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate."""
+    def _plan(self, question: Question, candidate: Candidate) -> Plan:
         decisions = None if self.pinned else self.decisions(candidate)
-        return plan_of(self.question, candidate.split, decisions=decisions)
+        return plan_of(question, candidate.split, decisions=decisions)
+
+
+class Budget:
+    """What a part of a search may still simulate: so many actions in all programs together."""
+
+    def __init__(self, evaluator: Evaluator, actions: int) -> None:
+        self._evaluator, self._until = evaluator, evaluator.actions + actions
+
+    def ends(self) -> bool:
+        """Whether nothing is left, so that the search ends, of which the evaluator takes note."""
+        if self._evaluator.actions < self._until:
+            return False
+        self._evaluator.ended = True
+        return True
+
+
+def _shortened(question: Question, *, pinned: bool) -> Training:
+    """The training with 2P + 2 microbatches under 1F1B; as it is where that gains little, and under other schedules.
+
+    GPipe holds more of more microbatches; under eager 1F1B the last backwards are not as far apart as those before.
+    Where a question says what is recomputed, that may depend on how many microbatches there are.
+    """
+    how, stages = question.training, question.stages
+    few = 2 * stages + 2
+    if pinned or how.schedule != "1f1b" or how.microbatches <= few or stages * how.microbatches <= _SHORT:
+        return how
+    return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

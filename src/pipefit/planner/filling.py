@@ -22,14 +22,15 @@ import numpy as np
 from pipefit.places import Place
 from pipefit.planner.bounds import Work, highest_line, in_flight, position_of
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
-from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.host_links import host_rates
 from pipefit.planner.menus import Menu
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
 
-_ROUNDS = 6
+_ROUNDS, _FEW = 6, 2  # corrections of a setting, and those that there are in any case
+_ACTIONS = 300_000  # in all programs, after which settings get few corrections
 _DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
 _AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
 
@@ -71,6 +72,7 @@ class Filler:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.question = evaluator, evaluator.question
+        self._budget = Budget(evaluator, _ACTIONS)
         self._filled: dict[Setting, Filled | None] = {}
         self._peaks: dict[tuple[int, int, int], int] = {}
 
@@ -95,7 +97,9 @@ class Filler:
         split, best = setting.split, None
         needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]
         off = list(margins)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            if number >= _FEW and self._budget.ends():
+                break
             choices = self._choices(setting, [need + more for need, more in zip(needs, off, strict=True)])
             found = self.evaluator.evaluate(Candidate(split, choices))
             if found is None:

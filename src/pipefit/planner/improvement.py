@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.planner.evaluation import Budget
 from pipefit.planner.filling import Filled, Filler, Setting
 from pipefit.planner.question import Split
 
@@ -17,26 +18,24 @@ _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
 _ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
 
 
-def improved(filler: Filler, start: Filled, *, evaluations: int, at_least: float) -> Filled:
-    """The best that small changes make of `start`, within about so many simulations.
+def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) -> Filled:
+    """The best that small changes make of `start`, until the budget ends.
 
     No plan takes less than `at_least` seconds, so that there is nothing to look for once a plan is as fast.
     """
-    best, last = start, filler.evaluator.count + evaluations
-    while filler.evaluator.count < last:
-        found = _first_better(filler, best, last, at_least)
-        if found is None:
-            return best
+    found: Filled | None = start
+    while found is not None:
         best = found
+        found = _first_better(filler, best, budget, at_least)
     return best
 
 
-def _first_better(filler: Filler, best: Filled, last: int, at_least: float) -> Filled | None:
+def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float) -> Filled | None:
     """The first change that makes it better; None if none does, or nothing is left to gain."""
     if best.found.fits and best.found.seconds <= at_least * (1 + _ENOUGH):
         return None
     for setting in _neighbours(best):
-        if filler.evaluator.count >= last:
+        if budget.ends():
             return None
         if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
             continue

@@ -9,14 +9,15 @@ host has the memory at every instant.
     2. the best of them is improved by small changes (`planner.improvement`)
     3. memory that devices have left is lent, if that is faster (`planner.peers`)
     4. what is done with single blocks is polished (`planner.polishing`)
-    5. the plan of `mpress` is a candidate too
+    5. the plans of `mpress` and of the time split are candidates too; of long steps, those of all microbatches
 
-So it is never slower than any split that fits as it is, nor than `mpress`, and never over a budget. It reports the gap
-to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be proven.
+So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. It
+reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
+proven.
 
-Costs: dozens of simulations, a few hundred at most, of some ten microseconds an action: a few seconds for GPT-25.5B on
-8 devices with 32 microbatches. Longer programs get fewer simulations. (After AdaPipe, Mist and Aceso; MPress, HPCA
-2023.)
+Costs: every part has a budget of actions in the programs that it simulates, all together some seven seconds; longer
+programs get fewer simulations. The plan says if a budget has ended the search. (After AdaPipe, Mist and Aceso; MPress,
+HPCA 2023.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 
 from pipefit.planner.bisection import bisection
 from pipefit.planner.bounds import step_bound
-from pipefit.planner.evaluation import Evaluation, Evaluator
+from pipefit.planner.evaluation import Budget, Evaluation, Evaluator
 from pipefit.planner.exact import exact
 from pipefit.planner.filling import Filled, Filler, Setting, States
 from pipefit.planner.first_last import first_last
@@ -34,30 +35,32 @@ from pipefit.planner.mpress import MpressOptions, compacted
 from pipefit.planner.parameters import parameters
 from pipefit.planner.peers import with_peers
 from pipefit.planner.polishing import polished
-from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.planner.splits import Balance
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.provenance import Objective
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
-_HOST_PARTS = 0.0, 0.5, 1.0  # of what the host's link carries, for which even splits are made
-_EVALUATIONS, _POLISHES = 40, 300  # for improving a plan, and for polishing it
-_ACTIONS = 100_000  # in all programs that are simulated for either
+_HOST_PARTS = 1.0, 0.5, 0.0  # of what the host's link carries, for which even splits are made
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 90_000, 120_000, 70_000, 60_000  # actions in the programs of each part
+_ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
 _OTHER_SPLITS = 2  # that are polished beside the best
+_CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
 def joint(question: Question) -> Found:
     """The fastest plan found, with its bound."""
     bound, filler = step_bound(question), Filler(Evaluator(question))
-    best, remarks = _filled(filler, bound)
     evaluator = filler.evaluator
+    others = [compacted(filler, MpressOptions()), evaluator.evaluate(evaluator.kept(time(question).split))]
+    best, remarks = _filled(filler, bound)
     found = best.found
     if not evaluator.pinned:
         tried = [best, *filler.others(best, _OTHER_SPLITS)]
         found = min((_polished(evaluator, one.found, bound) for one in tried), key=lambda one: one.order)
-    found = min(found, compacted(filler, MpressOptions()), key=lambda one: one.order)
+    found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
     return Found(
         found.candidate.split,
         Objective.STEP,
@@ -66,14 +69,25 @@ def joint(question: Question) -> Found:
         proven=False,
         bound=min(bound, found.seconds),
         decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
-        remarks=remarks,
+        remarks=(*remarks, *evaluator.remarks),
     )
+
+
+def _close(best: Evaluation, others: Sequence[Evaluation | None]) -> list[Evaluation]:
+    """The best, and those of the others that may turn out to be better once all microbatches are simulated."""
+    return [best] + [
+        one
+        for one in others
+        if one is not None
+        and one.candidate != best.candidate
+        and (one.over_bytes, one.seconds) <= (best.over_bytes, best.seconds * (1 + _CLOSE))
+    ]
 
 
 def _filled(filler: Filler, bound: float) -> tuple[Filled, tuple[str, ...]]:
     """The best split, filled and improved, with what devices lend; and remarks about the latter."""
     start = _best_start(filler)
-    best = improved(filler, start, evaluations=_evaluations(start.found, _EVALUATIONS), at_least=bound)
+    best = improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=bound)
     return _lent(filler, best)
 
 
@@ -81,8 +95,8 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
     """A plan polished, if there is anything to polish: it does something with tensors."""
     if all(choice.idle for choice in found.candidate.choices):
         return found
-    evaluations = _evaluations(found, _POLISHES) // (1 + _OTHER_SPLITS)
-    return polished(evaluator, found, evaluations=evaluations, at_least=bound)
+    budget = Budget(evaluator, _POLISHING // (1 + _OTHER_SPLITS))
+    return polished(evaluator, found, budget=budget, at_least=bound)
 
 
 def _best_start(filler: Filler) -> Filled:
@@ -91,24 +105,39 @@ def _best_start(filler: Filler) -> Filled:
     Even splits are only of use where something must be recomputed or moved. So is optimizer state on the host, for
     which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
     """
-    question = filler.question
-    best = _best_of(filler, [planner(question).split for planner in _OTHERS], None)
+    question, budget = filler.question, Budget(filler.evaluator, _FILLING)
+    planners = _affordable(question)
+    best = _best_of(filler, [planner(question).split for planner in planners], None, budget)
     if best is None or not best.found.fits or not _keeps(best):
         balance = Balance(question)
-        best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best)
-        splits = [balance.split(1.0), *(planner(question).split for planner in (time, exact))]
+        best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best, budget)
+        splits = [balance.split(1.0), *(planner(question).split for planner in planners[:2])]
         ways: tuple[States, ...] = ("all", "needed")
         for states in ways:
             if states == "all" or best is None or not best.found.fits:
-                best = _best_of(filler, splits, best, states=states)
+                best = _best_of(filler, splits, best, budget, states=states)
     assert best is not None, "a split that keeps everything can be carried out"
     return best
 
 
-def _best_of(filler: Filler, splits: Sequence[Split], best: Filled | None, *, states: States = "stay") -> Filled | None:
-    """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out."""
-    for split in dict.fromkeys(splits):
-        for host in (0.0,) if filler.evaluator.pinned else (0.0, 1.0):
+def _affordable(question: Question) -> list[Planner]:
+    """The planners whose splits are filled: without those that would compute too many ranges one by one."""
+    if question.ranges.layers_one_by_one(question.blocks) <= _ONE_BY_ONE:
+        return list(_OTHERS)
+    return [planner for planner in _OTHERS if planner not in (exact, bisection)]
+
+
+def _best_of(
+    filler: Filler, splits: Sequence[Split], best: Filled | None, budget: Budget, *, states: States = "stay"
+) -> Filled | None:
+    """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out.
+
+    Where the budget has ended and nothing fits, one split is tried still.
+    """
+    for number, split in enumerate(dict.fromkeys(splits)):
+        for host in (0.0,) if filler.evaluator.pinned else (1.0, 0.0):
+            if best is not None and (number or best.found.fits) and budget.ends():
+                return best
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
                 filled = filler.fill(Setting.of(split, host, states=states))
                 if filled is not None and (best is None or filled.found.order < best.found.order):
@@ -121,17 +150,11 @@ def _keeps(filled: Filled) -> bool:
     return all(choice.idle for choice in filled.found.candidate.choices)
 
 
-def _evaluations(found: Evaluation, most: int) -> int:
-    """How many more simulations of such a program there may be, up to `most`."""
-    actions = sum(map(len, found.simulation.program.actions))
-    return min(most, max(4, _ACTIONS // actions))
-
-
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
     """The plan with memory of peers, if that is faster; and what came of it, in a sentence."""
     if filler.evaluator.pinned or _keeps(best):
         return best, ()
-    lending = with_peers(filler, best)
+    lending = with_peers(filler, best, budget=Budget(filler.evaluator, _LENDING))
     if lending is None:
         return best, ("No plan in which devices lend each other memory was found to fit.",)
     share = 100 * lending.gained_seconds / best.found.seconds

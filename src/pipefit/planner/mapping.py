@@ -11,8 +11,9 @@ only if every set of borrowers can place its bytes,
     sum of its bytes  <=  sum over lenders of min(what the lender has, t x the rates to it from the set)
 
 so t is the largest of the times at which these become equal. All orders are computed at once as rows of arrays, and
-those that only swap equal devices once. Costs: half a second for eight devices; above eight, orders are improved by
-swaps of two devices.
+those that only swap equal devices once. Costs: half a second for eight devices. Above eight it is a heuristic: an order
+is improved by a few swaps of two devices, times count single borrowers and all together, and borrowers, the neediest
+first, take what the lenders then have left, the fastest first.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Floats = NDArray[np.float64]
 Orders = NDArray[np.intp]
 
 _MOST = 8  # devices, of which all orders are tried
+_SWAPS = 4  # of two devices where there are more
 _PARTS = 1.0, 0.75, 0.5, 0.25, 0.125  # of the needs
 
 
@@ -99,8 +101,9 @@ def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], ra
         return longest
     room = np.array([float(spares[stage]) for stage in lenders])
     to_lender = rates[orders[:, borrowers][:, :, None], orders[:, lenders][:, None, :]]
-    for size in range(1, len(borrowers) + 1):
-        for chosen in combinations(range(len(borrowers)), size):
+    count = len(borrowers)
+    for size in range(1, count + 1) if len(needs) <= _MOST else {1, count}:
+        for chosen in combinations(range(count), size):
             need = float(sum(needs[borrowers[n]] for n in chosen))
             found = _until(need, room, to_lender[:, chosen].sum(axis=1))
             longest = np.maximum(longest, found)
@@ -141,12 +144,13 @@ def _orders(rates: Floats) -> Orders:
 def _swapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Orders:
     """One order, improved by swaps of two devices as long as that makes the longest copies shorter."""
     best = np.arange(len(needs))[None]
-    while True:
+    for _ in range(_SWAPS):
         tried = np.concatenate([best, *_swaps(best[0])])
         seconds = copy_seconds(tried, needs, spares, rates)
         if seconds.argmin() == 0:
-            return best
+            break
         best = tried[seconds.argmin()][None]
+    return best
 
 
 def _swaps(order: NDArray[np.intp]) -> Iterator[Orders]:
@@ -168,10 +172,24 @@ def _lending(order: tuple[int, ...], needs: Sequence[int], spares: Sequence[int]
         for b, spare in enumerate(spares)
         if need and spare and not needs[b] and rates[order[a], order[b]] > 0
     }
+    if len(needs) > _MOST:
+        return Mapping(order, seconds, _taken_in_turn(limit, needs, spares))
     flow = dict.fromkeys(limit, 0)
     while _augmented(flow, limit, needs, spares):
         pass
     return Mapping(order, seconds, {pair: nbytes for pair, nbytes in flow.items() if nbytes})
+
+
+def _taken_in_turn(
+    limit: dict[tuple[int, int], int], needs: Sequence[int], spares: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """What each borrower takes of each lender, up to the limit of the pair: the neediest first, the fastest first."""
+    left, room, flow = list(needs), list(spares), dict[tuple[int, int], int]()
+    for a, b in sorted(limit, key=lambda pair: (-needs[pair[0]], -limit[pair], pair)):
+        taken = min(left[a], room[b], limit[a, b])
+        if taken:
+            flow[a, b], left[a], room[b] = taken, left[a] - taken, room[b] - taken
+    return flow
 
 
 def _augmented(

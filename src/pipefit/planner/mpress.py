@@ -13,7 +13,8 @@ Step by step, as in the paper; a tensor is all that a block keeps of a microbatc
 What the paper leaves open is an option (`MpressOptions`). Recomputation is of whole blocks, as theirs. Where peers are
 on symmetric links, step 2 is skipped. `joint` chooses the split too, and is never slower.
 
-Costs: one simulation for each round, some twenty. (Zhou et al., "MPress", HPCA 2023, sections III and IV.)
+Costs: one simulation for each round, some twenty; programs of many actions get fewer rounds, and the answer says so.
+(Zhou et al., "MPress", HPCA 2023, sections III and IV.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
-from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, Setting
 from pipefit.planner.mapping import Mapping, mapped_stages
 from pipefit.planner.menus import Menu
@@ -36,6 +37,7 @@ from pipefit.planner.techniques import Technique, TensorCosts, mpress_choice
 from pipefit.planner.time import time
 from pipefit.provenance import Objective
 
+_ACTIONS = 60_000  # in the programs of all rounds
 _CORRECTIONS = 6  # of the first assignment, by what the emulated step says of its bytes
 
 
@@ -57,7 +59,7 @@ class MpressOptions:
 def mpress(question: Question, options: MpressOptions | None = None) -> Found:
     """The compacted time split."""
     evaluator = Evaluator(question)
-    found = compacted(Filler(evaluator), options or MpressOptions())
+    found = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
     return Found(
         found.candidate.split,
         Objective.STEP,
@@ -65,13 +67,14 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
         evaluated=evaluator.count,
         proven=False,
         decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
+        remarks=evaluator.remarks,
     )
 
 
 def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
     """What the planner makes of the time split."""
     evaluator = filler.evaluator
-    split = time(filler.question).split
+    split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
     kept = evaluator.evaluate(evaluator.kept(split))
     assert kept is not None, "a split that keeps everything can be carried out"
     if kept.fits or evaluator.pinned:
@@ -79,7 +82,7 @@ def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
     mapping = _mapping(filler, kept)
     assignment = _Assignment(filler, Split(split.edges, mapping.devices), kept, options)
     first = assignment.first()
-    return kept if first is None else _refined(assignment, first, mapping, options)
+    return kept if first is None else _refined(assignment, first, mapping, options, budget)
 
 
 def _mapping(filler: Filler, kept: Evaluation) -> Mapping:
@@ -229,11 +232,13 @@ def _recomputes(tensor: _Tensor, on_the_way: float, held: int) -> bool:
 # -------------------------------------------------------------------- peers
 
 
-def _refined(assignment: _Assignment, start: Evaluation, mapping: Mapping, options: MpressOptions) -> Evaluation:
+def _refined(
+    assignment: _Assignment, start: Evaluation, mapping: Mapping, options: MpressOptions, budget: Budget
+) -> Evaluation:
     """The assignment with tensors given to peers, as long as steps get visibly shorter."""
     best, without = start, 0
     candidate, room = start.candidate, _room(best, options)
-    while without < options.patience:
+    while without < options.patience and not budget.ends():
         relieved = _relieved(assignment, candidate, mapping, room)
         found = None if relieved is None else assignment.filler.evaluator.evaluate(relieved)
         if found is None or found.over_bytes > best.over_bytes:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipefit.places import Member, Place, Share
+from pipefit.planner.evaluation import Budget
 from pipefit.planner.filling import Filled, Filler, Setting
 from pipefit.planner.mapping import Mapping, mapped_stages
 from pipefit.planner.question import Split
@@ -30,12 +31,16 @@ class Lending:
     gained_seconds: float
 
 
-def with_peers(filler: Filler, best: Filled) -> Lending | None:
+def with_peers(filler: Filler, best: Filled, *, budget: Budget) -> Lending | None:
     """The best candidate that lends memory; None if nothing can be lent, or no such candidate fits."""
     if not best.found.fits:
         return None
-    settings = dict.fromkeys(_settings(filler, best))
-    found = [one for setting in settings if (one := filler.fill(setting, best.margins)) is not None]
+    found = list[Filled]()
+    for setting in dict.fromkeys(_settings(filler, best)):
+        if budget.ends():
+            break
+        if (one := filler.fill(setting, best.margins)) is not None:
+            found.append(one)
     fitting = [one for one in found if one.found.fits and any(blocks for blocks, _ in one.setting.lent)]
     if not fitting:
         return None

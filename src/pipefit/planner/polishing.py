@@ -2,7 +2,7 @@
 
 Filling treats blocks by one order of prices. Here each may leave it: recompute more or less, move or stay, go ahead or
 not; runs that touch may be joined. Each change is simulated as it is, which is worth its time where blocks differ and
-programs are short; a budget of simulations ends it elsewhere.
+programs are short; a budget ends it elsewhere.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from pipefit.planner.choices import KEPT, TO_HOST, StageChoice
-from pipefit.planner.evaluation import Candidate, Evaluation, Evaluator
+from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.menus import Menu
 
 _ENOUGH = 1e-4  # gains below this part of a step are not worth going on for
 
 
-def polished(evaluator: Evaluator, start: Evaluation, *, evaluations: int, at_least: float) -> Evaluation:
-    """The best that single changes make of `start`, within so many simulations; none is below `at_least` seconds."""
-    best, last = start, evaluator.count + evaluations
+def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
+    """The best that single changes make of `start`, until the budget ends; none is below `at_least` seconds."""
+    best = start
     found: Evaluation | None = start
     while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ENOUGH)):
         best = found
-        found = _first_better(evaluator, best, last)
+        found = _first_better(evaluator, best, budget)
     return best if found is None else found
 
 
-def _first_better(evaluator: Evaluator, best: Evaluation, last: int) -> Evaluation | None:
+def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
     missing, seconds, _ = best.order
     for candidate in _neighbours(evaluator, best):
-        if evaluator.count >= last:
+        if budget.ends():
             return None
         found = evaluator.evaluate(candidate)
         if found is not None and found.order < (missing, seconds * (1 - _ENOUGH), 0):

@@ -75,7 +75,7 @@ class Balance:
 
     @cached_property
     def _band(self) -> Band:
-        return self.question.ranges.band(self.question.blocks)
+        return self.question.ranges.band(self.question.blocks, estimated=True)
 
     @cached_property
     def _kept(self) -> Floats:

@@ -14,7 +14,9 @@ simulator's.
     kept            what a forward leaves that will run again: its inputs, and copies of buffers that feed back
     weights         parameters that are trained, of which there may be several versions
 
-A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range.
+A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range. Ranges for which sums
+over layers are not enough are computed one by one, some 60 microseconds for each of their layers, and remembered; a
+band that is only to be `estimated` has the sums for them too.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Ranges:
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
+        self._whole: dict[tuple[int, int], dict[str, int]] = {}
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -113,10 +116,35 @@ class Ranges:
         self.ends_first = span_table(model, [cost.spans(is_first=True, inner=False) for cost in costs])
         self.ends_later = span_table(model, [cost.spans(is_first=False, inner=False) for cost in costs])
 
-    def band(self, width: int, *, first: int = 0, last: int | None = None) -> Band:
+    def band(self, width: int, *, first: int = 0, last: int | None = None, estimated: bool = False) -> Band:
         """Every range of up to `width` blocks that starts at block `first` to `last` (by default every block)."""
+        return self._maker(width, first, last).make(estimated=estimated)
+
+    def layers_one_by_one(self, width: int) -> int:
+        """The layers of all ranges of up to `width` blocks that a band computes one by one: what it costs."""
+        return self._maker(width, 0, None).layers_one_by_one()
+
+    def _maker(self, width: int, first: int, last: int | None) -> _BandMaker:
         last = self.count - 1 if last is None else last
-        return _BandMaker(self, min(width, self.count - first), first, last - first + 1).make()
+        return _BandMaker(self, min(width, self.count - first), first, last - first + 1)
+
+    def whole_stage(self, start: int, stop: int) -> dict[str, int]:
+        """The arrays of a band for which sums may not be enough: the range of these layers as a stage by itself."""
+        if (start, stop) not in self._whole:
+            stage = WholeStage(self.measurement, start, stop)
+            rest = StageRest(stage.storages, self.microbatches)
+            self._whole[start, stop] = {
+                "static": rest.parameter_bytes + rest.loss_bytes,
+                "gradients": rest.gradient_bytes,
+                "state": rest.state_bytes,
+                "weights": rest.weight_bytes,
+                "early": rest.early_state_bytes,
+                "update_first_peak": rest.early_state_bytes + rest.first_update.peak_bytes,
+                "backward_first_peak": stage.backward(is_first=True).peak_bytes,
+                "backward_later_peak": stage.backward(is_first=False).peak_bytes,
+                "input_gradients": stage.storages.sent_gradient_bytes,
+            }
+        return self._whole[start, stop]
 
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
@@ -168,15 +196,20 @@ class _BandMaker:
         inside = ends < self.longest
         self.ends = ends[inside], np.arange(starts)[inside]
 
-    def make(self) -> Band:
+    def make(self, *, estimated: bool) -> Band:
         """The band with all its arrays."""
-        blocks = self.first + np.arange(len(self.starts)) + np.arange(1, self.width + 1)[:, None]
         rows = self.stops - self.starts - 1
         arrays: dict[str, Any] = {
             name: array if self.is_fine else np.take_along_axis(array, rows, axis=0)
             for name, array in self._arrays().items()
         }
-        return self._corrected(Band(first=self.first, valid=blocks <= self.ranges.count, **arrays))
+        band = Band(first=self.first, valid=self._valid, **arrays)
+        return band if estimated else self._corrected(band)
+
+    @property
+    def _valid(self) -> NDArray[np.bool_]:
+        blocks = self.first + np.arange(len(self.starts)) + np.arange(1, self.width + 1)[:, None]
+        return blocks <= self.ranges.count
 
     def _arrays(self) -> dict[str, Ints]:
         """The arrays of a band, with a row for every number of layers."""
@@ -217,34 +250,34 @@ class _BandMaker:
         }
 
     def _corrected(self, band: Band) -> Band:
-        """The band, with the ranges corrected for which sums over layers are not enough.
+        """The band, with the ranges computed one by one for which sums over layers are not enough."""
+        for row, column in zip(*np.nonzero(self._one_by_one()), strict=True):
+            found = self.ranges.whole_stage(int(self.starts[column]), int(self.stops[row, column]))
+            for name, nbytes in found.items():
+                getattr(band, name)[row, column] = nbytes
+        return band
+
+    def layers_one_by_one(self) -> int:
+        """The layers of all ranges for which sums over layers are not enough."""
+        return int((self.stops - self.starts)[self._one_by_one()].sum())
+
+    def _one_by_one(self) -> NDArray[np.bool_]:
+        """The ranges for which sums over layers are not enough.
 
         These hold two users of a shared parameter, or a layer behind the first that keeps a tensor until the whole
-        backward has ended, or meet one of `StageStorages.unlike_gradients`. Each is computed as a stage by itself.
+        backward has ended, or meet one of `StageStorages.unlike_gradients`.
         """
         starts, stops = self.starts, self.stops
-        repeats = np.zeros(band.valid.shape, np.bool_)
+        found = np.zeros(stops.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
             for user, later in shared.pairs:
-                repeats |= (starts <= user) & (stops > later)
+                found |= (starts <= user) & (stops > later)
         ends = stops + (stops == self.ranges.layers)  # the loss counts as a last layer
         for layer in self.ranges.lasting:
-            repeats |= (starts < layer) & (ends > layer)
+            found |= (starts < layer) & (ends > layer)
         for boundary, born in self.ranges.unlike:
-            repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
-        for row, column in zip(*np.nonzero(repeats & band.valid), strict=True):
-            stage = WholeStage(self.ranges.measurement, int(starts[column]), int(stops[row, column]))
-            rest = StageRest(stage.storages, self.ranges.microbatches)
-            band.static[row, column] = rest.parameter_bytes + rest.loss_bytes
-            band.gradients[row, column] = rest.gradient_bytes
-            band.state[row, column] = rest.state_bytes
-            band.weights[row, column] = rest.weight_bytes
-            band.early[row, column] = rest.early_state_bytes
-            band.update_first_peak[row, column] = rest.early_state_bytes + rest.first_update.peak_bytes
-            band.backward_first_peak[row, column] = stage.backward(is_first=True).peak_bytes
-            band.backward_later_peak[row, column] = stage.backward(is_first=False).peak_bytes
-            band.input_gradients[row, column] = stage.storages.sent_gradient_bytes
-        return band
+            found |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
+        return found & self._valid
 
     # ---------------------------------------------------------------- tables
 
