@@ -268,16 +268,16 @@ class _BandMaker:
         backward has ended, or meet one of `StageStorages.unlike_gradients`.
         """
         starts, stops = self.starts, self.stops
-        found = np.zeros(stops.shape, np.bool_)
+        repeats = np.zeros(stops.shape, np.bool_)
         for shared in self.ranges.measurement.shared:
             for user, later in shared.pairs:
-                found |= (starts <= user) & (stops > later)
+                repeats |= (starts <= user) & (stops > later)
         ends = stops + (stops == self.ranges.layers)  # the loss counts as a last layer
         for layer in self.ranges.lasting:
-            found |= (starts < layer) & (ends > layer)
+            repeats |= (starts < layer) & (ends > layer)
         for boundary, born in self.ranges.unlike:
-            found |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
-        return found & self._valid
+            repeats |= ((starts <= boundary) & (stops > boundary) & (stops <= born)) | (starts == boundary)
+        return repeats & self._valid
 
     # ---------------------------------------------------------------- tables
 
