@@ -64,6 +64,21 @@ def test_it_is_close_to_the_fastest_of_thousands_of_plans(seed: int, layers: int
     within_the_gap(seed, layers)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_it_does_nothing_that_it_does_not_need(seed: int) -> None:
+    """Without any one technique of any one stage, a plan would not fit, or its steps would be longer."""
+    case = random_case(Random(seed), SCHEDULES, layers=4)
+    found = planned(case, allow_infeasible=True)
+    fits = Simulation(found)
+    if any(p > b for p, b in zip(fits.peak_bytes, case.cluster.budgets, strict=True)):
+        return
+    for stage, kind in {(d.stage, (d.what, type(d.subject))) for d in found.decisions}:
+        kept = tuple(d for d in found.decisions if (d.stage, (d.what, type(d.subject))) != (stage, kind))
+        without = Simulation(replace(found, decisions=kept))
+        over = any(p > b for p, b in zip(without.peak_bytes, case.cluster.budgets, strict=True))
+        assert over or without.step_seconds[-1] > fits.step_seconds[-1], (stage, kind)
+
+
 OTHERS = ("exact", "time", "uniform", "parameters", "first_last", "bisection")
 
 

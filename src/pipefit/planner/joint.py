@@ -8,7 +8,7 @@ host has the memory at every instant.
        have fewer blocks because they recompute more (`planner.splits`)
     2. the best of them is improved by small changes (`planner.improvement`)
     3. memory that devices have left is lent, if that is faster (`planner.peers`)
-    4. what is done with single blocks is polished (`planner.polishing`)
+    4. what is done with single blocks is polished, and what is not needed is left out (`planner.polishing`)
     5. the plans of `mpress` and of the time split are candidates too; of long steps, those of all microbatches
 
 So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. It
@@ -34,7 +34,7 @@ from pipefit.planner.improvement import improved
 from pipefit.planner.mpress import MpressOptions, compacted
 from pipefit.planner.parameters import parameters
 from pipefit.planner.peers import with_peers
-from pipefit.planner.polishing import polished
+from pipefit.planner.polishing import polished, spared
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.planner.splits import Balance
 from pipefit.planner.time import time
@@ -60,6 +60,7 @@ def joint(question: Question) -> Found:
     if not evaluator.pinned:
         tried = [best, *filler.others(best, _OTHER_SPLITS)]
         found = min((_polished(evaluator, one.found, bound) for one in tried), key=lambda one: one.order)
+        found = spared(evaluator, found)
     found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
     return Found(
         found.candidate.split,

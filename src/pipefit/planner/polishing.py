@@ -27,6 +27,26 @@ def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_leas
     return best if found is None else found
 
 
+def spared(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+    """The plan without what it does not need: a technique of a stage is left out if steps are then no longer and no
+    more memory is missing.
+    """
+    for candidate in _leaner(best.candidate):
+        found = evaluator.evaluate(candidate)
+        if found is not None and (found.over_bytes, found.seconds) <= (best.over_bytes, best.seconds):
+            return spared(evaluator, found)
+    return best
+
+
+def _leaner(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidates that do one thing less on one stage."""
+    split, choices = candidate
+    for stage, choice in enumerate(choices):
+        for leaner in dict.fromkeys((_without_states(choice), _without_moves(choice), _without_recomputation(choice))):
+            if leaner != choice:
+                yield Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :]))
+
+
 def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
     missing, seconds, _ = best.order
     for candidate in _neighbours(evaluator, best):
@@ -95,6 +115,21 @@ def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
     for near in (choice.near - 1, choice.near + 1):
         if 0 <= near <= len(choice.blocks_to(TO_HOST)):
             yield choice._replace(near=near)
+
+
+def _without_states(choice: StageChoice) -> StageChoice:
+    """All optimizer state stays on the device."""
+    return choice._replace(states=0)
+
+
+def _without_moves(choice: StageChoice) -> StageChoice:
+    """No tensor moves."""
+    return choice._replace(places=(KEPT,) * len(choice.places), near=0, peers=None)
+
+
+def _without_recomputation(choice: StageChoice) -> StageChoice:
+    """No layer goes forward again."""
+    return choice._replace(recipes=(0,) * len(choice.recipes), early=0)
 
 
 def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
