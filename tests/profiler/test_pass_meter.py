@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pipefit.layer_costs import Span
-from pipefit.profiler.pass_meter import PassMeter, dtype_name
+from pipefit.profiler.pass_meter import PassMeter
+from pipefit.texts import dtype_name
 from pipefit.work import Alike, Work
 
 KIB = 256  # floats in a KiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,14 @@ def assert_nothing_left(folder: Path, shared: set[str]) -> None:
 
 
 # -------------------------------------------------------------------- ends
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C has its usual effect; a shell starts programs in the background so that they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def train_to_the_end(how: str, device: int, action: str) -> None:

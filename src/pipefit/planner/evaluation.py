@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from pipefit.actions import Kind
 from pipefit.cost.stage import Costs
@@ -110,6 +110,7 @@ class Evaluator:
         self.known: dict[Candidate, Evaluation | None] = {}
         self.actions = 0  # in all programs that were simulated
         self.ended = False  # whether a budget has ended a search
+        self._refusal = UsageError("no candidate was tried")  # why the last one that was refused cannot be carried out
 
     @property
     def count(self) -> int:
@@ -147,6 +148,23 @@ class Evaluator:
             self.known[candidate] = self._evaluated(candidate)
         return self.known[candidate]
 
+    def kept_at(self, split: Split) -> Evaluation:
+        """What the simulator says of a split that does nothing with its tensors, but what the question asks for.
+
+        Raises:
+            UsageError: it cannot be carried out.
+        """
+        found = self.evaluate(self.kept(split))
+        return self.refuse() if found is None else found
+
+    def refuse(self) -> NoReturn:
+        """Say why the last candidate that was refused cannot be carried out.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal
+
     def best(self, candidates: Sequence[Candidate]) -> Evaluation | None:
         """The best of some candidates; None if none can be carried out."""
         found = [one for one in map(self.evaluate, candidates) if one is not None]
@@ -172,7 +190,8 @@ class Evaluator:
             self.actions += sum(map(len, simulation.program.actions))
             found = Evaluation(candidate, simulation, left_out=self._left_out)
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
-        except UsageError:
+        except UsageError as error:
+            self._refusal = error
             return None
         return found
 

@@ -51,10 +51,14 @@ _WORTH = 1e-3  # the part of a step that lending has to gain
 
 
 def joint(question: Question) -> Found:
-    """The fastest plan found, with its bound."""
+    """The fastest plan found, with its bound.
+
+    Raises:
+        UsageError: no split can be carried out, as where layers that cannot run twice are to be recomputed.
+    """
     bound, filler = step_bound(question), Filler(Evaluator(question))
     evaluator = filler.evaluator
-    others = [compacted(filler, MpressOptions()), evaluator.evaluate(evaluator.kept(time(question).split))]
+    others = _others(filler)
     best, remarks = _filled(filler, bound)
     found = best.found
     if not evaluator.pinned:
@@ -74,13 +78,19 @@ def joint(question: Question) -> Found:
     )
 
 
-def _close(best: Evaluation, others: Sequence[Evaluation | None]) -> list[Evaluation]:
+def _others(filler: Filler) -> list[Evaluation]:
+    """The plan of `mpress`, and the time split as it is, if that can be carried out."""
+    evaluator = filler.evaluator
+    kept = evaluator.evaluate(evaluator.kept(time(filler.question).split))
+    return [] if kept is None else [compacted(filler, MpressOptions()), kept]
+
+
+def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     """The best, and those of the others that may turn out to be better once all microbatches are simulated."""
     return [best] + [
         one
         for one in others
-        if one is not None
-        and one.candidate != best.candidate
+        if one.candidate != best.candidate
         and (one.over_bytes, one.seconds) <= (best.over_bytes, best.seconds * (1 + _CLOSE))
     ]
 
@@ -117,8 +127,7 @@ def _best_start(filler: Filler) -> Filled:
         for states in ways:
             if states == "all" or best is None or not best.found.fits:
                 best = _best_of(filler, splits, best, budget, states=states)
-    assert best is not None, "a split that keeps everything can be carried out"
-    return best
+    return filler.evaluator.refuse() if best is None else best
 
 
 def _affordable(question: Question) -> list[Planner]:

@@ -75,8 +75,7 @@ def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
     """What the planner makes of the time split."""
     evaluator = filler.evaluator
     split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
-    kept = evaluator.evaluate(evaluator.kept(split))
-    assert kept is not None, "a split that keeps everything can be carried out"
+    kept = evaluator.kept_at(split)
     if kept.fits or evaluator.pinned:
         return kept
     mapping = _mapping(filler, kept)
