@@ -15,7 +15,7 @@ So it is never slower than `mpress`, nor than the time split where that fits, an
 reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
 proven.
 
-Costs: every part has a budget of actions in the programs that it simulates, all together some seven seconds; longer
+Costs: every part has a budget of actions in the programs that it simulates, all together some nine seconds; longer
 programs get fewer simulations. The plan says if a budget has ended the search. (After AdaPipe, Mist and Aceso; MPress,
 HPCA 2023.)
 """
@@ -43,7 +43,7 @@ from pipefit.provenance import Objective
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 1.0, 0.5, 0.0  # of what the host's link carries, for which even splits are made
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 90_000, 120_000, 70_000, 60_000  # actions in the programs of each part
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 270_000, 120_000, 70_000, 60_000  # actions in the programs of each part
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
 _OTHER_SPLITS = 2  # that are polished beside the best
 _CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
