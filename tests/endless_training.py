@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moving_plans import Attention
 from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.plans import Plan
@@ -61,18 +62,6 @@ def perceptrons() -> list[nn.Module]:
     """Layers with and without parameters, one of them frozen."""
     frozen = nn.Linear(8, 8).requires_grad_(False)
     return [nn.Linear(8, 8), nn.Tanh(), frozen, nn.LayerNorm(8), Recurrent(), nn.Linear(8, 4)]
-
-
-class Attention(nn.Module):
-    """Attention over rows of four words, with dropout, and what came in added."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mix = nn.MultiheadAttention(width // 4, 2, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = x.view(x.shape[0], 4, -1)
-        return x + self.mix(words, words, words, need_weights=False)[0].reshape(x.shape)
 
 
 def attention() -> list[nn.Module]:

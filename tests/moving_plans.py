@@ -18,6 +18,18 @@ from pipefit.devices import Link
 from pipefit.plans import Plan
 
 
+class Attention(nn.Module):
+    """Attention over rows of four words, with dropout, and what came in added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(width // 4, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.view(x.shape[0], 4, -1)
+        return x + self.mix(words, words, words, need_weights=False)[0].reshape(x.shape)
+
+
 def with_disk(cluster: Cluster, folder: Path | None = None, disk_bytes: int = 1 << 20) -> Cluster:
     """The cluster with a disk of its first host."""
     host = replace(cluster.hosts[0], disk_bytes=disk_bytes, disk_folder=folder and str(folder))

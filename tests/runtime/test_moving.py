@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moving_plans import make_batch, make_chain, moving, with_disk
+from moving_plans import Attention, make_batch, make_chain, moving, with_disk
 from oracle import measured_peaks
 from pipefit.actions import Kind, Subject
 from pipefit.capture import Task
@@ -39,18 +39,6 @@ from random_cases import random_plan
 from tiny import alone, batch_of, plan_of, task_of
 
 STEPS = 3
-
-
-class Attention(nn.Module):
-    """Attention over rows of four words, with dropout, and what came in added."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mix = nn.MultiheadAttention(width // 4, 2, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = x.view(x.shape[0], 4, -1)
-        return x + self.mix(words, words, words, need_weights=False)[0].reshape(x.shape)
 
 
 class Halves(nn.Module):
