@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, layer, measurement, profile, training, value, vgg_like
-from pipefit.decisions import What
+from pipefit.decisions import State, What
 from pipefit.planner import Options, Question, mpress, plan, solved
 from pipefit.planner.joint import joint
 from pipefit.planner.mpress import MpressOptions
+from pipefit.planner.techniques import Means
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
 from tight import Case, cluster, keeping_layer, random_case
@@ -76,6 +77,37 @@ def test_peers_take_what_would_be_recomputed_if_they_have_room() -> None:
     assert any("device" in place for place in places(lent)) and not places(kept)
     assert lent.prediction and kept.prediction
     assert lent.prediction.step_seconds < kept.prediction.step_seconds
+
+
+def test_peers_alone_take_what_they_have_room_for() -> None:
+    """Where nothing else may be used; steps are as long as with ample memory, as links are fast."""
+    chain, how = chain_of(*[4.0] * 8), training("1f1b", 12)
+    ample = planned(Case(chain, cluster([AMPLE] * 4, host_rate=1e6, peer_rate=1e6), how))
+    question = Question(
+        profile=chain,
+        cluster=cluster([720] * 4, host_rate=1e6, peer_rate=1e6),
+        training=how,
+        means=Means(recompute="never", host=False),
+    )
+    lent = solved(question, mpress, name="mpress")
+    assert lent.decisions and all(place.startswith("device") for place in places(lent))
+    assert lent.prediction and ample.prediction
+    assert lent.prediction.step_seconds == pytest.approx(ample.prediction.step_seconds, rel=1e-2)
+
+
+def test_optimizer_state_goes_to_the_host_where_tensors_are_not_enough() -> None:
+    """Layers of a hundred bytes of parameters, gradients and state each, on devices with room for two of the three.
+
+    With room for one more on each device, the state of one block more stays on each.
+    """
+    layers = [keeping_layer(1, 1, 100, 1.0)] * 8
+    chain = profile(measurement(layers, layer((value(1), value(1)), (value(4),), seconds=0.0)))
+    moved = []
+    for room in (1160, 1260):
+        case = Case(chain, cluster([room] * 2, host_rate=1e3, peer_rate=1e3), training("1f1b", 4))
+        states = [d.layers for d in planned(case).decisions if isinstance(d.subject, State)]
+        moved.append(len(states))
+    assert moved[0] == moved[1] + 2 > 2
 
 
 @pytest.mark.parametrize("seed", range(10))

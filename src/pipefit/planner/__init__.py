@@ -25,6 +25,7 @@ from pipefit.planner.mpress import mpress
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.question import Found, Options, Planner, Question
+from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.plans import Plan
@@ -36,6 +37,7 @@ from pipefit.validation import whole
 __all__ = [
     "PLANNERS",
     "Found",
+    "Means",
     "Options",
     "Planner",
     "Question",

@@ -136,7 +136,8 @@ class Evaluator:
     def decisions(self, candidate: Candidate) -> tuple[Decision, ...]:
         """The decisions of a candidate's plan."""
         stages = enumerate(zip(candidate.choices, self.stage_menus(candidate.split), strict=True))
-        return tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
+        made = tuple(d for stage, (choice, menus) in stages for d in decisions_of(stage, choice, menus, HOST))
+        return made if self.question.means.ahead else tuple(replace(decision, ahead=0) for decision in made)
 
     def kept(self, split: Split) -> Candidate:
         """The candidate of a split that does nothing with its tensors."""

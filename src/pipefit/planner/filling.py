@@ -181,6 +181,7 @@ class Filler:
         """Bytes per second that each stage's device has to its host, if all stages that may move anything do."""
         split = setting.split
         may = [setting.host[stage] and self.in_flight(split, stage) > _AWAY for stage in range(len(split.devices))]
+        may = may if self.question.means.host else [False] * len(may)
         moving = [device if moves else None for device, moves in zip(split.devices, may, strict=True)]
         return host_rates(self.question.cluster, moving)
 
@@ -208,11 +209,11 @@ class Filler:
             places=tuple(moving.places),
             near=moving.fitting(near),
             early=setting.early[stage],
-            states=self._states(menus, left) if setting.states == "needed" else len(states),
+            states=self.states(menus, left) if setting.states == "needed" else len(states),
             peers=peers if lent else None,
         )
 
-    def _states(self, menus: Sequence[Menu], need: float) -> int:
+    def states(self, menus: Sequence[Menu], need: float) -> int:
         """Of how many blocks the host is to take the optimizer state, so that this frees `need` bytes."""
         taken = list[int]()
         for nbytes in self._state_bytes(menus) if need > 0 else ():
@@ -222,7 +223,9 @@ class Filler:
         return len(taken)
 
     def _state_bytes(self, menus: Sequence[Menu]) -> list[int]:
-        """The optimizer state of every block."""
+        """The optimizer state of every block, if the host may have it."""
+        if not self.question.means.host:
+            return []
         costs = self.question.measurement.costs
         return [sum(cost.state_bytes for cost in costs[menu.start : menu.stop]) for menu in menus]
 

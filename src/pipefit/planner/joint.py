@@ -162,7 +162,7 @@ def _keeps(filled: Filled) -> bool:
 
 def _lent(filler: Filler, best: Filled) -> tuple[Filled, tuple[str, ...]]:
     """The plan with memory of peers, if that is faster; and what came of it, in a sentence."""
-    if filler.evaluator.pinned or _keeps(best):
+    if filler.evaluator.pinned or _keeps(best) or not filler.question.means.peers:
         return best, ()
     lending = with_peers(filler, best, budget=Budget(filler.evaluator, _LENDING))
     if lending is None:

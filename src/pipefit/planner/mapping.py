@@ -48,6 +48,14 @@ class Mapping(NamedTuple):
         """The bytes that a stage gets, by the stages that lend them."""
         return {lender: nbytes for (borrower, lender), nbytes in self.lent.items() if borrower == stage}
 
+    def without_striping(self) -> Mapping:
+        """The same, but every stage gets only what the one that lends it the most does."""
+        most: dict[int, tuple[int, int]] = {}
+        for pair, nbytes in self.lent.items():
+            if pair[0] not in most or nbytes > self.lent[most[pair[0]]]:
+                most[pair[0]] = pair
+        return self._replace(lent={pair: self.lent[pair] for pair in most.values()})
+
 
 def peer_rates(cluster: Cluster) -> Floats:
     """Bytes per second between every two devices over a link of their own; zero where there is none."""
@@ -86,10 +94,12 @@ def mapped(needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Mappin
 
 def mapped_stages(question: Question, split: Split, needs: Sequence[int], spares: Sequence[int]) -> Mapping:
     """The best mapping of a split's stages; where devices differ or some have no stage, stages stay where they are."""
-    rates, count = peer_rates(question.cluster), len(needs)
-    if len(question.classes) == 1 and count == len(rates):
-        return mapped(needs, spares, rates)
-    return mapped(needs, spares, rates[:count, :count])._replace(devices=split.devices)
+    rates, at, means = peer_rates(question.cluster), split.devices, question.means
+    if means.mapping and len(question.classes) == 1 and len(at) == len(rates):
+        found = mapped(needs, spares, rates)
+    else:
+        found = _lending(tuple(range(len(at))), needs, spares, rates[np.ix_(at, at)])._replace(devices=at)
+    return found if means.striping else found.without_striping()
 
 
 def copy_seconds(orders: Orders, needs: Sequence[int], spares: Sequence[int], rates: Floats) -> Floats:

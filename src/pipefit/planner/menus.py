@@ -22,6 +22,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Question
+from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement
 
 _PRICES = 16  # at which recipes are sought
@@ -115,24 +116,33 @@ class Menus:
         key = self.measurement.layers[start:stop], last, not start
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = _Block(self.measurement, start, stop, self._seconds).menu()
+            found = self._known[key] = _Block(self.measurement, start, stop, self._seconds, self.question.means).menu()
         return found.from_layer(start)
 
 
 class _Block:
     """One block's menu, made of the storages of a stage that holds the block alone."""
 
-    def __init__(self, measurement: Measurement, start: int, stop: int, seconds: tuple[float, ...]) -> None:
-        self.measurement, self.start, self.stop = measurement, start, stop
+    def __init__(
+        self, measurement: Measurement, start: int, stop: int, seconds: tuple[float, ...], means: Means
+    ) -> None:
+        self.measurement, self.start, self.stop, self.means = measurement, start, stop, means
         self.storages = StageStorages(measurement, start, stop)
         own = seconds[start:stop]
         own = (*own[:-1], own[-1] + seconds[stop]) if self.storages.last else own  # the loss goes with the last layer
         self.seconds = np.concatenate([[0.0], np.cumsum(own)])
 
     def menu(self) -> Menu:
-        recipes = {self._recipe(price) for price in self._prices()}
-        hull = _hull(sorted({Recipe(), *recipes}, key=lambda r: (r.nbytes, r.seconds)))
-        return Menu(self.start, self.stop, hull, tuple(self._movable()))
+        hull = _hull(sorted({Recipe(), *self._recipes()}, key=lambda r: (r.nbytes, r.seconds)))
+        moves = self.means.host or self.means.peers
+        return Menu(self.start, self.stop, hull, tuple(self._movable()) if moves else ())
+
+    def _recipes(self) -> Iterator[Recipe]:
+        """The recipes that the planner may use."""
+        if self.means.recompute == "runs":
+            yield from map(self._recipe, self._prices())
+        elif self.means.recompute == "blocks" and self._repeatable(0, self.stop - self.start):
+            yield Recipe(((self.start, self.stop),), int(self.freed[0, -1]), float(self.seconds[-1]))
 
     @cached_property
     def freed(self) -> NDArray[np.int64]:

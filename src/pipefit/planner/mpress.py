@@ -6,7 +6,8 @@ Step by step, as in the paper; a tensor is all that a block keeps of a microbatc
     2. devices are mapped so that stages that lack memory have neighbours with some left (`planner.mapping`)
     3. each stage that lacks memory gets a first assignment: the host takes tensors whose live intervals are very long;
        then tensors are recomputed whose recomputation adds less than a swap would, late blocks first and so
-       consecutive ones; then the host takes what is still too much
+       consecutive ones; then the host takes what is still too much, peers what can go nowhere else, and the host the
+       optimizer state of as many blocks as are needed where tensors are not enough
     4. a step is emulated; on every stage the tensor that adds the most delay moves to peers instead, as long as they
        have memory; what is faster is kept, until gains are invisible
 
@@ -28,7 +29,7 @@ from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, Setting
-from pipefit.planner.mapping import Mapping, mapped_stages
+from pipefit.planner.mapping import Mapping, mapped_stages, peer_rates
 from pipefit.planner.menus import Menu
 from pipefit.planner.peers import shared_out
 from pipefit.planner.prices import Prices
@@ -39,6 +40,7 @@ from pipefit.provenance import Objective
 
 _ACTIONS = 60_000  # in the programs of all rounds
 _CORRECTIONS = 6  # of the first assignment, by what the emulated step says of its bytes
+_PLACES = {Technique.HOST: TO_HOST, Technique.PEER: TO_PEERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +81,28 @@ def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
     if kept.fits or evaluator.pinned:
         return kept
     mapping = _mapping(filler, kept)
-    assignment = _Assignment(filler, Split(split.edges, mapping.devices), kept, options)
+    assignment = _Assignment(filler, Split(split.edges, mapping.devices), kept, mapping, options)
     first = assignment.first()
     return kept if first is None else _refined(assignment, first, mapping, options, budget)
 
 
 def _mapping(filler: Filler, kept: Evaluation) -> Mapping:
     """The devices of the stages, and who lends how much to whom."""
-    needs, spares = [max(0, over) for over in kept.over], [max(0, -over) for over in kept.over]
-    return mapped_stages(filler.question, kept.candidate.split, needs, spares)
+    split, lend = kept.candidate.split, filler.question.means.peers
+    needs = [_at_peers(filler, split, stage, over) for stage, over in enumerate(kept.over)]
+    return mapped_stages(filler.question, split, needs, [max(0, -over) if lend else 0 for over in kept.over])
+
+
+def _at_peers(filler: Filler, split: Split, stage: int, over: int) -> int:
+    """Bytes that peers reserve if a stage frees `over` there: whole blocks, of all microbatches in flight but one.
+
+    A block more than that, for what is on its way.
+    """
+    menus, held = filler.evaluator.stage_menus(split)[stage], filler.in_flight(split, stage)
+    each = max(menu.movable_bytes for menu in menus)
+    if over <= 0 or held < 3 or not each:
+        return max(0, over)
+    return (-(-over // (each * (held - 2))) + 1) * each * (held - 1)
 
 
 class _Tensor(NamedTuple):
@@ -101,8 +116,10 @@ class _Tensor(NamedTuple):
 class _Assignment:
     """The first assignment of techniques on the stages of a split."""
 
-    def __init__(self, filler: Filler, split: Split, kept: Evaluation, options: MpressOptions) -> None:
-        self.filler, self.split, self.kept, self.options = filler, split, kept, options
+    def __init__(
+        self, filler: Filler, split: Split, kept: Evaluation, mapping: Mapping, options: MpressOptions
+    ) -> None:
+        self.filler, self.split, self.kept, self.mapping, self.options = filler, split, kept, mapping, options
         self.menus = filler.evaluator.stage_menus(split)
         self.setting, self._prices = Setting.of(split), Prices(filler.question)
         self.tensors = [self._tensors(stage) for stage in range(len(self.menus))]
@@ -126,17 +143,24 @@ class _Assignment:
         """The techniques of a stage that is to free `need` bytes."""
         menus, tensors = self.menus[stage], self.tensors[stage]
         chosen = [Technique.KEEP] * len(menus)
-        held = self.filler.in_flight(self.split, stage)
+        held, shares = self.filler.in_flight(self.split, stage), self.mapping.lenders_of(stage)
+        room = sum(shares.values())
         for tensor, technique in _ordered(tensors, held, self.options):
             if need <= 0 or _freed(technique, held) <= _freed(chosen[tensor.block], held):
                 continue
+            if technique is Technique.PEER:
+                room -= tensor.nbytes * max(1, held - 1)
+                if room < 0:
+                    break
             before, chosen[tensor.block] = chosen[tensor.block], technique
             need -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
         recipes = tuple(
             len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0 for menu, t in zip(menus, chosen, strict=True)
         )
-        places = tuple(TO_HOST if technique is Technique.HOST else KEPT for technique in chosen)
-        return StageChoice(recipes, places, near=self._near(stage, places))
+        places = tuple(_PLACES.get(technique, KEPT) for technique in chosen)
+        peers = shared_out(shares, self.mapping.devices) if TO_PEERS in places else None
+        states = self.filler.states(menus, need)
+        return StageChoice(recipes, places, near=self._near(stage, places), states=states, peers=peers)
 
     def _near(self, stage: int, places: Sequence[int]) -> int:
         """How many of the tensors that go to the host have the time of one forward."""
@@ -150,7 +174,7 @@ class _Assignment:
     def _tensors(self, stage: int) -> list[_Tensor]:
         """The tensors of a stage, with their live intervals and the times of techniques."""
         menus, waits = self.menus[stage], self._interval(stage)
-        rate = self.filler.rates(self.setting)[stage]
+        rate, across = self.filler.rates(self.setting)[stage], self._peer_rate(stage)
         found = []
         for block, menu in reversed(list(enumerate(menus))):
             nbytes, recipe = menu.movable_bytes, menu.recipes[-1]
@@ -159,11 +183,17 @@ class _Assignment:
                 interval_seconds=waits,
                 recompute_seconds=recipe.seconds if recipe.runs else None,
                 host_seconds=2 * nbytes / rate if rate and nbytes else None,
+                peer_seconds=2 * nbytes / across if across and nbytes else None,
             )
             if costs.added_seconds:
                 found.append(_Tensor(block, nbytes or recipe.nbytes, costs))
             waits += self._passes(stage, block)
         return found[::-1]
+
+    def _peer_rate(self, stage: int) -> float:
+        """Bytes per second to all that lend to a stage."""
+        rates, at = peer_rates(self.filler.question.cluster), self.mapping.devices
+        return sum(float(rates[at[stage], at[lender]]) for lender in self.mapping.lenders_of(stage))
 
     def _passes(self, stage: int, block: int) -> float:
         """Seconds forward and backward of a block of a stage."""
@@ -207,12 +237,10 @@ def _ordered(tensors: Sequence[_Tensor], held: int, options: MpressOptions) -> I
     for tensor in sorted(tensors, key=lambda tensor: -tensor.block):
         if tensor.costs.recompute_seconds is not None and _recomputes(tensor, on_the_way, held):
             yield tensor, Technique.RECOMPUTE
-    for tensor in by_interval:
-        if tensor.costs.host_seconds is not None:
-            yield tensor, Technique.HOST
-    for tensor in reversed(by_interval):
-        if tensor.costs.recompute_seconds is not None:
-            yield tensor, Technique.RECOMPUTE
+    for technique in (Technique.HOST, Technique.RECOMPUTE, Technique.PEER):
+        for tensor in reversed(by_interval) if technique is Technique.RECOMPUTE else by_interval:
+            if technique in tensor.costs.added_seconds:
+                yield tensor, technique
 
 
 def _recomputes(tensor: _Tensor, on_the_way: float, held: int) -> bool:

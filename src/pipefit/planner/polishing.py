@@ -63,17 +63,17 @@ def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
     split, choices = best.candidate
     menus, busy = evaluator.stage_menus(split), best.simulation.utilisation
     for stage in sorted(range(len(choices)), key=lambda s: (-max(0, best.over[s]), -busy[split.devices[s]])):
-        for choice in _changes(choices[stage], menus[stage]):
+        for choice in _changes(choices[stage], menus[stage], host=evaluator.question.means.host):
             yield Candidate(split, (*choices[:stage], choice, *choices[stage + 1 :]))
 
 
-def _changes(choice: StageChoice, menus: Sequence[Menu]) -> Iterator[StageChoice]:
-    """The choices that differ in a block, or in how runs come."""
+def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Iterator[StageChoice]:
+    """The choices that differ in a block, or in how runs come; blocks move only if the `host` may be used."""
     for block, menu in enumerate(menus):
         for number in (choice.recipes[block] - 1, choice.recipes[block] + 1):
             if 0 <= number < len(menu.recipes):
                 yield choice._replace(recipes=_with(choice.recipes, block, number))
-        if menu.tensors:
+        if menu.tensors and (host or choice.places[block]):
             yield from _moved(choice, block)
     yield choice._replace(joined=not choice.joined)
     for early in (choice.early - 1, choice.early + 1):

@@ -12,6 +12,7 @@ from pipefit.decisions import Decision
 from pipefit.errors import UsageError
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
+from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
 from pipefit.schedule.whole_stages import Recompute
@@ -70,7 +71,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One planning problem: a profile, a cluster, a training and the planner's options.
+    """One planning problem: a profile, a cluster, a training, the planner's options, and the means it may use.
 
     Raises:
         UsageError: more stages than blocks or devices, no such schedule, or a microbatch size that was not profiled.
@@ -80,6 +81,7 @@ class Question:
     cluster: Cluster
     training: Training
     options: Options = Options()
+    means: Means = Means()
 
     def __post_init__(self) -> None:
         asked, blocks, devices = self.options.stages, self.blocks, len(self.cluster.devices)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from pipefit.errors import UsageError
 from pipefit.validation import check_types
@@ -33,6 +34,26 @@ class Technique(StrEnum):
     RECOMPUTE = "recompute"
     HOST = "host"
     PEER = "peers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What planners may do to free memory: everything, or less where techniques are to be compared.
+
+    Recomputed are runs of layers inside blocks, whole blocks alone, or nothing. Tensors move to the `host` or to
+    `peers`, of which the `mapping` of stages to devices brings lenders near and `striping` uses several at once.
+    Without `ahead`, nothing comes back or is recomputed before the backward that needs it is next.
+    """
+
+    recompute: Literal["runs", "blocks", "never"] = "runs"
+    host: bool = True
+    peers: bool = True
+    mapping: bool = True
+    striping: bool = True
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

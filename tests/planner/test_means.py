@@ -1,0 +1,125 @@
+"""What planners may use to free memory, and that they use nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, alike, devices, layer, measurement, profile, training, value
+from pipefit.decisions import Run, What
+from pipefit.devices import Link
+from pipefit.places import MemberKind
+from pipefit.planner import PLANNERS, Options, Question, solved
+from pipefit.planner.mapping import mapped_stages
+from pipefit.planner.question import Split
+from pipefit.planner.techniques import Means
+from pipefit.plans import Plan
+from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
+
+SCHEDULES = ("1f1b", "gpipe")
+SPARE = Means(recompute="never", host=False, peers=False)
+
+
+def planned(case: Case, means: Means, planner: str = "joint", *, allow_infeasible: bool = False) -> Plan:
+    options = Options(allow_infeasible=allow_infeasible)
+    asked = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options, means=means)
+    return solved(asked, PLANNERS[planner], name=planner)
+
+
+def used(made: Plan) -> set[str]:
+    """What a plan does with tensors, in the words of `tight`, and `peers`."""
+    places = [decision.place for decision in made.decisions if decision.place is not None]
+    recomputes = any(decision.what is What.RECOMPUTE for decision in made.decisions)
+    moves = {HOST if member.kind is MemberKind.HOST else "peers" for place in places for member, _ in place}
+    return moves | ({RECOMPUTE} if recomputes else set())
+
+
+@pytest.mark.parametrize("planner", ["joint", "mpress"])
+@pytest.mark.parametrize(
+    ("means", "allowed"),
+    [
+        (SPARE, set()),
+        (Means(host=False, peers=False), {RECOMPUTE}),
+        (Means(recompute="never", peers=False), {HOST}),
+        (Means(recompute="never", host=False), {"peers"}),
+    ],
+)
+def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> None:
+    """Whatever is short of memory, also where the plan then does not fit."""
+    for seed in range(6):
+        case = random_case(Random(seed), SCHEDULES, layers=4)
+        assert used(planned(case, means, planner, allow_infeasible=True)) <= allowed
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("means", "techniques"),
+    [(SPARE, (KEEP,)), (Means(host=False, peers=False), (KEEP, RECOMPUTE, JOINED))],
+)
+def test_what_is_allowed_is_used_as_well_as_can_be(seed: int, means: Means, techniques: Sequence[str]) -> None:
+    """Within a tenth of the fastest of all plans that use no more, where one fits."""
+    case = random_case(Random(seed), SCHEDULES)
+    best = fastest(case, techniques)
+    if best is not None:
+        made = planned(case, means).prediction
+        assert made is not None and made.step_seconds <= best * 1.1
+
+
+def test_whole_blocks_are_recomputed_as_such() -> None:
+    """Of blocks of three layers, of which the second keeps much and is cheap, where runs would be shorter."""
+    layers = [keeping_layer(2, kept, 0, 1.0) for kept in (1, 100, 1) * 4]
+    chain = profile(measurement(layers, layer((value(2), value(1)), (value(4),), seconds=0.5)), blocks=[3] * 4)
+    case = Case(chain, cluster([300, 300], host_rate=1e-3, peer_rate=1e-3), training("1f1b", 4))
+    lengths = {}
+    for way in ("runs", "blocks"):
+        made = planned(case, Means(recompute=way))
+        runs = [decision.subject for decision in made.decisions if isinstance(decision.subject, Run)]
+        lengths[way] = {run.stop - run.start for run in runs}
+        assert way == "runs" or all(run.start % 3 == 0 for run in runs)
+    assert lengths["blocks"] == {3} and min(lengths["runs"]) < 3
+
+
+def test_without_ahead_all_comes_back_just_in_time() -> None:
+    """No decision of a plan is ahead, though some are where it is allowed."""
+    ahead = {True: set(), False: set()}
+    for seed in (7, 8):
+        case = random_case(Random(seed), ("1f1b",), layers=4)
+        for allowed, found in ahead.items():
+            made = planned(case, Means(ahead=allowed), allow_infeasible=True)
+            found.update(decision.ahead for decision in made.decisions)
+    assert ahead[False] == {0} < ahead[True]
+
+
+def square(rates: Sequence[tuple[int, int, float]]) -> Question:
+    """Four devices with links of these rates, in a chain of four layers."""
+    links = tuple(Link.between(f"device{a}", f"device{b}", bytes_per_second=rate) for a, b, rate in rates)
+    made = replace(devices(*[AMPLE] * 4), links=links)
+    return Question(profile=profile(alike(4)), cluster=made, training=training("1f1b", 4))
+
+
+def test_without_mapping_stages_stay_where_they_are() -> None:
+    """Though another order has a faster link between the stage that lacks memory and the one that has some."""
+    asked = square([(0, 1, 1.0), (0, 2, 1.0), (1, 2, 1.0), (2, 3, 1.0), (1, 3, 1.0), (0, 3, 8.0)])
+    split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
+    needs, spares = [80, 0, 0, 0], [0, 80, 0, 0]
+    best = mapped_stages(asked, split, needs, spares)
+    still = mapped_stages(replace(asked, means=Means(mapping=False)), split, needs, spares)
+    assert {best.devices[0], best.devices[1]} == {0, 3} and best.seconds == pytest.approx(10.0)
+    assert still.devices == (0, 1, 2, 3) and still.seconds == pytest.approx(80.0)
+    assert still.lenders_of(0).keys() == {1}
+
+
+def test_without_striping_one_device_lends() -> None:
+    """The one that lends the most of those between which tensors would be divided."""
+    asked = square([(a, b, 1.0 + (b == 3)) for a in range(4) for b in range(a + 1, 4)])
+    split = Split((0, 1, 2, 3, 4), (0, 1, 2, 3))
+    question = replace(asked, means=Means(mapping=False))
+    striped = mapped_stages(question, split, [80, 0, 0, 0], [0, 80, 80, 80]).lenders_of(0)
+    alone = mapped_stages(
+        replace(question, means=Means(mapping=False, striping=False)), split, [80, 0, 0, 0], [0, 80, 80, 80]
+    ).lenders_of(0)
+    assert len(striped) == 3
+    assert alone == {3: striped[3]} and striped[3] == max(striped.values())
