@@ -1,4 +1,4 @@
-"""Plans with random decisions for endless schedules: several runs a stage, saved tensors and versions of weights."""
+"""Plans with random decisions for endless schedules: several runs a stage, saved tensors, versions of weights, and state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 
 from movable import movable, random_place
+from moving_states import moving_states
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.plans import Plan
 
@@ -15,7 +16,8 @@ from pipefit.plans import Plan
 def decided(plan: Plan, rng: Random) -> Plan:
     """The plan with random decisions in every stage, all of whose shares are the same in every step."""
     plan = replace(plan, decisions=tuple(runs(plan, rng)))
-    return replace(plan, decisions=(*plan.decisions, *moves(plan, rng), *versions(plan, rng)))
+    plan = replace(plan, decisions=(*plan.decisions, *moves(plan, rng), *versions(plan, rng)))
+    return moving_states(plan, rng, kinds=("optimizer",))
 
 
 def runs(plan: Plan, rng: Random) -> Iterator[Decision]:

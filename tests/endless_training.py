@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moving_plans import Attention
-from pipefit.actions import Action
 from pipefit.capture import Task
+from pipefit.cost.states import Layers
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.updates import Updates
 from replay import Numbers
 from tiny import task_of
 
@@ -110,32 +111,60 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+class Gradients:
+    """The gradients of every update of every stage of a trainer, whole or run by run, on the device or on the host."""
+
+    def __init__(self, trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+        self.found: dict[int, list[list[Tensor]]] = {stage.start: [] for stage in trainer.stages}
+        self._stages = {id(stage.updates): stage for stage in trainer.stages}
+        self._met: dict[int, dict[int, Tensor]] = {start: {} for start in self.found}
+        self._updated: dict[int, set[int]] = {start: set() for start in self.found}
+        step, elsewhere = Updates.step, Updates.start_elsewhere
+
+        def watched(updates: Updates, layers: Layers) -> None:
+            own = {p: p.grad for p in updates.parameters(layers) if p.grad is not None}
+            self._note(updates, layers, own)
+            step(updates, layers)
+
+        def watched_elsewhere(updates: Updates, layers: Layers, own: Mapping[nn.Parameter, Tensor]) -> Any:
+            self._note(updates, layers, own)
+            return elsewhere(updates, layers, own)
+
+        patch.setattr(Updates, "step", watched)
+        patch.setattr(Updates, "start_elsewhere", watched_elsewhere)
+
+    def _note(self, updates: Updates, layers: Layers, own: Mapping[nn.Parameter, Tensor]) -> None:
+        stage = self._stages[id(updates)]
+        met, updated = self._met[stage.start], self._updated[stage.start]
+        met.update((id(parameter), gradient.clone()) for parameter, gradient in own.items())
+        updated.update(range(*layers))
+        if len(updated) == stage.stop - stage.start:
+            order = dict.fromkeys(map(id, stage.parameters))
+            self.found[stage.start].append([met[key] for key in order if key in met])
+            met.clear()
+            updated.clear()
+
+
 def trained(
     task: Task, plan: Plan, batches: Sequence[tuple[Any, Any]], drains: Sequence[int], patch: pytest.MonkeyPatch
 ) -> Numbers:
     """The same training by pipefit, all devices in this process."""
     trainer = Trainer(task, plan, seed=SEED)
-    gradients: dict[int, list[list[Tensor]]] = {stage.start: [] for stage in trainer.stages}
+    watch = Gradients(trainer, patch)
     losses: dict[tuple[int, int], float] = {}
-    update, loss = StageRunner.step, StageRunner._loss
-
-    def watched(stage: StageRunner, action: Action) -> None:
-        own = {id(p): p for p in stage.parameters if p.grad is not None}
-        gradients[stage.start].append([p.grad.clone() for p in own.values()])
-        update(stage, action)
+    loss = StageRunner._loss
 
     def noted(stage: StageRunner, flight: Any, values: Any, targets: Any) -> Any:
         found = loss(stage, flight, values, targets)
         losses.setdefault((flight.batch_number, flight.microbatch), found[0].item())
         return found
 
-    patch.setattr(StageRunner, "step", watched)
     patch.setattr(StageRunner, "_loss", noted)
     for step, batch in enumerate(batches):
         trainer.step(batch)
         if step in drains:
             trainer.finish()
-    return Numbers(list(losses.values()), list(gradients.values()), trainer.state_dict())
+    return Numbers(list(losses.values()), list(watch.found.values()), trainer.state_dict())
 
 
 def batches_of(task: Task, sizes: Sequence[int]) -> list[tuple[Any, Any]]:

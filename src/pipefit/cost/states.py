@@ -104,8 +104,6 @@ def state_moves(program: Program, device: int, stages: Mapping[int, Layers]) -> 
     homes, updates = dict[Home, Kept](), dict[tuple[int, Layers], Place]()
     owners = dict[tuple[str, int], Home]()
     for action in program.actions[device]:
-        if action.microbatch is not None:
-            continue
         if action.moves_state:
             home = home_of(action)
             kept = homes[home] = homes.get(home) or _kept(action, program.moved(action), stages[action.stage])
@@ -158,6 +156,11 @@ class StageStates:
     def watches(self) -> bool:
         """Whether what a forward or a backward needs may not be there."""
         return bool(self._moves.updates) or any(kept.kind != "optimizer" for kept in self._moves.homes.values())
+
+    @property
+    def state(self) -> object:
+        """Equal at two moments at which everything is at the same places."""
+        return tuple(self._conditions.values())
 
     @property
     def away(self) -> Away:
@@ -283,8 +286,6 @@ def unchanged(program: Program, actions: Sequence[Action]) -> frozenset[int]:
     left = dict[Home, int]()  # the position of the last OFFLOAD
     found = set[int]()
     for position, action in enumerate(actions):
-        if action.microbatch is not None:
-            continue
         if action.kind is Kind.STEP and action.place is None:
             updates.append((position, action))
         elif action.kind is Kind.OFFLOAD and action.moves_state and not action.wait:

@@ -1,7 +1,8 @@
 """Folding of endless schedules: a dry run executes a few microbatches, whose effects stand for those of all.
 
 What an action does to a device's memory depends on what has been done with its own microbatch, on whether gradients and
-optimizer state exist, and on the version of weights that it frees. All of that is in the program. So every action has a
+optimizer state exist, and on the version of weights that it frees; that of a copy of state, on whether an update has
+been before it. All of that is in the program. So every action has a
 label, and actions with one label have one effect. A dry run executes steps of fewer microbatches that have all labels
 of the plan's own steps; where there are none, it executes the plan's own.
 """
@@ -32,15 +33,17 @@ class Labels:
         self._paths: dict[tuple[int, int | None], tuple[Action, ...]] = {}
         self._versions = {n: StageVersions(1) for n, stage in enumerate(plan.stages) if stage.device == device}
         self._born: set[object] = set()
-        self._updated: set[int] = set()
+        self._updated: set[int] = set()  # layers
 
     def step(self, program: Program) -> list[Label]:
         """The labels of the device's actions in the next step."""
-        found = [self._label(shifted(action, self._before)) for action in program.actions[self._device]]
+        found = [self._label(shifted(action, self._before), program) for action in program.actions[self._device]]
         self._before += program.microbatches
         return found
 
-    def _label(self, action: Action) -> Label:
+    def _label(self, action: Action, program: Program) -> Label:
+        if action.moves_state:
+            return action.stage, (action,), self._updated.issuperset(one.layer for one in program.moved(action))
         key = action.stage, action.microbatch
         path = self._paths[key] = (*self._paths.get(key, ()), action._replace(microbatch=None))
         return action.stage, path, self._context(action)
@@ -58,8 +61,9 @@ class Labels:
         elif kind is Kind.STASH:
             return versions.adopt() if action.wait else versions.stash()
         elif kind is Kind.STEP:
-            creates = stage not in self._updated
-            self._updated.add(stage)
+            updates = range(*(action.layers or (self._plan.stages[stage].start, self._plan.stages[stage].stop)))
+            creates = self._updated.isdisjoint(updates)
+            self._updated.update(updates)
             self._born = {one for one in self._born if one[0] != stage}  # type: ignore[index]
             return creates
         return None

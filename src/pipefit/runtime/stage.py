@@ -312,11 +312,11 @@ class StageRunner:
             UsageError: microbatches in flight need the weights that it would change, or what it needs is not here.
         """
         layers = action.layers or (self.start, self.stop)
+        if self.weights is not None:
+            self.weights.check_update()
         if action.place is not None:
             self._moving(action).update_elsewhere(action, layers, self.updates)
             return
-        if self.weights is not None:
-            self.weights.check_update()
         if self.states is not None:
             self.states.update(action, layers)
         self.updates.step(layers)

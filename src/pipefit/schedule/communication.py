@@ -14,8 +14,8 @@ arrived. Then the receive and the send are joined first.
 
 A recomputation that comes earlier than just before its backward is no c[t]: it needs no message and stands between two
 of them, before the receive of what c[t+1] needs. Were it counted, receives would start after sends that wait for them,
-and devices that hold several stages would wait for each other. Nor is an update, or a copy of weights for it: they
-follow c[t] and its sends.
+and devices that hold several stages would wait for each other. Nor is an update, or what is copied for it: they follow
+c[t] and its sends.
 
 In a step of an endless schedule, c[-1] is the last compute action of the step before: its sends are joined here, and
 those of this step's last one in the next step.
@@ -84,7 +84,7 @@ def _around(order: Order) -> tuple[list[list[Action]], list[Action], list[list[A
     for action, following in zip_longest(order, order[1:]):
         if action.kind is Kind.RECOMPUTE and (following is None or following != (Kind.BACKWARD, *action[1:])):
             early[-1].append(action)
-        elif action.kind in UPDATES:
+        elif action.kind in UPDATES or action.moves_state:
             behind[-1].append(action)
         else:
             counted.append(action)

@@ -125,10 +125,11 @@ class Timeline:
         return bisect_right(self._starts, position) - 1
 
     def before_waiting(self, number: int) -> int:
-        """The position before the waits and the load that a compute action needs, and behind updates."""
+        """The position before the waits and the load that a compute action needs, and behind updates and their copies."""
         while number:
             action = self.actions[number - 1]
-            if action.kind is not Kind.LOAD and (not action.wait or action.kind in UPDATES):
+            of_update = action.kind in UPDATES or action.moves_state
+            if action.kind is not Kind.LOAD and (not action.wait or of_update):
                 break
             number -= 1
         return number

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from pipefit.actions import BACKGROUND, Action
+from pipefit.actions import Action
 from pipefit.decisions import Decision, State
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
@@ -46,14 +46,16 @@ def check_endless(plan: Plan) -> None:
 
 
 def _check_state(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that the state which a decision moves is versions of weights that a stage holds besides those in use.
+    """Check that the state which a decision moves is the optimizer's, or versions of weights besides those in use.
 
     Raises:
         UsageError: it is not; says why.
     """
     name, last = plan.training.schedule, len(plan.stages) - 1
+    if state.kind == "optimizer":
+        return
     if state.kind != "versions":
-        why = f"only saved tensors and versions of weights move under schedule {name} yet; move others under 1f1b"
+        why = f"saved tensors, optimizer state and versions of weights move under schedule {name}; move others under 1f1b"
     elif name == "pipedream-2bw":
         why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
     elif decision.stage == last:
@@ -109,9 +111,12 @@ def _divisors(count: int) -> str:
 
 def carried(actions: Sequence[Action]) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     """The starts that these actions join without having them, and those that they leave to be joined."""
-    joins = {action.start for action in actions if action.wait}
-    starts = {action for action in actions if not action.wait and action.kind in BACKGROUND}
-    return (
-        tuple(a.start for a in actions if a.wait and a.start not in starts),
-        tuple(a for a in actions if a in starts and a not in joins),
-    )
+    before, begun = list[Action](), dict[Action, None]()
+    for action in actions:
+        if action.in_background and not action.wait:
+            begun[action] = None
+        elif action.wait and action.start in begun:
+            del begun[action.start]
+        elif action.wait:
+            before.append(action.start)
+    return tuple(before), tuple(begun)

@@ -178,9 +178,10 @@ def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
         check_in_turn(plan, entered)
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
     streams = [
-        Stream(plan, schedule, rank, microbatches=microbatches, entered=entered) for rank in range(len(plan.stages))
+        Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered)
+        for rank in range(len(plan.stages))
     ]
-    actions = [stream.step(bundles) if microbatches else stream.drain(bundles) for stream in streams]
+    actions = [stream.step() if microbatches else stream.drain() for stream in streams]
     return _program(plan, microbatches, actions, bundles, endless=True)
 
 

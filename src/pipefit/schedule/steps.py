@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from pipefit.actions import SENDS, UPDATES, Action
+from pipefit.actions import SENDS, UPDATES, Action, Kind
 from pipefit.decisions import SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.program import shifted
@@ -28,6 +28,7 @@ from pipefit.schedule.copies import Inserted, Move, Timeline, inserted, moves_of
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units
+from pipefit.schedule.updates import update_of
 from pipefit.schedule.version_moves import version_moves
 
 
@@ -37,7 +38,8 @@ def settled(plan: Plan) -> int:
     That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
     flight must have gone forward in a full pipeline too, and none of them through the first weights.
     """
-    reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in plan.decisions)
+    far = [d for d in plan.decisions if not (isinstance(d.subject, State) and d.subject.kind == "optimizer")]
+    reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in far)
     return 2 * len(plan.stages) - 1 if reaches else len(plan.stages)
 
 
@@ -53,30 +55,32 @@ class Stream:
     Microbatches are counted from the first one in the pipeline.
     """
 
-    def __init__(self, plan: Plan, schedule: Endless, rank: int, *, microbatches: int, entered: int) -> None:
-        self._plan, self._schedule, self._rank = plan, schedule, rank
+    def __init__(
+        self, plan: Plan, schedule: Endless, rank: int, bundles: Bundles, *, microbatches: int, entered: int
+    ) -> None:
+        self._plan, self._schedule, self._rank, self._bundles = plan, schedule, rank, bundles
         self._microbatches, self._entered = microbatches, entered
         self._earlier = self._order(entered, 0) if entered else []
         self._own = self._order(microbatches, entered)
 
-    def step(self, bundles: Bundles) -> list[Action]:
+    def step(self) -> list[Action]:
         """The actions of the step, its microbatches counted from its own first one."""
         units = self._units if self._plan.decisions else [[action] for action in (*self._earlier, *self._own)]
         own = chain(*units[len(self._earlier) : len(self._earlier) + len(self._own)])
         actions = list(communicated(list(own), self._plan, before=self._last, endless=True))
-        if moves := self._moves(bundles):
+        if moves := self._moves():
             before, behind = (self._by_action(places) for places in inserted(moves))
             actions = [one for a in actions for one in (*before.get(a, ()), a, *behind.get(a, ()))]
         return [shifted(action, -self._entered) for action in actions]
 
-    def drain(self, bundles: Bundles) -> list[Action]:
+    def drain(self) -> list[Action]:
         """The actions that end what is in flight after the earlier steps, in the place of a step."""
-        done = {action for unit in self._units[: len(self._earlier)] for action in unit}
+        done = {action for unit in self._units[: len(self._earlier)] for action in unit if not action.moves_state}
         soon = replace(self._plan, decisions=tuple(replace(decision, ahead=0) for decision in self._plan.decisions))
-        units = recomputed_units([*self._earlier, *self._own], soon)[len(self._earlier) :]
+        units = self._divided([*self._earlier, *self._own], soon)[len(self._earlier) :]
         order = [action for unit in units for action in unit if action not in done]
         actions = list(drained(order, self._plan, before=self._last))
-        if moves := self._moves(bundles):
+        if moves := self._moves():
             actions = list(self._with_the_rest(actions, moves))
         return [shifted(action, -self._entered) for action in actions]
 
@@ -112,22 +116,30 @@ class Stream:
         """What every action of the earlier steps, the own one and the next becomes if nothing is drained."""
         entered = self._entered + self._microbatches
         own = self._own if self._microbatches else []
-        return recomputed_units([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
+        return self._divided([*self._earlier, *own, *self._order(len(self._plan.stages), entered)], self._plan)
+
+    def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
+        """What every action of an order becomes: passes in pieces by the decisions of `plan`, and updates in runs."""
+        units = recomputed_units(order, plan)
+        return [self._updated(unit[0]) if unit[0].kind is Kind.STEP else unit for unit in units]
+
+    def _updated(self, step: Action) -> list[Action]:
+        return list(update_of(step, self._plan, self._bundles))
 
     @cached_property
     def _timeline(self) -> Timeline:
         return Timeline(list(communicated(list(chain(*self._units)), self._plan, endless=True)))
 
-    def _moves(self, bundles: Bundles) -> list[Move]:
-        """All that is moved away and back in the stream."""
+    def _moves(self) -> list[Move]:
+        """All that microbatches move away and back in the stream."""
         offloads = self._plan.decisions_of(self._rank, What.OFFLOAD)
-        if not offloads:
-            return []
         tensors = [decision for decision in offloads if isinstance(decision.subject, SavedTensors)]
-        versions = [decision for decision in offloads if isinstance(decision.subject, State)]
+        versions = [d for d in offloads if isinstance(d.subject, State) and d.subject.kind == "versions"]
+        if not tensors and not versions:
+            return []
         return [
-            *moves_of(self._timeline, tensors, self._plan, bundles),
-            *version_moves(self._timeline, versions, self._plan.stages[self._rank], bundles),
+            *moves_of(self._timeline, tensors, self._plan, self._bundles),
+            *version_moves(self._timeline, versions, self._plan.stages[self._rank], self._bundles),
         ]
 
     def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:

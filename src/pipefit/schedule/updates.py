@@ -61,23 +61,29 @@ def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Act
         yield Action(Kind.AGREE, stages[0])
         yield Action(Kind.AGREE, stages[0]).join
     for stage in stages:
-        yield from _of_stage(stage, plan, bundles)
+        yield from update_of(Action(Kind.STEP, stage), plan, bundles)
 
 
-def _of_stage(stage: int, plan: Plan, bundles: Bundles) -> Iterator[Action]:
-    """The updates of one stage: those of a host begin first and are joined last, and the device's come between."""
-    runs = runs_of(plan, stage)
+def update_of(step: Action, plan: Plan, bundles: Bundles) -> Iterator[Action]:
+    """What the update of a whole stage becomes: updates of runs, and what moves around them.
+
+    Those of a host begin first and are joined last, and the device's come between.
+
+    Raises:
+        UsageError: as `runs_of`.
+    """
+    runs = runs_of(plan, step.stage)
     away = [run for run in runs if run.decision is not None and run.decision.what is What.UPDATE]
-    here = _here([run for run in runs if run not in away], plan, stage, bundles)
-    yield from _elsewhere(away, plan, stage, bundles, between=here)
+    here = _here([run for run in runs if run not in away], plan, step, bundles)
+    yield from _elsewhere(away, plan, step, bundles, between=here)
 
 
-def _here(runs: Sequence[_Run], plan: Plan, stage: int, bundles: Bundles) -> Iterator[Action]:
+def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles) -> Iterator[Action]:
     """The device's own updates, with copies of optimizer state around them."""
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, run in enumerate(runs):
         if run.decision is not None:
-            offload = _copy(Kind.OFFLOAD, run, "optimizer", stage, bundles)
+            offload = _copy(Kind.OFFLOAD, run, "optimizer", step, bundles)
             reload = offload._replace(kind=Kind.RELOAD)
             before[max(number - run.decision.ahead, 0)].append(reload)
             behind[number].append(offload)
@@ -85,39 +91,40 @@ def _here(runs: Sequence[_Run], plan: Plan, stage: int, bundles: Bundles) -> Ite
     for number, run in enumerate(runs):
         yield from before[number]
         if run.decision is not None:
-            yield _copy(Kind.RELOAD, run, "optimizer", stage, bundles).join
-        yield _step(run, plan, stage)
+            yield _copy(Kind.RELOAD, run, "optimizer", step, bundles).join
+        yield _step(run, plan, step)
         yield from behind[number]
 
 
 def _elsewhere(
-    runs: Sequence[_Run], plan: Plan, stage: int, bundles: Bundles, *, between: Iterator[Action]
+    runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, *, between: Iterator[Action]
 ) -> Iterator[Action]:
     """The updates of a host; `between` is what the device does while the last of them runs."""
-    gradients = [_copy(Kind.OFFLOAD, run, "gradients", stage, bundles) for run in runs]
-    parameters = [_copy(Kind.RELOAD, run, "parameters", stage, bundles) for run in runs]
-    steps = [_step(run, plan, stage) for run in runs]
+    gradients = [_copy(Kind.OFFLOAD, run, "gradients", step, bundles) for run in runs]
+    parameters = [_copy(Kind.RELOAD, run, "parameters", step, bundles) for run in runs]
+    steps = [_step(run, plan, step) for run in runs]
     yield from gradients
-    for number, (offload, step) in enumerate(zip(gradients, steps, strict=True)):
+    for number, (offload, begun) in enumerate(zip(gradients, steps, strict=True)):
         yield offload.join
-        yield step
+        yield begun
         yield from (steps[number - 1].join, parameters[number - 1]) if number else ()
     yield from between
     yield from (steps[-1].join, parameters[-1]) if runs else ()
     yield from (reload.join for reload in parameters)
 
 
-def _step(run: _Run, plan: Plan, stage: int) -> Action:
+def _step(run: _Run, plan: Plan, step: Action) -> Action:
     """The update of a run, without layers where it is the whole stage."""
-    whole = (run.start, run.stop) == (plan.stages[stage].start, plan.stages[stage].stop)
+    stage = plan.stages[step.stage]
+    whole = (run.start, run.stop) == (stage.start, stage.stop)
     place = run.decision.place if run.decision is not None and run.decision.what is What.UPDATE else None
-    return Action(Kind.STEP, stage, layers=None if whole else (run.start, run.stop), place=place)
+    return step._replace(layers=None if whole else (run.start, run.stop), place=place)
 
 
-def _copy(kind: Kind, run: _Run, state: StateKind, stage: int, bundles: Bundles) -> Action:
+def _copy(kind: Kind, run: _Run, state: StateKind, step: Action, bundles: Bundles) -> Action:
     assert run.decision is not None
     subject = named(of_layers(run.start, run.stop, state), bundles)
-    return Action(kind, stage, subject=subject, place=run.decision.place)
+    return Action(kind, step.stage, subject=subject, place=run.decision.place)
 
 
 def runs_of(plan: Plan, stage: int) -> list[_Run]:
@@ -151,7 +158,7 @@ def _decided(plan: Plan, stage: int) -> Iterator[_Run]:
     for decision in (d for d in plan.decisions if d.stage == stage and isinstance(d.subject, State)):
         subject = decision.subject
         assert isinstance(subject, State)
-        if subject.kind == "versions":
+        if subject.kind == "versions" and not plan.training.endless:
             raise UsageError(
                 f"{decision}: schedule {plan.training.schedule} has no versions of weights; they belong to pipedream "
                 "and pipedream-2bw"
