@@ -14,10 +14,13 @@ from pipefit.plans import Plan
 
 
 def decided(plan: Plan, rng: Random) -> Plan:
-    """The plan with random decisions in every stage, all of whose shares are the same in every step."""
+    """The plan with random decisions in every stage, all of whose shares are the same in every step.
+
+    Those about state are drawn apart, so that all else is drawn as it is without them.
+    """
     plan = replace(plan, decisions=tuple(runs(plan, rng)))
     plan = replace(plan, decisions=(*plan.decisions, *moves(plan, rng), *versions(plan, rng)))
-    return moving_states(plan, rng, kinds=("optimizer",))
+    return moving_states(plan, Random(len(plan.decisions)), kinds=("optimizer",))
 
 
 def runs(plan: Plan, rng: Random) -> Iterator[Decision]:

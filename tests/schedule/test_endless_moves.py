@@ -86,6 +86,40 @@ def test_weights_that_several_microbatches_need_leave_between_them() -> None:
     ]
 
 
+STATES = {  # decisions about the optimizer's state, and the update of microbatch -1 with them, without the place
+    "run by run": (
+        [Decision(stage=0, subject=State(start=n, stop=n + 1, kind="optimizer"), what=What.OFFLOAD, place=HOST,
+                  ahead=1, behind=0) for n in (0, 1)],
+        "0RELOAD[0.optimizer] 0RELOAD[1.optimizer] 0WAIT_RELOAD[0.optimizer] 0STEP-1[0:1] 0OFFLOAD[0.optimizer] "
+        "0WAIT_OFFLOAD[0.optimizer] 0WAIT_RELOAD[1.optimizer] 0STEP-1[1:2] 0OFFLOAD[1.optimizer] "
+        "0WAIT_OFFLOAD[1.optimizer]",
+    ),
+    "on the host": (
+        [Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.UPDATE, place=HOST)],
+        "0OFFLOAD[0.gradients] 0WAIT_OFFLOAD[0.gradients] 0STEP-1[0:1] 0STEP-1[1:2] 0WAIT_STEP-1[0:1] "
+        "0RELOAD[0.parameters] 0WAIT_RELOAD[0.parameters]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_update_moves_what_it_needs_between_the_copy_of_the_weights_and_its_use(name: str) -> None:
+    """Two stages: behind every backward under PipeDream, in a drain too, and once a step under its two-version form,
+    where forwards go on with older weights.
+    """
+    decisions, update = STATES[name]
+    one = first_device(step_programs(plan_of(2, 1, *decisions))[-1])
+    assert one[0].replace("@host", "").endswith(f"0B-1 0WAIT_SEND_F0 0STASH-1 {update} 0WAIT_STASH-1")
+    assert one[1:] == ["", ""]
+    drain = first_device(lower_drain(plan_of(2, 1, *decisions), entered=5))
+    assert drain[0].replace("@host", "") == f"0RECV_B-1 0WAIT_RECV_B-1 0B-1 {update}"
+    two = first_device(step_programs(plan_of(2, 2, *decisions, schedule="pipedream-2bw"))[-1])
+    assert two[0].replace("@host", "") == (
+        f"0RECV_B-1 0LOAD0 0F0 0SEND_F0 0WAIT_RECV_B-1 0B-1 0WAIT_SEND_F0 0STASH-1 {update} "
+        "0RECV_B0 0LOAD1 0F1 0SEND_F1 0WAIT_STASH-1 0WAIT_RECV_B0 0B0 0WAIT_SEND_F1"
+    )
+
+
 def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
     """Two units ahead of the backward is in the step before; a drain does not run it again."""
     plan = plan_of(2, 1, EARLY)
