@@ -1,4 +1,4 @@
-"""Plans with random decisions for endless schedules: several runs a stage, saved tensors, versions of weights, and state."""
+"""Plans with random decisions for endless schedules: several runs a stage, saved tensors, old weights, and state."""
 
 from __future__ import annotations
 

@@ -86,20 +86,28 @@ def test_weights_that_several_microbatches_need_leave_between_them() -> None:
     ]
 
 
-STATES = {  # decisions about the optimizer's state, and the update of microbatch -1 with them, without the place
+def optimizer(start: int, stop: int, what: What = What.OFFLOAD, **when: int) -> Decision:
+    """About the optimizer state of layers of the first stage."""
+    return Decision(stage=0, subject=State(start=start, stop=stop, kind="optimizer"), what=what, place=HOST, **when)
+
+
+STATES = {  # decisions, and the update of microbatch -1 with them, without the place
     "run by run": (
-        [Decision(stage=0, subject=State(start=n, stop=n + 1, kind="optimizer"), what=What.OFFLOAD, place=HOST,
-                  ahead=1, behind=0) for n in (0, 1)],
-        "0RELOAD[0.optimizer] 0RELOAD[1.optimizer] 0WAIT_RELOAD[0.optimizer] 0STEP-1[0:1] 0OFFLOAD[0.optimizer] "
-        "0WAIT_OFFLOAD[0.optimizer] 0WAIT_RELOAD[1.optimizer] 0STEP-1[1:2] 0OFFLOAD[1.optimizer] "
-        "0WAIT_OFFLOAD[1.optimizer]",
+        [optimizer(n, n + 1, ahead=1, behind=0) for n in (0, 1)],
+        (
+            "0RELOAD[0.optimizer] 0RELOAD[1.optimizer] 0WAIT_RELOAD[0.optimizer] 0STEP-1[0:1] 0OFFLOAD[0.optimizer] "
+            "0WAIT_OFFLOAD[0.optimizer] 0WAIT_RELOAD[1.optimizer] 0STEP-1[1:2] 0OFFLOAD[1.optimizer] "
+            "0WAIT_OFFLOAD[1.optimizer]"
+        ),
     ),
     "on the host": (
-        [Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.UPDATE, place=HOST)],
-        "0OFFLOAD[0.gradients] 0WAIT_OFFLOAD[0.gradients] 0STEP-1[0:1] 0STEP-1[1:2] 0WAIT_STEP-1[0:1] "
-        "0RELOAD[0.parameters] 0WAIT_RELOAD[0.parameters]",
+        [optimizer(0, 1, What.UPDATE)],
+        (
+            "0OFFLOAD[0.gradients] 0WAIT_OFFLOAD[0.gradients] 0STEP-1[0:1] 0STEP-1[1:2] 0WAIT_STEP-1[0:1] "
+            "0RELOAD[0.parameters] 0WAIT_RELOAD[0.parameters]"
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -185,7 +193,7 @@ def sharing(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of(2, 4, state("parameters")), "saved tensors, optimizer state and versions .* move under schedule"),
+        (plan_of(2, 4, state("parameters")), "pipedream moves saved tensors, optimizer state and versions of weights"),
         (plan_of(2, 4, state("gradients")), "move others under 1f1b"),
         (plan_of(2, 4, state("versions"), schedule="pipedream-2bw"), "both versions .* are needed all the time"),
         (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last one and updates in place"),

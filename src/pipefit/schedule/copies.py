@@ -125,7 +125,7 @@ class Timeline:
         return bisect_right(self._starts, position) - 1
 
     def before_waiting(self, number: int) -> int:
-        """The position before the waits and the load that a compute action needs, and behind updates and their copies."""
+        """The position before the waits and the load that a compute action needs, and behind all that updates."""
         while number:
             action = self.actions[number - 1]
             of_update = action.kind in UPDATES or action.moves_state

@@ -55,7 +55,7 @@ def _check_state(plan: Plan, decision: Decision, state: State) -> None:
     if state.kind == "optimizer":
         return
     if state.kind != "versions":
-        why = f"saved tensors, optimizer state and versions of weights move under schedule {name}; move others under 1f1b"
+        why = f"schedule {name} moves saved tensors, optimizer state and versions of weights; move others under 1f1b"
     elif name == "pipedream-2bw":
         why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
     elif decision.stage == last:

@@ -103,8 +103,9 @@ class Ledger:
     @property
     def state(self) -> object:
         """Equal after two steps of an endless schedule if what follows them is equal."""
-        kept = tuple(one.state for one in (*self._versions.values(), *self._states.values()))
-        return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), kept
+        versions = tuple(versions.state for versions in self._versions.values())
+        states = tuple(states.state for states in self._states.values())
+        return frozenset(self._flights.items()), frozenset(self._born), frozenset(self._stepped), versions, states
 
     def _next_step(self) -> None:
         """Count microbatches from the first one of the next step."""
