@@ -64,7 +64,8 @@ from pipefit.files import load_cluster
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Growth, setting
 from pipefit.fits import Attempt, Fit
-from pipefit.plans import Plan, Prediction
+from pipefit.plans import Plan
+from pipefit.predictions import Prediction
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute

@@ -59,7 +59,7 @@ def test_a_preset_has_its_drivers_memory_and_its_data_sheets_rates(name: str) ->
     devices, memory, between, to_host, tflops = EXPECTED[name]
     cluster = Cluster.preset(name)
     assert cluster.name == name
-    assert cluster.budgets == (memory << 20,) * devices
+    assert [device.memory_bytes for device in cluster.devices] == [memory << 20] * devices
     assert cluster.devices[0].kind.peak_flops("float16") == tflops * 1e12
     assert sheet_rate(cluster, Member.device(0), Member.host(0)) == to_host * 1e9
     if between is not None:
@@ -213,6 +213,18 @@ def test_what_a_process_takes_besides_tensors_is_written_in_toml() -> None:
     assert said == Overheads(context_bytes=300 << 20, communicator_bytes=0, cublas_workspace_bytes=32 << 20)
     assert overheads('cublas_workspace = "1MiB"').cublas_workspace_bytes == 1 << 20
     assert overheads('cublas_workspace = ":0:0"').cublas_workspace_bytes == 0
+
+
+@pytest.mark.parametrize(("written", "left"), [('"10%"', 107_374_182), ('"64MiB"', 64 << 20), ("0", 0), ('"0%"', 0)])
+def test_a_reserve_is_a_size_or_a_part_of_the_device(written: str, left: int) -> None:
+    """It is left of each device of its group; where none is written, a GPU leaves what its kind says."""
+    said = Cluster.parse(HEAD.replace('"1GiB"', f'"1GiB"\nreserve = {written}'), "mine.toml")
+    usual = Cluster.parse(HEAD, "mine.toml")
+    assert said.reserves == (left,) * 3
+    assert said.budgets == ((1 << 30) - left,) * 3
+    assert usual.reserves == (said.devices[0].kind.overheads.of_process(alone=False),) * 3
+    with pytest.raises(FileError, match="less than the memory of its device"):
+        Cluster.parse(HEAD.replace('"1GiB"', '"1GiB"\nreserve = "100%"'), "mine.toml")
 
 
 @pytest.mark.parametrize("none", ["0", '"0"', '"0MiB"'])

@@ -21,7 +21,8 @@ from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, 
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan, Prediction, Stage
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.predictions import Prediction
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.provenance import Objective, Provenance

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from made_up import alike, devices, profile, training, vgg_like
+from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import plan
-from pipefit.plans import Plan, Prediction
+from pipefit.plans import Plan
+from pipefit.predictions import Prediction
 from pipefit.profiles import Block
 from pipefit.simulator import simulate
-from pipefit.trace import Stream, Trace
+from pipefit.trace import AllocatorPeaks, Stream, Trace
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_cluster, make_plan
 
@@ -97,6 +99,28 @@ def test_a_measure_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     """A size too large for any text, a negative bound, endless seconds, and what is no number are named."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         replace(made().provenance, **wrong)
+
+
+def test_little_room_on_a_gpu_is_called_tight() -> None:
+    """From 95 % of what its tensors may take, or of the device where a dry run told what its process takes; never on
+    emulated devices, whose bytes are exact.
+    """
+    cluster = Cluster.preset("dgx1-v100").reserving([1 << 30] * 8)
+    budget, memory = cluster.budgets[0], cluster.devices[0].memory_bytes
+
+    def told(peak: int, process: int | None = None, on: Cluster = cluster) -> bool:
+        held = process and AllocatorPeaks(settings="", requested_bytes=1, allocated_bytes=1, reserved_bytes=process)
+        known = (held,) * 8 if held else ()
+        found = Prediction(peak_bytes=(peak,) * 8, step_seconds=1.0, processes=known)
+        shown = str(replace(make_plan(equal_profile(2), [2]), cluster=on, prediction=found))
+        assert "was not checked" in shown or known or on.backend != "cuda"
+        return " tight" in shown
+
+    edge = -(-95 * budget // 100)
+    assert (told(edge - 1), told(edge)) == (False, True)
+    edge = -(-95 * memory // 100)
+    assert (told(budget, edge - 1), told(1, edge)) == (False, True)
+    assert not told(budget, on=replace(cluster, backend="emulated"))
 
 
 def test_equal_stages_wait_for_the_ideal_bubble() -> None:

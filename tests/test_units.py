@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.units import format_flops, format_number, format_seconds
+from pipefit.errors import UsageError
+from pipefit.units import format_flops, format_number, format_seconds, parse_part
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -24,6 +26,14 @@ def test_seconds_are_in_the_unit_that_leaves_less_than_a_thousand(seconds: float
     figure, unit = format_seconds(seconds).split()
     assert abs(float(figure.replace(",", "")) * SECONDS[unit] - seconds) <= 0.00501 * seconds
     assert unit == "s" or 1 <= float(figure) < 1000
+
+
+def test_a_part_is_a_size_or_a_percentage() -> None:
+    """A reserve of nothing is one; signs, other units and bare signs of percent are none."""
+    assert [parse_part(text, 2000) for text in ("5%", " 0.1 % ", "1KiB", "0")] == [100, 2, 1024, 0]
+    for wrong in ("%", "-5%", "5 percent", ""):
+        with pytest.raises(UsageError, match="is not a size"):
+            parse_part(wrong, 2000)
 
 
 def test_operations_have_a_unit_for_every_size() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -113,8 +113,34 @@ class Cluster:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Memory of every device, in bytes."""
-        return tuple(device.memory_bytes for device in self.devices)
+        """What tensors may take of every device, in bytes: its memory less its reserve, and at least one byte."""
+        return tuple(map(self._budget, self.devices))
+
+    @property
+    def reserves(self) -> tuple[int, ...]:
+        """What every device leaves to what its process takes besides tensors, in bytes.
+
+        Where a device does not say, a GPU leaves what a worker of its kind between two others takes
+        (`Overheads.of_process`), and all else nothing.
+        """
+        return tuple(map(self._reserve, self.devices))
+
+    def _budget(self, device: Device) -> int:
+        return max(1, device.memory_bytes - self._reserve(device))
+
+    def _reserve(self, device: Device) -> int:
+        if device.reserve_bytes is not None:
+            return device.reserve_bytes
+        return device.kind.overheads.of_process(alone=len(self.devices) == 1) if self.backend == "cuda" else 0
+
+    def reserving(self, reserves: Sequence[int]) -> Cluster:
+        """The same cluster with these reserves, in bytes, on its devices.
+
+        Raises:
+            UsageError: a reserve leaves nothing of a device.
+        """
+        pairs = zip(self.devices, reserves, strict=True)
+        return replace(self, devices=tuple(replace(device, reserve_bytes=reserve) for device, reserve in pairs))
 
     def check(self, member: Member, who: str) -> None:
         """Check that the cluster has `member`; `who` says what names it.
@@ -156,7 +182,7 @@ class Cluster:
         return max(free.values(), default=0.0)
 
     def capacity(self, member: Member) -> int:
-        """Bytes of memory of a device or host, or of a disk.
+        """Bytes that tensors may take of a device, or bytes of a host or of a disk.
 
         Raises:
             UsageError: the cluster has no such member.
@@ -164,7 +190,7 @@ class Cluster:
         self.check(member, "a place")
         assert member.number is not None
         if member.kind is MemberKind.DEVICE:
-            return self.devices[member.number].memory_bytes
+            return self._budget(self.devices[member.number])
         host = self.hosts[member.number]
         return host.memory_bytes if member.kind is MemberKind.HOST else host.disk_bytes
 

@@ -19,6 +19,8 @@ from pipefit.validation import check_types
 Backend = Literal["emulated", "cpu", "cuda"]
 
 USUAL_FLOPS_REACHED = 0.6  # of the peak, by large products of kinds that say nothing else
+_NEIGHBOURS = 5  # communicators of a worker between two others: two with each, and one of all workers
+_THREADS = 2  # that multiply matrices: one runs forwards, autograd has another for backwards
 MOST_DEVICES = 4096  # of a cluster that people describe by counts; a larger count is a slip
 
 
@@ -43,6 +45,11 @@ class Overheads:
         check_types(self)
         if min(self.context_bytes, self.communicator_bytes, self.cublas_workspace_bytes) < 0:
             raise UsageError("context, communicator and cublas_workspace take zero or more bytes of a device")
+
+    def of_process(self, *, alone: bool) -> int:
+        """What a worker takes besides its tensors, `alone` or between two others, without what fragmentation takes."""
+        communicators = 0 if alone else _NEIGHBOURS * self.communicator_bytes
+        return self.context_bytes + communicators + _THREADS * self.cublas_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +116,13 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device: its kind, its memory budget in bytes, and the host it sits in.
+    """One device: its kind, its memory in bytes, and the host it sits in.
+
+    `reserve_bytes` of its memory are left to what a process takes besides its tensors; None is what its kind says
+    (`Cluster.reserves`).
 
     Raises:
-        UsageError: no memory.
+        UsageError: no memory, or a reserve that leaves none.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -120,11 +130,17 @@ class Device:
     kind: DeviceKind
     memory_bytes: int
     host: int = 0
+    reserve_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.memory_bytes < 1:
             raise UsageError(f"a device needs at least one byte of memory, not {self.memory_bytes}")
+        if self.reserve_bytes is not None and not 0 <= self.reserve_bytes < self.memory_bytes:
+            raise UsageError(
+                f"a reserve is zero or more bytes and less than the memory of its device, {self.memory_bytes}, not "
+                f"{self.reserve_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

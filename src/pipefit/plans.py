@@ -13,10 +13,11 @@ from math import comb
 from typing import Literal
 
 from pipefit.cluster import Cluster
-from pipefit.compactions import Compaction, table
+from pipefit.compactions import table
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
+from pipefit.predictions import Prediction, reserves
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.tables import Table, plain
@@ -102,23 +103,6 @@ class Stage:
                 "several devices can be written down, but not simulated or run yet"
             )
         return self.devices[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What the simulator predicts for a plan: the peak of every device in bytes, and seconds per step.
-
-    Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
-    `utilisation` is the share of a step in which each device computes; empty where it is not known. `compactions` say
-    what recomputing and moving does for each stage.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    peak_bytes: tuple[int, ...]
-    step_seconds: float
-    utilisation: tuple[float, ...] = ()
-    compactions: tuple[Compaction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +285,8 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     full = _fullness(plan, stage)
     peak = format_bytes(plan.prediction.peak_bytes[stage.device]) if plan.prediction else "-"
     percent = "-" if full is None else f"{100 * full:.1f} %"
-    bar = "" if full is None else _bar(full)
+    tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, stage.device)
+    bar = "" if full is None else _bar(full, tight=tight)
     sizes = format_bytes(parameters), peak, format_bytes(budget)
     return (str(number), str(stage.device), span, str(len(names)), *sizes, percent, bar)
 
@@ -313,9 +298,9 @@ def _fullness(plan: Plan, stage: Stage) -> float | None:
     return plan.prediction.peak_bytes[stage.device] / plan.cluster.budgets[stage.device]
 
 
-def _bar(full: float) -> str:
+def _bar(full: float, *, tight: bool) -> str:
     filled = min(_BAR, round(full * _BAR))
-    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else "")
+    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else " tight" if tight else "")
 
 
 def _limit(plan: Plan) -> str:
@@ -391,7 +376,8 @@ def _seconds(plan: Plan) -> str:
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
-    """Where seconds come from, on what machine the peaks hold, and which kernels they leave out."""
+    """What processes take, where seconds come from, on what machine the peaks hold, and what kernels they leave out."""
+    yield from reserves(plan.cluster, tuple(stage.device for stage in plan.stages), plan.prediction)
     if plan.prediction is not None:
         yield _seconds(plan)
         if plan.holds_for:

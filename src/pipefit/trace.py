@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pipefit.units import MIB, format_bytes
+
 Source = Literal["simulated", "dry run", "measured"]
 
 
@@ -114,10 +116,20 @@ class AllocatorPeaks:
         """What the process takes of the device."""
         return self.reserved_bytes + self.outside_bytes
 
+    def __str__(self) -> str:
+        told = (
+            f"{format_bytes(self.reserved_bytes)} reserved for {format_bytes(self.requested_bytes)} of tensors, "
+            f"{format_bytes(self.context_bytes)} for its context"
+        )
+        if not self.communicators:
+            return told
+        nbytes = format_bytes(self.communicators * self.communicator_bytes)
+        return f"{told} and {nbytes} for {self.communicators} communicators"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
-    """One device's events and memory. `budget_bytes` is its cap; `allocator` is known where one was simulated."""
+    """One device's events and memory. `budget_bytes` are all that it has; `allocator` is there if one was simulated."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -136,6 +148,40 @@ class DeviceTrace:
     def peak_bytes(self) -> int:
         """The most bytes ever allocated."""
         return self.peak.total_bytes if self.peak else 0
+
+    @property
+    def lack_bytes(self) -> int:
+        """How many bytes too few the device has: for its process, where an allocator was simulated, or for its tensors.
+
+        0 where all fits. It is at least 1 where `per_process_memory_fraction` leaves the allocator less than the device
+        has.
+        """
+        if self.allocator is None:
+            return max(0, self.peak_bytes - self.budget_bytes)
+        over = self.allocator.process_bytes - self.budget_bytes
+        return max(over, 0 if self.allocator.fits else 1)
+
+    @property
+    def shortage(self) -> str:
+        """What a device that lacks memory would need, and by how much that is more than it has."""
+        of = format_bytes(self.budget_bytes)
+        if self.allocator is None:
+            at = self.peak.action if self.peak else "-"
+            need = format_bytes(self.peak_bytes)
+            return f"device {self.device} needs {need} at {at}, {format_bytes(self.lack_bytes)} over its {of}"
+        process = self.allocator
+        over = process.process_bytes - self.budget_bytes
+        by = f"{format_bytes(over)} over its {of}" if over > 0 else f"more than it may of its {of}"
+        return f"the process of device {self.device} needs {format_bytes(process.process_bytes)}, {by}: {process}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a lack of memory: plan with a larger reserve, where that leaves anything, or smaller stages."""
+        others = self.allocator.process_bytes - self.allocator.requested_bytes if self.allocator else 0
+        reserve = -(-others // MIB)
+        if not 0 < reserve * MIB < self.budget_bytes:
+            return "plan again for this cluster, in smaller microbatches or over more devices"
+        return f"plan with --reserve {reserve}MiB, which leaves as much to all that is no tensor"
 
     def step_peak_bytes(self, step: int) -> int:
         """The most bytes allocated during one step."""

@@ -28,6 +28,7 @@ _UNITS = {
 # A whole number in a regular expression. Nothing here has more digits, and of 4301 on `int` raises what nobody expects.
 WHOLE = "[0-9]{1,18}"
 _SIZE = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*([a-zA-Z]*)\s*")
+_PERCENT = re.compile(rf"\s*({WHOLE}(?:\.{WHOLE})?)\s*%\s*")
 _LONGEST = 60  # characters of a refused text that a message repeats
 
 
@@ -47,6 +48,16 @@ def parse_bytes(text: str, *, least: Literal[0, 1] = 1) -> int:
     if nbytes < least:
         raise UsageError(f"{text!r} is not a usable size: memory must be at least one byte")
     return nbytes
+
+
+def parse_part(text: str, whole: int) -> int:
+    """Bytes of a size, which may be `"0"`, or of a percentage of `whole` bytes, as `"5%"`.
+
+    Raises:
+        UsageError: neither.
+    """
+    percent = _PERCENT.fullmatch(text)
+    return round(whole * float(percent[1]) / 100) if percent else parse_bytes(text, least=0)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -187,6 +187,59 @@ def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.Captur
     assert "are for a MODEL to profile" in capsys.readouterr().err
 
 
+GPUS = """
+name = "gpus"
+backend = "cuda"
+
+[kinds.gpu]
+flops = { float32 = 1e13 }
+memory_bandwidth = "1TB/s"
+context = "10MiB"
+communicator = "0"
+cublas_workspace = "1MiB"
+
+[[devices]]
+count = 2
+kind = "gpu"
+memory = "MEMORY"
+
+[[hosts]]
+memory = "1GiB"
+
+[[links]]
+members = ["device*", "host0"]
+bytes_per_second = "10GB/s"
+"""
+
+
+def test_a_plan_for_gpus_is_held_against_what_their_processes_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is: what fits by its tensors alone is refused with 3, and the certificate of such a plan with 4.
+
+    Without a dry run the plan says so, and leaves what its kind of GPU or the command says.
+    """
+    for name, memory in (("small.toml", "13.5MiB"), ("large.toml", "1GiB")):
+        (tmp_path / name).write_text(GPUS.replace("MEMORY", memory))
+    model, out = ["zoo:mlp", "--set", "widths=(64, 32, 16, 8)"], str(tmp_path / "plan.json")
+    small, large = (["--cluster", str(tmp_path / name), "-o", out] for name in ("small.toml", "large.toml"))
+    assert main(["plan", *model, *large]) == 0
+    assert "By a dry run the process of device" in capsys.readouterr().out
+    assert main(["plan", *model, *small]) == 3
+    assert "the process of device 0 needs" in capsys.readouterr().err
+    assert main(["plan", *model, *small, "--no-certify"]) == 0
+    told = capsys.readouterr().out
+    assert "Budgets leave 12.00 MiB of a device" in told  # a context and two workspaces
+    assert "was not checked" in told
+    assert main(["certify", out, *model]) == 4
+    assert "over its 13.50 MiB" in capsys.readouterr().err
+    for reserve, nbytes in (("25%", 1 << 28), ("100MiB", 100 << 20)):
+        assert main(["plan", *model, *large, "--reserve", reserve, "--no-certify"]) == 0
+        assert set(load(Path(out), Plan).cluster.reserves) == {nbytes}
+    for wrong in ("100%", "2GiB", "some"):
+        assert main(["plan", *model, *large, "--reserve", wrong]) == 2
+
+
 def test_training_that_is_resumed_has_the_losses_of_one_that_was_not(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

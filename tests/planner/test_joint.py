@@ -130,7 +130,8 @@ def test_it_trains_what_fits_under_no_split() -> None:
 def test_a_host_has_room_for_what_is_pinned(seed: int) -> None:
     """GPUs pin powers of two: where the host has a byte less than that, another plan is found, which can be run."""
     case = random_case(Random(seed), SCHEDULES[:2], layers=3)
-    gpus = replace(case.cluster, backend="cuda")
+    devices = tuple(replace(device, reserve_bytes=0) for device in case.cluster.devices)
+    gpus = replace(case.cluster, backend="cuda", devices=devices)
     found = planned(case._replace(cluster=gpus))
     pinned = room_needed(found, Simulation(found).arenas)[Member.host(0)].total()
     less = replace(gpus, hosts=(Host(memory_bytes=pinned - 1),))

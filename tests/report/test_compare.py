@@ -16,6 +16,9 @@ from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile
 
 
+MIB = 1 << 20
+
+
 def trace_of(*peaks: int, seconds: tuple[float, ...] = (2.0, 1.0), source: str = "measured") -> Trace:
     """A trace with these peaks, reached in the second of two steps."""
     devices = tuple(
@@ -74,24 +77,32 @@ def test_what_a_gpu_holds_is_a_table_of_its_own() -> None:
         ["1", "100 B", "512 B", "600 B", "-", "200 B", "-", "800 B", "80.0 %", "out of memory"],
     ]
     assert "what a GPU holds" not in plain(describe_trace(trace))
-    assert advice.startswith("Device 1 would run out of memory: its tensors need 100 B, its process 800 B, more than")
-    assert "(300 bytes)" in advice  # of its 1000, 700 are no tensors
+    assert advice.startswith(
+        "Out of memory: the process of device 1 needs 800 B, more than it may of its 1000 B: 600 B"
+    )
+    assert "plan with --reserve 1MiB" not in advice  # which is more than it has
 
 
 def test_a_gpu_whose_process_does_not_fit_is_told() -> None:
-    """The device that lacks most, by how many bytes, and the memory to plan for; nothing where all processes fit."""
-    trace = trace_of(100, 100, source="dry run")
-    held = AllocatorPeaks(settings="", requested_bytes=100, allocated_bytes=512, reserved_bytes=600, context_bytes=400)
-    larger = replace(held, reserved_bytes=800)
+    """The device that lacks most, by how many bytes, and the reserve to plan with: all that is no tensor, in whole MiB.
+    Nothing is told where all processes fit.
+    """
+    trace = trace_of(100 * MIB, 100 * MIB, source="dry run")
+    trace = replace(trace, devices=tuple(replace(device, budget_bytes=1000 * MIB) for device in trace.devices))
+    held = AllocatorPeaks(
+        settings="", requested_bytes=100 * MIB, allocated_bytes=512 * MIB, reserved_bytes=600 * MIB,
+        context_bytes=400 * MIB,
+    )  # fmt: skip
+    larger = replace(held, reserved_bytes=800 * MIB - 1)
 
     def told(*peaks: AllocatorPeaks) -> str:
         devices = (replace(device, allocator=one) for device, one in zip(trace.devices, peaks, strict=True))
         return plain(describe_trace(replace(trace, devices=tuple(devices)))).splitlines()[-1]
 
-    assert "would run out" not in told(held, held)
-    assert "Device 1 would run out" in told(held, larger)
-    assert "Plan for" not in told(held, replace(larger, context_bytes=800))  # no tensors are left room
-    assert "200 B over its 1000 B." in told(held, larger)
+    assert "Out of memory" not in told(held, held)
+    assert "the process of device 1 needs 1.17 GiB, 200.00 MiB over its 1000.00 MiB: 800.00" in told(held, larger)
+    assert "plan with --reserve 1100MiB" not in told(held, larger)  # more than the device has
+    assert "plan with --reserve 600MiB" in told(held, replace(larger, requested_bytes=600 * MIB))
 
 
 def test_a_dry_run_has_no_seconds_to_compare() -> None:

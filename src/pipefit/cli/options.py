@@ -24,6 +24,14 @@ Versions = Annotated[
 ]
 SCHEDULE_HELP = "1f1b, eager-1f1b, gpipe, torchgpipe, pipedream or pipedream-2bw. The last two never flush."
 
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE|PERCENT",
+        help="Of each device, left to what its process takes besides tensors; by the kind of GPU unless given.",
+    ),
+]
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
 Output = Annotated[
     Path | None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pipefit.cli.allocation import allocator
 from pipefit.cli.options import (
     PRECISIONS,
     SCHEDULE_HELP,
@@ -15,6 +18,7 @@ from pipefit.cli.options import (
     Output,
     Precision,
     Recompute,
+    Reserve,
     Settings,
     Target,
     Versions,
@@ -22,6 +26,9 @@ from pipefit.cli.options import (
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
+    from pipefit.capture import Task
+    from pipefit.cluster import Cluster
+    from pipefit.plans import Plan
     from pipefit.profiles import ModelProfile
 
 
@@ -80,17 +87,25 @@ def command(
         Precision | None,
         typer.Option(metavar="DTYPE", help=f"Of a MODEL: cast it and its data to one of these: {PRECISIONS}."),
     ] = None,
+    reserve: Reserve = None,
+    certify: Annotated[
+        bool,
+        typer.Option(
+            "--certify/--no-certify",
+            help="Of a MODEL for GPUs: hold the plan against what processes reserve, by dry runs.",
+        ),
+    ] = True,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Plan which layers go where, and what is recomputed.
 
     By default, the fastest plan that fits: it splits the model over the devices of a cluster, and says what is
-    recomputed or moved so that it fits, and which device limits it.
+    recomputed or moved so that it fits, and which device limits it. For GPUs a plan of a MODEL fits if the processes
+    do; where a first plan's do not, it is planned again. A plan of a PROFILE only leaves the --reserve.
     """
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
-    from pipefit.files import load_cluster
 
     check_output(output)
     if not _is_model(profile) and (settings or microbatch_size or target or precision):
@@ -98,17 +113,17 @@ def command(
             f"{profile} is a file: --set, --microbatch-size, --target and --precision are for a MODEL to profile"
         )
     if not _is_model(profile):
-        model, devices = _loaded(profile), load_cluster(cluster)
+        task, model, devices = None, _loaded(profile), _cluster(cluster, reserve)
     else:
-        devices = load_cluster(cluster)
+        devices = _cluster(cluster, reserve)
         kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
-        model = _profiled(profile, settings, precision, kernels, microbatch_size or 1)
+        task, model = _profiled(profile, settings, precision, kernels, microbatch_size or 1)
     with progress("planning"):
         from pipefit.planner import plan
 
-        made = plan(
+        make = partial(
+            plan,
             model,
-            devices,
             batch_size=batch_size,
             microbatches=microbatches,
             schedule=schedule,
@@ -119,6 +134,8 @@ def command(
             planner=planner,
             stages=stages,
         )
+        on_gpus = devices.backend == model.assumptions.target == "cuda"
+        made = _reserving(task, devices, make) if task and certify and on_gpus else make(devices)
     deliver(made, output=output, as_json=as_json)
     if devices.backend == "cuda" and model.assumptions.target != "cuda":
         print(
@@ -133,6 +150,24 @@ def _is_model(text: str) -> bool:
     return ":" in text and not Path(text).exists()
 
 
+def _cluster(name: str, reserve: str | None) -> Cluster:
+    """The cluster, with the reserve that is written on all of its devices."""
+    from pipefit.files import load_cluster
+    from pipefit.units import parse_part
+
+    found = load_cluster(name)
+    if reserve is None:
+        return found
+    return found.reserving([parse_part(reserve, device.memory_bytes) for device in found.devices])
+
+
+def _reserving(task: Task, devices: Cluster, make: Callable[[Cluster], Plan]) -> Plan:
+    """The plan whose processes have room, under the allocator's settings of the environment."""
+    from pipefit.fit.reserving import plan_reserving
+
+    return plan_reserving(task, devices, make, allocator(None, "cuda"))
+
+
 def _loaded(path: str) -> ModelProfile:
     from pipefit.files import load
     from pipefit.profiles import ModelProfile
@@ -142,8 +177,8 @@ def _loaded(path: str) -> ModelProfile:
 
 def _profiled(
     model: str, settings: list[str], precision: Precision | None, target: Target, microbatch_size: int
-) -> ModelProfile:
-    """The profile of a model, without a device."""
+) -> tuple[Task, ModelProfile]:
+    """A model and its profile, without a device."""
     from pipefit.cli.model import resolve
     from pipefit.cli.progress import progress
 
@@ -151,4 +186,4 @@ def _profiled(
         task = resolve(model, settings, precision)
         from pipefit.profiler import profile
 
-        return profile(task, microbatch_size=microbatch_size, target=target, progress=report)
+        return task, profile(task, microbatch_size=microbatch_size, target=target, progress=report)

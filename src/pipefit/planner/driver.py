@@ -17,7 +17,8 @@ from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Planner, Question, Split
-from pipefit.plans import Grid, Plan, Prediction, Stage
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
 from pipefit.schedule.room import shortage
 from pipefit.schedule.whole_stages import whole_stages

@@ -35,11 +35,12 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     stage = max(range(len(peaks)), key=lambda s: peaks[s] / budgets[split.devices[s]])
     device, need = split.devices[stage], peaks[stage]
     names = question.profile.block_names[split.edges[stage] : split.edges[stage + 1]]
-    budget = budgets[device]
+    budget, reserve = budgets[device], question.cluster.reserves[device]
+    left = f", {format_bytes(reserve)} of the device are left to what its process takes besides" if reserve else ""
     freed = ", with what recomputing and moving tensors frees" if found.decisions else ""
     return (
         f"device {device} needs {format_bytes(need)} for stage {stage} ({first_to_last(names)}), "
-        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full)"
+        f"{format_bytes(need - budget)} over its {format_bytes(budget)} ({ceil(100 * need / budget)} % full{left})"
         f"{freed}"
     )
 
@@ -54,7 +55,7 @@ def _remedies(question: Question, planner: str, *, compacts: bool) -> str:
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
     if question.training.schedule == "pipedream-2bw":  # a step needs a microbatch for every stage
         most = min(most, question.training.microbatches)
-    size = format_bytes(max(question.cluster.budgets))
+    size = format_bytes(max(device.memory_bytes for device in question.cluster.devices))
     more, useless = "", ""
     if question.options.stages is None and most > len(question.cluster.devices):
         count = _enough_devices(question, most)
@@ -123,7 +124,8 @@ def _more_memory(question: Question) -> str:
     split = solve(question).split
     peaks = stage_peaks(question, split)
     if question.equal_budgets:
-        return f"the same devices with {format_bytes(max(peaks))} each ({max(peaks)} bytes)"
+        each = max(peaks) + max(question.cluster.reserves)
+        return f"the same devices with {format_bytes(each)} each ({each} bytes)"
     more = question.value(peaks, split.devices) - 1
     return f"{ceil(1000 * more) / 10} % more memory on every device"
 

@@ -139,7 +139,7 @@ class Question:
         """Classes of equal devices, in the order of their lowest device numbers."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, device in enumerate(self.cluster.devices):
-            groups.setdefault((device.memory_bytes, device.kind.key), []).append(number)
+            groups.setdefault((self.cluster.budgets[number], device.kind.key), []).append(number)
         return tuple(DeviceClass(self.cluster.budgets[members[0]], tuple(members)) for members in groups.values())
 
     @property

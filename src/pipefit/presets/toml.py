@@ -18,6 +18,7 @@ count = 8
 kind = "v100"
 memory = "32GB"
 host = 0
+reserve = "5%"                           # left to what a process takes besides tensors: optional, or a size
 
 [[hosts]]
 memory = "512GB"
@@ -52,7 +53,7 @@ from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Lin
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
 from pipefit.texts import shortened
-from pipefit.units import KIB, WHOLE, parse_bytes
+from pipefit.units import KIB, WHOLE, parse_bytes, parse_part
 from pipefit.validation import validated
 
 _PATTERN = re.compile(rf"(device|host)(?:(\*)|({WHOLE})(?:-({WHOLE}))?)")
@@ -89,6 +90,7 @@ class DevicesText:
     memory: str | int
     count: int = 1
     host: int = 0
+    reserve: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,13 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
         raise UsageError(
             f"devices are of kind {group.kind!r}, which has no table [kinds.{group.kind}]: add it (known: {known})"
         )
-    return Device(kind=kinds[group.kind], memory_bytes=_size(group.memory), host=group.host)
+    memory, reserve = _size(group.memory), group.reserve
+    return Device(
+        kind=kinds[group.kind],
+        memory_bytes=memory,
+        host=group.host,
+        reserve_bytes=parse_part(reserve, memory) if isinstance(reserve, str) else reserve,
+    )
 
 
 def _links(number: int, text: LinksText, known: dict[str, int]) -> Iterator[Link]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.tables import Block, Table
-from pipefit.trace import CATEGORIES, AllocatorPeaks, DeviceTrace, Trace
+from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_seconds
 
 
@@ -77,30 +77,10 @@ def _allocators(trace: Trace) -> list[Block]:
 
 
 def _shortage(trace: Trace) -> Iterator[str]:
-    """Which device has room for its tensors but not for its process, by how much, and what to plan for."""
-    over = [
-        (peaks.process_bytes - device.budget_bytes, device, peaks)
-        for device in trace.devices
-        if (peaks := device.allocator) and device.budget_bytes and not _room(device, peaks)
-    ]
-    if not over:
-        return
-    _, worst, peaks = max(over, key=lambda one: one[0])
-    lack = peaks.process_bytes - worst.budget_bytes
-    by = f"{format_bytes(lack)} over its {format_bytes(worst.budget_bytes)}" if lack > 0 else "more than it can reserve"
-    room = worst.budget_bytes - (peaks.process_bytes - peaks.requested_bytes)
-    advice = (
-        f" Plan for devices of {format_bytes(room)} ({room} bytes): pipefit show CLUSTER --json writes a file in which "
-        "to set memory_bytes."
-    )
-    yield (
-        f"Device {worst.device} would run out of memory: its tensors need {format_bytes(peaks.requested_bytes)}, its "
-        f"process {format_bytes(peaks.process_bytes)}, {by}.{advice if room > 0 else ''}"
-    )
-
-
-def _room(device: DeviceTrace, peaks: AllocatorPeaks) -> bool:
-    return peaks.fits and peaks.process_bytes <= device.budget_bytes
+    """Which device has too little memory for its process, by how much, and what to plan with."""
+    worst = max(trace.devices, key=lambda device: device.lack_bytes)
+    if worst.lack_bytes and worst.allocator:
+        yield f"Out of memory: {worst.shortage}. To fit, {worst.remedy}."
 
 
 def _times(count: int, nbytes: int) -> str:

@@ -35,7 +35,7 @@ from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.reserved import LivesOf, allocator_peaks, overheads
+from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
@@ -138,7 +138,8 @@ class _DryRun:
         """What the allocator of a device holds at most; None unless it is simulated."""
         if self.allocator is None:
             return None
-        events, requested = ran.lives[device].events, max(sample.total_bytes for sample in ran.samples[device])
+        events = [*lent_events(self.lending.arenas, device), *ran.lives[device].events]
+        requested = max(sample.total_bytes for sample in ran.samples[device])
         return allocator_peaks(self.plan, self.programs[-1], device, events, self.allocator, requested)
 
     def _whole(self, fake: FakeTarget) -> _Ran:

@@ -18,10 +18,12 @@ from pipefit.allocator import AllocatorSettings, Block, CachingAllocator
 from pipefit.cost.communicators import communicators
 from pipefit.devices import Overheads
 from pipefit.errors import OutOfMemory
+from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.folding import Folding, Repetition, Seat
 from pipefit.runtime.lives import BACKWARD_WORKSPACE, FORWARD_WORKSPACE, Lives
+from pipefit.schedule.arenas import Arena
 from pipefit.trace import AllocatorPeaks
 
 Event = tuple[Hashable, int]  # a storage and its bytes as it is born, and 0 as it dies
@@ -97,6 +99,11 @@ class LivesOf:
 def overheads(plan: Plan, device: int) -> Overheads:
     """What a process takes of a device of the plan besides tensors: nothing, if it is no GPU."""
     return plan.cluster.devices[device].kind.overheads if plan.cluster.backend == "cuda" else _NOTHING
+
+
+def lent_events(arenas: Sequence[Arena], device: int) -> list[Event]:
+    """The births of what a device lends: a tensor for each arena, there before all others, and freed after them."""
+    return [(("lent", n), a.nbytes) for n, a in enumerate(arenas) if a.lender == Member.device(device)]
 
 
 def allocator_peaks(

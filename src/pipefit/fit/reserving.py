@@ -1,0 +1,76 @@
+"""Plans for GPUs that are held against what their processes take, and not only against their tensors.
+
+A planner knows requested bytes alone. What a GPU's caching allocator reserves for them follows from a dry run of the
+plan, and so does how many communicators its process has. Where that is more than the device has, as much more is left
+to it (`Cluster.reserves`), and planned again: mostly once or twice, since the next plan is much like the last.
+
+Costs a dry run of all layers for each plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pipefit.allocator import AllocatorSettings
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import InfeasibleError
+from pipefit.plans import Plan
+from pipefit.runtime import certify
+from pipefit.trace import DeviceTrace
+from pipefit.units import MIB
+
+ROUNDS = 6  # plans at most
+_SEGMENT = 20 * MIB  # what the allocator has from the driver at least, where it is more than 2 MiB
+
+
+def plan_reserving(
+    task: Task, cluster: Cluster, make: Callable[[Cluster], Plan], allocator: AllocatorSettings | None = None
+) -> Plan:
+    """The plan of `make` for `cluster`, or one that leaves more of its devices, whose processes have room on them.
+
+    Its prediction tells what they take (`Prediction.processes`). The model of `task` is run dry under `allocator`.
+
+    Raises:
+        InfeasibleError: the tensors of a plan fit but not its processes, and no other plan was found.
+    """
+    settings, within, short = allocator or AllocatorSettings(), cluster, list[str]()
+    for _ in range(ROUNDS):
+        try:
+            made = make(within)
+        except InfeasibleError as error:
+            if not short:
+                raise
+            raise InfeasibleError(f"{short[-1]}. No plan was found that leaves it as much: {error}") from None
+        devices = certify(task, made, target="cuda", allocator=settings).devices
+        if not any(device.lack_bytes for device in devices):
+            return _told(made, devices, short)
+        short.append(max(devices, key=lambda device: device.lack_bytes).shortage)
+        within = _leaving_more(within, devices, short[-1])
+    raise InfeasibleError(f"{short[-1]}. {ROUNDS} plans, each of which left more than the one before, did not fit")
+
+
+def _leaving_more(cluster: Cluster, devices: Sequence[DeviceTrace], short: str) -> Cluster:
+    """The cluster that leaves so many segments more of each device as its process lacks.
+
+    Raises:
+        InfeasibleError: nothing of a device would be left.
+    """
+    more = [
+        reserve + -(-one.lack_bytes // _SEGMENT) * _SEGMENT
+        for reserve, one in zip(cluster.reserves, devices, strict=True)
+    ]
+    if any(reserve >= device.memory_bytes for reserve, device in zip(more, cluster.devices, strict=True)):
+        raise InfeasibleError(f"{short}. That leaves nothing to tensors")
+    return cluster.reserving(more)
+
+
+def _told(plan: Plan, devices: Sequence[DeviceTrace], short: Sequence[str]) -> Plan:
+    """The plan with what its processes take, and why it was planned again, if it was."""
+    assert plan.prediction is not None  # planners predict
+    told = replace(plan, prediction=replace(plan.prediction, processes=tuple(device.allocator for device in devices)))
+    if not short or plan.provenance is None:
+        return told
+    remark = f"Planned {len(short) + 1} times, since {short[0]}."
+    return replace(told, provenance=replace(plan.provenance, remarks=(*plan.provenance.remarks, remark)))

@@ -1,0 +1,79 @@
+"""What is predicted for a plan: peaks, step time, and what the processes of GPUs take, beside what devices have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipefit.cluster import Cluster
+from pipefit.compactions import Compaction
+from pipefit.errors import UsageError
+from pipefit.trace import AllocatorPeaks
+from pipefit.units import format_bytes
+from pipefit.validation import check_types
+
+TIGHT = 0.95  # of a GPU: what is not counted, such as cuDNN's workspaces, may take the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is predicted for a plan: the peak of every device in bytes, and seconds per step.
+
+    Seconds come of those of the layers, which are estimates where the profile holds none (`Measurement.estimated`).
+    `utilisation` is the share of a step in which each device computes; empty where it is not known. `compactions` say
+    what recomputing and moving does for each stage. `processes` are what a dry run found that the process of each
+    device takes of a GPU, None for devices without tensors; empty where there was none.
+
+    Raises:
+        UsageError: there are not as many processes as peaks.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    peak_bytes: tuple[int, ...]
+    step_seconds: float
+    utilisation: tuple[float, ...] = ()
+    compactions: tuple[Compaction, ...] = ()
+    processes: tuple[AllocatorPeaks | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.processes and len(self.processes) != len(self.peak_bytes):
+            raise UsageError(
+                f"a prediction of {len(self.peak_bytes)} peaks tells the processes of as many devices, or of none, not "
+                f"of {len(self.processes)}"
+            )
+
+    def is_tight(self, cluster: Cluster, device: int) -> bool:
+        """Whether little is left of a GPU: for its process, or for tensors where that is not known."""
+        if cluster.backend != "cuda":
+            return False
+        process = self.processes[device] if self.processes else None
+        if process is None:
+            return self.peak_bytes[device] >= TIGHT * cluster.budgets[device]
+        return process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+
+
+def reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
+    """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
+    left = {cluster.reserves[device] for device in devices}
+    if not any(left):
+        return
+    sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
+    yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
+    if prediction is None:
+        return
+    known = {device: process for device, process in enumerate(prediction.processes) if process}
+    if not known:
+        yield "What it reserves for them was not checked: pipefit certify does, and pipefit plan of a MODEL."
+        return
+    fullest = max(known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes)
+    yield f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
+
+
+def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
+    """What the process of a device takes, of what it has."""
+    return (
+        f"the process of device {device} takes {format_bytes(process.process_bytes)} of its {format_bytes(memory)} "
+        f"({100 * process.process_bytes / memory:.1f} %): {process}"
+    )

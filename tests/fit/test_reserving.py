@@ -1,0 +1,140 @@
+"""Plans for GPUs are held against what their processes take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit.allocator import AllocatorSettings
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.devices import Device, DeviceKind, Host, Link, Overheads
+from pipefit.errors import InfeasibleError
+from pipefit.fit import reserving
+from pipefit.fit.reserving import plan_reserving
+from pipefit.planner import plan
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import certify
+from tiny import task_of
+
+MIB = 1 << 20
+NOTHING = Overheads(context_bytes=0, communicator_bytes=0, cublas_workspace_bytes=0)
+SOME = Overheads(context_bytes=40 * MIB, communicator_bytes=3 * MIB, cublas_workspace_bytes=5 * MIB)
+
+
+def stack() -> Task:
+    """Eight equal layers of 4 MiB of parameters."""
+    return task_of(
+        lambda: [layer for _ in range(8) for layer in (nn.Linear(1000, 1000), nn.GELU())],
+        inputs=1000,
+        outputs=1000,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
+
+
+@cache
+def costs() -> ModelProfile:
+    """What the layers of `stack` cost on a GPU."""
+    return profile(stack(), microbatch_size=500, target="cuda")
+
+
+def gpus(*memory: int, overheads: Overheads = NOTHING) -> Cluster:
+    """GPUs with so many bytes each, of which a process takes no others than its segments unless said otherwise."""
+    kind = DeviceKind(name="gpu", flops={"float32": 1e13}, memory_bandwidth=1e12, overheads=overheads)
+    devices = tuple(Device(kind=kind, memory_bytes=nbytes) for nbytes in memory)
+    members = *(f"device{number}" for number in range(len(devices))), "host0"
+    links = (Link.between(*members, bytes_per_second=1e10),)
+    return Cluster(name="gpus", backend="cuda", devices=devices, hosts=(Host(memory_bytes=1 << 34),), links=links)
+
+
+def planned(microbatches: int = 3, planner: str = "exact") -> Callable[[Cluster], Plan]:
+    """Plans for `stack`."""
+    return partial(plan, costs(), batch_size=500 * microbatches, microbatches=microbatches, planner=planner)
+
+
+def processes(made: Plan) -> list[int]:
+    """What a dry run of the plan says that each device's process takes."""
+    trace = certify(stack(), made, allocator=AllocatorSettings())
+    return [device.allocator.process_bytes if device.allocator else 0 for device in trace.devices]
+
+
+def test_what_fits_by_requested_bytes_alone_is_refused() -> None:
+    """One device with a byte less than its process takes, but more than its tensors do: refused, with the numbers."""
+    make = planned(1)
+    (needed,) = processes(make(gpus(1 << 32)))
+    assert processes(plan_reserving(stack(), gpus(needed), make)) == [needed]
+    small = gpus(needed - 1)
+    assert make(small).prediction.peak_bytes[0] < needed - 1
+    with pytest.raises(InfeasibleError, match=r"the process of device 0 needs .*, 1 B over its .* reserved for .*"):
+        plan_reserving(stack(), small, make)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
+    """A device with room for the tensors of the best split alone gets fewer layers, where others have room for more."""
+    make = partial(planned(planner="joint"), schedule=schedule)
+    peak, ample = make(gpus(1 << 32, 1 << 32)).prediction.peak_bytes[0], 1 << 30
+    cluster = gpus(peak, ample)
+    first = make(cluster)
+    assert first.prediction.peak_bytes[0] <= peak < processes(first)[0]
+    found = plan_reserving(stack(), cluster, make)
+    assert found.stages != first.stages
+    assert all(taken <= has for taken, has in zip(processes(found), (peak, ample), strict=True))
+    assert [one.memory_bytes for one in found.cluster.devices] == [peak, ample]
+    assert found.prediction.peak_bytes[0] <= found.cluster.budgets[0] < peak
+    assert "Planned 2 times, since the process of device 0 needs" in str(found)
+
+
+def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
+    """It is run dry once, and tells what the processes of that dry run take."""
+    cluster = gpus(1 << 30, 1 << 30, overheads=SOME)
+    make = planned()
+    with mock.patch.object(reserving, "certify", wraps=certify) as dry:
+        found = plan_reserving(stack(), cluster, make)
+    assert dry.call_count == 1
+    assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
+    trace = certify(stack(), found, allocator=AllocatorSettings())
+    assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
+    assert "By a dry run the process of device" in str(found)
+
+
+def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
+    """Context, five communicators and two workspaces; workers at the ends have less, and one alone no communicators."""
+    cluster = gpus(*[1 << 32] * 3, overheads=SOME)
+    trace = certify(stack(), planned()(cluster), allocator=AllocatorSettings())
+    taken = [
+        device.allocator.outside_bytes + device.allocator.workspaces * device.allocator.workspace_bytes
+        for device in trace.devices
+        if device.allocator
+    ]
+    assert taken[1] == cluster.reserves[1] == 40 * MIB + 5 * 3 * MIB + 2 * 5 * MIB
+    assert max(taken) == taken[1]
+    assert gpus(1 << 32, overheads=SOME).reserves == (50 * MIB,)
+
+
+def test_planning_ends() -> None:
+    """A planner that makes the same plan again and again is asked a few times, and its plan refused."""
+    make = planned(1)
+    made = make(gpus(1 << 32))
+    small = gpus(processes(made)[0] - 1)
+    with (
+        mock.patch.object(reserving, "certify", wraps=certify) as dry,
+        pytest.raises(InfeasibleError, match="6 plans, each of which left more than the one before, did not fit"),
+    ):
+        plan_reserving(stack(), small, lambda _: make(small))
+    assert dry.call_count == 6
+
+
+def test_a_reserve_that_leaves_nothing_is_refused() -> None:
+    """Where a process lacks as much as its device has, there is nothing to plan for."""
+    make = planned(1)
+    with pytest.raises(InfeasibleError, match="That leaves nothing to tensors"):
+        plan_reserving(stack(), gpus(MIB), lambda tiny: replace(make(gpus(1 << 32)), cluster=tiny))
