@@ -176,7 +176,7 @@ class DeviceTrace:
 
     @property
     def remedy(self) -> str:
-        """What to do about a lack of memory: plan with a larger reserve, where that leaves anything, or smaller stages."""
+        """What to do about a lack of memory: plan with a larger reserve, if that leaves anything, or smaller stages."""
         others = self.allocator.process_bytes - self.allocator.requested_bytes if self.allocator else 0
         reserve = -(-others // MIB)
         if not 0 < reserve * MIB < self.budget_bytes:

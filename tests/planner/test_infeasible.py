@@ -10,6 +10,7 @@ import pytest
 
 from asking import asked
 from made_up import alike, devices, plain, profile, training, vgg_like
+from pipefit.cluster import Cluster
 from pipefit.devices import Host
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, exact, uniform
@@ -153,6 +154,21 @@ def test_unlike_devices_are_told_how_much_more_each_needs() -> None:
     more = float(re.search(r"([\d.]+) % more memory", refusal(chain, devices(200, 300, 200), how))[1])
     larger = [-int(-budget * (1 + more / 100) // 1) for budget in (200, 300, 200)]
     asked(exact, chain, devices(*larger), how)
+
+
+def test_the_memory_that_would_fit_has_room_for_the_reserve() -> None:
+    """Devices of that size fit with their reserve, and of a byte less they do not; it is said what is left of them."""
+    chain, how = profile(alike(8, size=100)), training("1f1b", 4)
+
+    def cluster(memory: int) -> Cluster:
+        return devices(*[memory] * 4).reserving([memory - max(1, memory - 5000)] * 4)
+
+    text = refusal(chain, cluster(5500), how)
+    assert "over its 500 B (" in text
+    assert "4.88 KiB of the device are left to what its process takes besides" in text
+    each = int(re.search(r"each \((\d+) bytes\)", text)[1])
+    plan(chain, cluster(each), how)
+    refusal(chain, cluster(each - 1), how)
 
 
 def test_the_joint_planner_says_that_freeing_memory_is_not_enough() -> None:

@@ -15,7 +15,6 @@ from pipefit.trace import AllocatorPeaks, DeviceTrace, MemorySample, Trace
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile
 
-
 MIB = 1 << 20
 
 
