@@ -11,7 +11,7 @@ import pytest
 
 import pipefit
 
-HEAVY = ("torch", "numpy", "scipy", "rich", "plotly")
+HEAVY = ("torch", "numpy", "scipy", "rich")
 
 
 def loaded_by(code: str) -> set[str]:

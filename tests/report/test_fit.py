@@ -1,8 +1,7 @@
-"""The answer of a search as text, JSON and plot, from documents alone."""
+"""The answer of a search as text, JSON and page, from documents alone."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -10,7 +9,8 @@ from pipefit.cluster import Cluster
 from pipefit.fits import Attempt, Fit
 from pipefit.planner import plan
 from pipefit.report.fit import describe_fit
-from pipefit.report.fit_plot import plot_fit
+from pipefit.report.page import fit_page
+from pipefit.report.page.growth import growth
 from pipefit.tables import plain
 from pipelines import random_profile
 
@@ -58,15 +58,21 @@ def test_the_peaks_of_a_dry_run_count() -> None:
     assert heavier.as_json()["certified"] and not planned.as_json()["certified"]
 
 
-def test_the_plot_holds_the_data_and_nothing_runs_from_names() -> None:
-    """One file with its own script, every value with its peak and budget, a logarithmic axis, and no tag of a name."""
+def test_the_chart_has_a_point_for_every_value_higher_where_more_is_needed() -> None:
+    """Every value that was tried has its circle, whose height follows its peak, and a ring marks the answer."""
     fit = example()
-    page = plot_fit(fit)
-    data = page[page.rindex("Plotly.newPlot(") :]
-    peak, budget = json.JSONDecoder().raw_decode(data[data.index("[") :])[0]
-    assert peak["x"] == budget["x"] == [2, 4, 6]
-    assert peak["y"] == [attempt.need_bytes for attempt in fit.tried]
-    assert budget["y"] == [attempt.budget_bytes for attempt in fit.tried]
-    assert '"type":"log"' in data
-    assert "mine <b>" not in data
-    assert not re.search(r"<script[^>]+src=", page)
+    circles = re.findall(r'<circle class="(good|bad|ring)" cx="([0-9.]+)" cy="([0-9.]+)"', growth(fit))
+    points = [(float(x), float(y), kind) for kind, x, y in circles if kind != "ring"]
+    assert [kind for _, _, kind in sorted(points)] == ["good", "good", "bad"]
+    needs = [attempt.need_bytes for attempt in fit.tried]
+    heights = [y for _, y, _ in sorted(points)]
+    assert sorted(range(3), key=lambda n: needs[n]) == sorted(range(3), key=lambda n: -heights[n])
+    ring = next((x, y) for kind, x, y in circles if kind == "ring")
+    assert ring == next((x, y) for kind, x, y in circles if kind == "good" and (x, y) == ring)
+
+
+def test_the_page_of_a_search_shows_the_plan_too_and_no_tag_of_a_name() -> None:
+    """The page has what was tried and the plan that fits; a name with a tag in it is text there."""
+    made = fit_page(example())
+    assert "layers=4 is the largest that fits" in made and "What fills each device at its peak" in made
+    assert "mine &lt;b&gt;" in made and "mine <b>" not in made

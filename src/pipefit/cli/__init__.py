@@ -20,7 +20,21 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from pipefit.cli import certify, checkpoint, compare, demo, doctor, fit, plan, profile, show, simulate, train
+from pipefit.cli import (
+    certify,
+    checkpoint,
+    compare,
+    demo,
+    doctor,
+    export,
+    fit,
+    plan,
+    profile,
+    report,
+    show,
+    simulate,
+    train,
+)
 from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable
 
@@ -38,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are printed here, in one sentence
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _module in (demo, profile, plan, fit, simulate, certify, train, checkpoint, compare, show, doctor):
+for _module in (demo, profile, plan, fit, simulate, certify, train, checkpoint, compare, report, show, export, doctor):
     app.command(_module.__name__.rpartition(".")[2])(_module.command)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipefit.cli.options import Json
 
-_PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors", "plotly")
+_PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors")
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
 

@@ -62,7 +62,8 @@ def command(
         typer.Option("--certify/--no-certify", help="Check the answer, and that the next value fails, by dry runs."),
     ] = True,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save a plot of peak against size, as HTML.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Save a page with peak against size, and with the plan, as HTML."),
     ] = None,
     output: Output = None,
     as_json: Json = False,
@@ -99,9 +100,9 @@ def command(
     if output is not None:
         save(found.best.plan, output)
     if plot is not None:
-        from pipefit.report.fit_plot import plot_fit
+        from pipefit.report.page import fit_page
 
-        save_text(plot_fit(found), plot)
+        save_text(fit_page(found), plot)
     _print(found, as_json=as_json)
     for path in (output, plot):
         if path is not None and not as_json:

@@ -1,0 +1,191 @@
+"""A plan, trace or search for the largest that fits as one HTML page that needs no network and no other file.
+
+`page(document)` draws memory over time and the timeline of every device. It says what fills each one at its peak, what
+was decided about its memory and at what price, and what passes over the links. With a measured trace beside a plan,
+both are drawn. A page of a plan for 8 devices and 32 microbatches takes about 60 kB. Its script is our own. It draws at
+most 3,000 shapes: what is too narrow to be seen alone is drawn together until one looks closer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
+from pipefit.fits import Fit
+from pipefit.plans import Plan
+from pipefit.report.compare import compare, describe_comparison
+from pipefit.report.fit import describe_fit
+from pipefit.report.page import markup
+from pipefit.report.page.growth import growth
+from pipefit.report.page.scenes import KINDS, packed, scene
+from pipefit.report.page.topology import topology
+from pipefit.report.page.traffic import traffic
+from pipefit.report.trace import describe_trace
+from pipefit.simulator import simulate
+from pipefit.tables import Table
+from pipefit.trace import CATEGORIES, Trace
+from pipefit.units import format_bytes, format_number, format_seconds
+
+_MOST_DECISIONS = 200
+
+
+def page(document: Plan | Trace, measured: Trace | None = None) -> str:
+    """The page of a plan, which is simulated for it, or of a trace; `measured` is a trace to be drawn beside it.
+
+    Raises:
+        UsageError: the traces are of different devices.
+    """
+    trace = simulate(document) if isinstance(document, Plan) else document
+    plan = document if isinstance(document, Plan) else None
+    title = f"{plan.profile.model} on {plan.cluster.name}" if plan else f"{trace.source} trace"
+    scenes = [_scene(plan, one) for one in (trace, measured) if one is not None]
+    return _assembled(title, "".join(_sections(plan, trace, measured)), scenes)
+
+
+def fit_page(fit: Fit) -> str:
+    """The page of a search: peak against size and all that was tried, and then the plan of the value that fits."""
+    answer, *more = describe_fit(fit)
+    best = fit.best.plan
+    trace = simulate(best)
+    chart = f'<div class="wide">{growth(fit)}</div>'
+    sections = [_section("What fits", markup.blocks([answer]), chart, markup.blocks(more)), *_sections(best, trace)]
+    return _assembled(f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)])
+
+
+def _scene(plan: Plan | None, trace: Trace) -> dict[str, Any]:
+    return scene(trace, trace.source, plan.cluster if plan else None)
+
+
+def _assembled(title: str, body: str, scenes: list[dict[str, Any]]) -> str:
+    parts = {
+        "TITLE": markup.text(title),
+        "STYLE": _asset("page.css"),
+        "BODY": body,
+        "SCENES": packed(scenes),
+        "SCRIPT": _asset("page.js"),
+    }
+    made = _asset("page.html")
+    for name, part in parts.items():
+        made = made.replace(f"<!--{name}-->", part, 1)
+    return made
+
+
+def _asset(name: str) -> str:
+    return (files(__name__) / name).read_text(encoding="utf-8")
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{title}</h2>{''.join(parts)}</section>" if any(parts) else ""
+
+
+def _sections(plan: Plan | None, trace: Trace, measured: Trace | None = None) -> Iterator[str]:
+    yield _head(plan, trace)
+    bars = f'<div class="devices">{markup.peaks(trace)}</div>'
+    names = [(f"c{n}", category.value) for n, category in enumerate(CATEGORIES) if _uses(trace, n)]
+    yield _section("What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars)
+    yield _section("Over time", _drawing())
+    if measured is not None:
+        yield _section("Predicted beside measured", markup.blocks(describe_comparison(compare(trace, measured))))
+    if plan is None:
+        yield _section("In figures", markup.blocks(describe_trace(trace)))
+        return
+    yield _section("What is done about memory", *_decided(plan))
+    yield _section("What passes over the links in a step", *_links(plan, trace))
+    yield _section("The plan in words", markup.blocks(plan.explanation))
+
+
+def _uses(trace: Trace, category: int) -> bool:
+    return any(device.peak and device.peak.bytes[category] for device in trace.devices)
+
+
+def _head(plan: Plan | None, trace: Trace) -> str:
+    over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
+    many = "s" if len(over) > 1 else ""
+    verdict = f"device{many} {', '.join(map(str, over))} would run out of memory" if over else "fits"
+    title = plan.profile.model if plan else f"A {trace.source} trace"
+    where = markup.blocks(plan.explanation[:1]) if plan else ""
+    return (
+        f'<header><h1>{markup.text(title)} <em class="{"over" if over else "fits"}">{verdict}</em></h1>{where}'
+        f'<dl class="tiles">{markup.tiles(list(_facts(plan, trace)))}</dl></header>'
+    )
+
+
+def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
+    """The figures that are asked for first."""
+    fullest = max(trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None)
+    if fullest is not None and fullest.budget_bytes:
+        share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
+        yield "fullest device", share, f"device {fullest.device}: {format_bytes(fullest.peak_bytes)}"
+    if not trace.has_clock or not trace.step_seconds or not trace.step_seconds[-1]:
+        return
+    seconds = trace.step_seconds[-1]
+    yield "a step takes", format_seconds(seconds), "estimated" if trace.estimated else trace.source
+    if plan is not None:
+        yield "samples per second", format_number(plan.training.batch_size / seconds), _of_batch(plan)
+    waiting = [1 - busy for device, busy in zip(trace.devices, trace.utilisation(), strict=True) if device.events]
+    if waiting:
+        yield "devices wait", f"{100 * max(0.0, sum(waiting) / len(waiting)):.0f} %", "of a step, on average"
+    made = plan.provenance if plan else None
+    if made and made.bound and made.objective.unit == "seconds":
+        yield "above the bound", f"{100 * (made.value / made.bound - 1):.1f} %", "no plan can be faster by more"
+
+
+def _of_batch(plan: Plan) -> str:
+    return f"a batch of {plan.training.batch_size} in {plan.training.microbatches} microbatches"
+
+
+def _drawing() -> str:
+    """The place that the script fills, and its controls."""
+    kinds = markup.legend([(f"k{n}", name) for n, name in enumerate(KINDS)])
+    return _asset("drawing.html").replace("<!--KINDS-->", kinds)
+
+
+def _decided(plan: Plan) -> Iterator[str]:
+    """Every decision with its reason, below what it does for its stage."""
+    told = [block for block in plan.explanation[2:] if isinstance(block, Table)]
+    yield markup.blocks(told)
+    if not plan.decisions:
+        yield "<p>Nothing is recomputed or moved away.</p>"
+        return
+    shown = plan.decisions[:_MOST_DECISIONS]
+    rows = tuple((str(decision.stage), *_decision(plan, decision)) for decision in shown)
+    left = len(plan.decisions) - len(shown)
+    yield f"<details{' open' if len(rows) <= 12 else ''}><summary>All {len(plan.decisions)} decisions</summary>"
+    yield markup.blocks([Table(("stage", "what", "of what", "where to", "why"), rows)])
+    yield f"<p>and {left} more</p></details>" if left else "</details>"
+
+
+def _decision(plan: Plan, decision: Decision) -> tuple[str, str, str, str]:
+    what = decision.what.value if decision.microbatches == ALL_MICROBATCHES else f"{decision.what.value}, of some"
+    return what, _subject(plan, decision), str(decision.place or "-"), decision.why or "-"
+
+
+def _subject(plan: Plan, decision: Decision) -> str:
+    """What the decision is about, by the names of layers."""
+    layers = decision.layers
+    names = [plan.profile.layers[layer] for layer in (min(layers), max(layers))]
+    span = names[0] if names[0] == names[1] else f"{names[0]} .. {names[1]}"
+    match decision.subject:
+        case Run():
+            return span
+        case SavedTensors(tensors=tensors):
+            return f"{len(tensors)} saved tensor{'s' * (len(tensors) > 1)} of {span}"
+        case State(kind=kind):
+            return f"{kind} of {span}"
+
+
+def _links(plan: Plan, trace: Trace) -> Iterator[str]:
+    """A picture of the cluster and a row for every stretch that bytes pass."""
+    flows = traffic(plan)
+    if not flows:
+        return
+    yield f'<div class="wide">{topology(plan, flows)}</div>'
+    seconds = trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else 0.0
+    rows = []
+    for stretch, nbytes in sorted(flows.items(), key=lambda item: -item[1])[:40]:
+        taken = plan.cluster.route(stretch.source, stretch.target).seconds(nbytes)
+        share = f"{100 * taken / seconds:.1f} %" if seconds else "-"
+        rows.append((str(stretch.source), str(stretch.target), stretch.what, format_bytes(nbytes), share))
+    yield markup.blocks([Table(("from", "to", "what", "bytes", "of a step"), tuple(rows))])

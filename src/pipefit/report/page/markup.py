@@ -1,0 +1,77 @@
+"""Blocks of a report as HTML: tables and paragraphs, and bars that need no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from pipefit.tables import Block, Table
+from pipefit.texts import printable
+from pipefit.trace import CATEGORIES, Trace
+from pipefit.units import format_bytes
+
+
+def text(words: str) -> str:
+    """Words from outside, safe in HTML."""
+    return escape(printable(words))
+
+
+def blocks(found: Iterable[Block]) -> str:
+    """Every block as a table, or as one paragraph for each of its lines."""
+    return "".join(_table(block) if isinstance(block, Table) else _paragraphs(block) for block in found)
+
+
+def _paragraphs(words: str) -> str:
+    return "".join(f"<p>{text(line)}</p>" for line in words.splitlines() if line.strip())
+
+
+def _table(table: Table) -> str:
+    kinds = [' class="number"' if numeric else "" for numeric in table.numeric]
+    head = "".join(
+        f'<th scope="col"{kind}>{text(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
+    )
+    rows = "".join(
+        f"<tr>{''.join(f'<td{kind}>{text(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
+        for row in table.rows
+    )
+    caption = f"<caption>{text(table.title)}</caption>" if table.title else ""
+    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
+    """Figures that are read first: a name, the figure, and what it is compared with."""
+    return "".join(
+        f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{text(beside)}</span></dd></div>"
+        for name, figure, beside in facts
+    )
+
+
+def peaks(trace: Trace) -> str:
+    """A bar for every device: what fills it at its peak by category, beside its budget."""
+    largest = max((max(d.peak_bytes, d.budget_bytes) for d in trace.devices), default=0) or 1
+    return "".join(_peak(device.device, trace, number, largest) for number, device in enumerate(trace.devices))
+
+
+def _peak(name: int, trace: Trace, number: int, largest: int) -> str:
+    device = trace.devices[number]
+    filled = device.peak.by_category if device.peak else {}
+    parts = "".join(
+        f'<i class="c{CATEGORIES.index(category)}" style="width:{100 * nbytes / largest:.3f}%" '
+        f'title="{text(category.value)}: {format_bytes(nbytes)}"></i>'
+        for category, nbytes in filled.items()
+    )
+    budget = device.budget_bytes
+    cap = f'<u style="left:{100 * budget / largest:.3f}%" title="budget {format_bytes(budget)}"></u>' if budget else ""
+    over = budget and device.peak_bytes > budget
+    share = f"{100 * device.peak_bytes / budget:.1f} %" if budget else ""
+    at = f" at {text(device.peak.action)}" if device.peak else ""
+    return (
+        f'<button type="button" class="device" data-device="{number}"><span>device {name}</span>'
+        f'<span class="bar">{parts}{cap}</span><span class="figure{" over" if over else ""}">'
+        f"{format_bytes(device.peak_bytes)} <small>{share}{at}</small></span></button>"
+    )
+
+
+def legend(names: Iterable[tuple[str, str]]) -> str:
+    """Coloured squares and what they stand for: pairs of a class and a name."""
+    return "".join(f'<span><i class="{kind}"></i>{text(name)}</span>' for kind, name in names)

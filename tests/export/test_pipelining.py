@@ -1,0 +1,66 @@
+"""Schedules for torch.distributed.pipelining, read by torch itself."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Run, What
+from pipefit.errors import UsageError
+from pipefit.export.pipelining import pipelining_csv
+from pipefit.planner import plan
+from pipefit.plans import Grid, Plan
+from pipelines import random_profile
+
+
+def planned(schedule: str, microbatches: int = 5, *, stages: int = 3) -> Plan:
+    """As many stages as devices."""
+    cluster = Cluster.emulated((stages, 1 << 30))
+    return plan(random_profile(7), cluster, microbatches=microbatches, schedule=schedule, planner="exact")
+
+
+def read(text: str) -> dict[int, list[schedules._Action | None]]:
+    """The actions of every rank, as torch reads a file of this text."""
+    return {
+        rank: [schedules._Action.from_str(cell) for cell in row]
+        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+    }
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "torchgpipe"])
+def test_torch_accepts_the_schedule_and_adds_its_messages(schedule: str) -> None:
+    """torch finds every forward and backward once and in an order that it can run, and completes it with messages."""
+    made = planned(schedule)
+    actions = read(pipelining_csv(made))
+    assert schedules._validate_schedule(actions, 3, 3, 5) == {0: 0, 1: 1, 2: 2}
+    whole = schedules._add_send_recv({r: list(row) for r, row in actions.items()}, lambda stage: stage, 3)
+    assert sum(str(one).endswith("SEND_F4") for row in whole.values() for one in row) == 2
+
+
+def test_a_stage_that_is_recomputed_in_parts_is_computed_once() -> None:
+    """A run inside a stage splits its forward and backward into parts; the file has each once for a microbatch."""
+    made = planned("1f1b")
+    stage = max(made.stages, key=lambda one: one.stop - one.start)
+    number = made.stages.index(stage)
+    run = Decision(stage=number, subject=Run(start=stage.start + 1, stop=stage.stop), what=What.RECOMPUTE)
+    recomputed = replace(made, decisions=(run,), prediction=None)
+    assert pipelining_csv(recomputed) == pipelining_csv(made)
+
+
+def test_stages_of_one_device_are_one_rank() -> None:
+    """A device with two stages is one row, whose actions name both."""
+    made = planned("gpipe", stages=4)
+    stages = tuple(replace(stage, grid=Grid.of(n % 2)) for n, stage in enumerate(made.stages))
+    rows = pipelining_csv(replace(made, stages=stages, prediction=None)).splitlines()
+    assert len(rows) == 2 and "0F0" in rows[0] and "2F0" in rows[0] and "3F0" in rows[1]
+
+
+def test_what_torch_has_no_schedule_for_is_refused() -> None:
+    """An endless schedule is refused by name."""
+    with pytest.raises(UsageError, match="never flushes, as pipedream"):
+        pipelining_csv(planned("pipedream"))

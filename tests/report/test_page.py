@@ -1,0 +1,236 @@
+"""The page of a plan: its data, its pictures, and how it behaves in a browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.errors import UsageError
+from pipefit.places import Member, parse_place
+from pipefit.planner import plan
+from pipefit.plans import Plan
+from pipefit.report.page import page
+from pipefit.report.page.scenes import scene
+from pipefit.report.page.topology import topology
+from pipefit.report.page.traffic import Stretch, traffic
+from pipefit.simulator import simulate
+from pipefit.trace import CATEGORIES, Trace
+from pipelines import random_profile
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+LARGEST_PAGE = 2_000_000  # bytes
+
+
+def planned(*, layers: int = 6, devices: int = 3, microbatches: int = 4, seed: int = 3, schedule: str = "1f1b") -> Plan:
+    """Random layers, split over devices with room for all of them."""
+    return plan(
+        replace(random_profile(layers, seed=seed), model="mine <script>alert(1)</script>"),
+        Cluster.emulated((devices, 1 << 30)),
+        batch_size=microbatches,
+        microbatches=microbatches,
+        schedule=schedule,
+        planner="exact",
+    )
+
+
+def with_copies(made: Plan) -> Plan:
+    """The plan with a saved tensor of its first layer on the host."""
+    tensors = SavedTensors(tensors=((0, 0),))
+    decided = Decision(stage=0, subject=tensors, what=What.OFFLOAD, place=parse_place("host"), why="as <asked>")
+    return replace(made, decisions=(decided,), prediction=None)
+
+
+def sums(differences: list[int]) -> list[int]:
+    """What the differences add up to, number by number."""
+    return list(itertools.accumulate(differences))
+
+
+def unpacked(made: str) -> list[dict[str, Any]]:
+    """The data in a page, as its script reads it."""
+    text = re.search(r'<script type="application/gzip" id="scenes">([^<]*)</script>', made)
+    assert text
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(base64.b64decode(text[1])))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+def test_the_page_holds_every_event_and_every_byte_of_the_trace(schedule: str) -> None:
+    """Actions, lanes and categories in the page's data are those of the trace; times are within a tick of its own."""
+    made = planned(schedule=schedule)
+    trace = simulate(made)
+    (drawn,) = unpacked(page(made))
+    tick = drawn["tick"]
+    for device, told in zip(trace.devices, drawn["devices"], strict=True):
+        found = Counter(
+            drawn["words"][word].replace("*", str(microbatch))
+            for lane in told["lanes"]
+            for word, microbatch in zip(lane["words"], lane["microbatches"], strict=True)
+        )
+        assert found == Counter(event.action for event in device.events)
+        starts = sorted(start for lane in told["lanes"] for start in sums(lane["starts"]))
+        seconds = sorted(event.start_seconds for event in device.events)
+        assert all(abs(start * tick - at) <= tick for start, at in zip(starts, seconds, strict=True))
+        rows = [sums(row) for row in told["memory"]["bytes"]]
+        assert [tuple(row[n] for row in rows) for n in range(len(device.memory))] == [s.bytes for s in device.memory]
+    assert drawn["categories"] == [category.value for category in CATEGORIES]
+
+
+def test_a_trace_with_too_many_events_is_shown_by_its_last_steps() -> None:
+    """Of three steps, with room for the events of two, the last two are in the data, from their begin on."""
+    trace = simulate(planned(), steps=3)
+    one = sum(event.step == 2 for device in trace.devices for event in device.events)
+    drawn = scene(trace, "simulated", most=2 * max(one, samples_of(trace, 2)))
+    assert drawn["first"] == 1 and len(drawn["steps"]) == 2
+    assert sum(len(lane["words"]) for device in drawn["devices"] for lane in device["lanes"]) == 2 * one
+
+
+def samples_of(trace: Trace, step: int) -> int:
+    """How many samples of memory a step has."""
+    return sum(sample.step == step for device in trace.devices for sample in device.memory)
+
+
+def test_a_page_needs_no_other_file_and_runs_nothing_of_a_name() -> None:
+    """No address, no source and no style from elsewhere; a tag in the model's name or in a reason is text."""
+    made = page(with_copies(planned()))
+    assert not re.search(r"(?:src|href)\s*=|@import|url\((?!#)|https?:", made)
+    assert "<script>alert" not in made and "mine &lt;script&gt;" in made and "as &lt;asked&gt;" in made
+
+
+def test_the_page_of_a_large_plan_is_small() -> None:
+    """A plan for 32 devices and 256 microbatches, 100,000 events in all, is below two megabytes."""
+    made = page(planned(layers=40, devices=32, microbatches=256))
+    assert len(made.encode()) < LARGEST_PAGE
+
+
+def test_equal_plans_have_equal_pages() -> None:
+    """Nothing of the day or the machine is in a page."""
+    made = planned()
+    assert page(made) == page(made)
+
+
+def test_messages_of_a_step_are_values_and_gradients_of_every_microbatch() -> None:
+    """Between neighbours, every microbatch's values go one way and as many bytes of gradients the other."""
+    made = planned()
+    flows, neighbours = traffic(made), set[Stretch]()
+    for stage, after in itertools.pairwise(made.stages):
+        values = made.measurement.costs[after.start].inputs
+        there = Stretch(Member.device(stage.device), Member.device(after.device), "messages")
+        back = Stretch(there.target, there.source, "messages")
+        assert flows[there] == 4 * sum(value.nbytes for value in values)
+        assert flows.get(back, 0) == 4 * sum(value.nbytes for value in values if value.requires_grad)
+        neighbours |= {there, back}
+    assert flows.keys() <= neighbours
+
+
+def test_copies_go_to_their_place_and_come_back() -> None:
+    """What is moved to the host in every microbatch passes the link in both directions, once for each."""
+    made = with_copies(planned())
+    flows = traffic(made)
+    device, host = Member.device(made.stages[0].device), Member.host(0)
+    there, back = (flows[Stretch(*pair, "copies")] for pair in ((device, host), (host, device)))
+    assert there == back and there % 4 == 0 and there > 0
+
+
+def test_the_picture_has_every_device_and_every_stretch() -> None:
+    """A box for each device and for the host that is used, an arrow for each stretch; a large cluster has none."""
+    made = with_copies(planned())
+    flows = traffic(made)
+    drawn = topology(made, flows)
+    assert [f">device{n}<" in drawn for n in range(3)] == [True] * 3 and ">host0<" in drawn
+    assert drawn.count("<title>") == len(flows)
+    assert topology(planned(layers=20, devices=17), {}) == ""
+
+
+def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
+    """A plan that does not fit is headed by the devices that are over, not by `fits`."""
+    made = planned()
+    tight = replace(made, cluster=Cluster.emulated((3, max(simulate(made).peak_bytes) - 1)), prediction=None)
+    assert ">fits</em>" in page(made) and ">fits</em>" not in page(tight) and "would run out of memory" in page(tight)
+
+
+def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
+    """A decision's row says what is recomputed by the names of the profile."""
+    made = planned()
+    stage = made.stages[0]
+    decided = Decision(stage=0, subject=Run(start=stage.start, stop=stage.stop), what=What.RECOMPUTE)
+    told = page(replace(made, decisions=(decided,), prediction=None))
+    assert f">{made.profile.layers[stage.start]}" in told and "<td>recompute</td>" in told
+
+
+def test_a_measured_trace_is_drawn_beside_the_plan() -> None:
+    """Both traces are in the data and their peaks in a table; a trace of other devices is refused."""
+    made = planned()
+    drawn = page(made, replace(simulate(made), source="measured"))
+    assert [one["name"] for one in unpacked(drawn)] == ["simulated", "measured"]
+    assert "Predicted beside measured" in drawn
+    with pytest.raises(UsageError, match="different devices"):
+        page(made, simulate(planned(devices=2)))
+
+
+def test_a_trace_alone_has_a_page() -> None:
+    """What train or certify saved is drawn without a plan."""
+    assert "What fills each device at its peak" in page(replace(simulate(planned()), source="measured"))
+
+
+# -------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[str], str]:
+    """A function from a page to what a browser has made of it."""
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+
+    def run(made: str) -> str:
+        file = tmp_path / "page.html"
+        file.write_text(made, encoding="utf-8")
+        command = [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1280,1000", "--virtual-time-budget=5000", "--dump-dom", file.as_uri(),
+        ]  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    return run
+
+
+def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], str]) -> None:
+    """The script comes to its end, draws bars and memory, and no more than 3,000 shapes of them."""
+    seen = opened(page(planned(layers=20, devices=16, microbatches=64)))
+    assert 'data-ready="yes"' in seen
+    timeline = seen[seen.index('id="timeline"') : seen.index('id="readout"')]
+    assert 100 < timeline.count("<rect") + timeline.count("<polygon") <= 3000
+    assert "<polygon" in seen[seen.index('id="memory"') :]
+
+
+def test_controls_and_keys_change_what_is_shown(opened: Callable[[str], str]) -> None:
+    """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action."""
+    script = """<script>
+    const failed = []; addEventListener("error", (event) => failed.push(event.message));
+    const find = (id) => document.getElementById(id);
+    const press = (key) => find("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
+    const wait = setInterval(() => {
+      if (document.documentElement.dataset.ready !== "yes") return;
+      clearInterval(wait);
+      for (const id of ["nearer", "farther", "whole", "step", "peak"]) find(id).click();
+      const keys = "ArrowRight ArrowRight + - 0 p ArrowUp ArrowUp ArrowUp ArrowDown ArrowLeft";
+      keys.split(" ").forEach(press);
+      const told = document.createElement("output");
+      told.textContent = `told:${find("device").value}:${failed.length}:${find("readout").textContent}`;
+      document.body.append(told);
+    }, 20);</script></body>"""
+    seen = opened(page(planned()).replace("</body>", script))
+    assert re.search(r"told:1:0:device 1.*1(F|B|STEP)", seen), re.search(r"told:[^<]*", seen)
