@@ -1,8 +1,6 @@
 "use strict";
 // Draws the traces of this page. Everything visible is a function of `state`; whatever changes it calls `draw`.
 (async () => {
-  const MIXED = `<defs><pattern id="mixed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(30)">` +
-    `<rect class="k0" width="3" height="6"/><rect class="k2" x="3" width="3" height="6"/></pattern></defs>`;
   const MOST_BARS = 2400, LABELS = 84, MARGIN = 8;
   const byId = (id) => document.getElementById(id);
   const [timeline, memory, readout] = ["timeline", "memory", "readout"].map(byId);
@@ -109,35 +107,43 @@
     return { found, height: y };
   }
 
-  function bars(row, quantum) {
+  function bars(row, quantum) {  // actions in view; neighbours of one microbatch and kind are one bar, and so is what is narrow
     const { lane } = row, found = [];
     let n = Math.max(0, after(lane.starts, state.from) - 1), last = null;
     for (; n < lane.starts.length && lane.starts[n] < state.to; n += 1) {
       const start = Math.max(LABELS, place(lane.starts[n]));
       const end = Math.min(LABELS + plot(), place(lane.starts[n] + lane.lengths[n]));
       if (end < LABELS) continue;
-      const kind = kindOf(lane, n);
-      if (last && end - start < quantum && start - last.end < quantum) {  // too narrow to be seen alone
+      const kind = kindOf(lane, n), microbatch = lane.microbatches[n];
+      const alike = last && last.kind === kind && last.microbatch === microbatch && start - last.end < 1;
+      const narrow = last && end - start < quantum && start - last.end < quantum &&
+        (last.microbatch === microbatch || last.end - last.start < 4 * quantum);
+      if (alike || narrow) {
         last.end = Math.max(last.end, end);
-        last.microbatch = -1;
-        last.look = last.kind === kind ? last.look : "mixed";
-      } else found.push(last = { row, start, end, kind, look: `k${kind}`, microbatch: lane.microbatches[n] });
+        if (last.microbatch !== microbatch) last.microbatch = -1;
+        last.shares.set(kind, (last.shares.get(kind) || 0) + end - start);
+      } else found.push(last = { row, start, end, kind, microbatch, shares: new Map([[kind, end - start]]) });
     }
     return found;
   }
 
   function allBars(found) {  // narrow ones are joined to wider ones until there are few enough
-    for (let quantum = 1; ; quantum *= 2) {
+    for (let quantum = 1; ; quantum *= 1.5) {
       const drawn = found.flatMap((row) => bars(row, quantum));
-      if (drawn.length <= MOST_BARS || quantum > plot()) return drawn;
+      if (drawn.reduce((count, bar) => count + bar.shares.size, 0) <= MOST_BARS || quantum > plot()) return drawn;
     }
   }
 
-  function bar({ row, start, end, look, microbatch }) {
-    const wide = end - start, { y, height } = row;
-    const label = row.main && height > 12 && microbatch >= 0 && wide > 6.5 * String(microbatch).length + 2;
-    return `<rect class="${look}" x="${start.toFixed(2)}" y="${y}" width="${Math.max(.4, wide - (wide > 3)).toFixed(2)}" height="${height}"/>` +
-      (label ? `<text class="on" x="${((start + end) / 2).toFixed(1)}" y="${y + 13}">${microbatch}</text>` : "");
+  function bar({ row, start, end, shares, microbatch }) {  // of several kinds, each has its share of the height
+    const wide = end - start, whole = [...shares.values()].reduce((sum, share) => sum + share, 0) || 1;
+    let y = row.y;
+    const parts = [...shares].map(([kind, share]) => {
+      const height = row.height * (shares.size > 1 ? share / whole : 1), top = y;
+      y += height;
+      return `<rect class="k${kind}" x="${start.toFixed(2)}" y="${top.toFixed(1)}" width="${Math.max(.4, wide - (wide > 3)).toFixed(2)}" height="${height.toFixed(1)}"/>`;
+    });
+    const label = row.main && row.height > 12 && microbatch >= 0 && wide > 6.5 * String(microbatch).length + 2;
+    return parts.join("") + (label ? `<text class="on" x="${((start + end) / 2).toFixed(1)}" y="${row.y + 13}">${microbatch}</text>` : "");
   }
 
   function drawTimeline() {
@@ -146,7 +152,7 @@
       `<rect class="chosen" x="0" y="${row.y - 2}" width="${width()}" height="${row.span + 3}"/>` : "") +
       `<text x="2" y="${row.y + (row.height > 12 ? 13 : 9)}">device ${state.scene.devices[row.device].number}</text>`);
     timeline.innerHTML = `<svg width="${width()}" height="${height}">${labels.join("")}${rules(height)}` +
-      `${MIXED}${allBars(found).map(bar).join("")}${cursorLine(height)}</svg>`;
+      `${allBars(found).map(bar).join("")}${cursorLine(height)}</svg>`;
   }
 
   // ------------------------------------------------------------------ memory

@@ -22,10 +22,11 @@ def topology(plan: Plan, flows: dict[Stretch, int]) -> str:
     devices = len(plan.cluster.devices)
     if devices > MOST_DEVICES:
         return ""
-    spots = _spots(plan, flows)
+    uses_memory = any(stretch.what == "copies" for stretch in flows)
+    spots = _spots(plan, flows, _BELOW if uses_memory else _ABOVE)
     width = max(x for x, _ in spots.values()) + _BOX // 2 + 20
     lowest = max((abs(spots[s.source][0] - spots[s.target][0]) for s in flows if s.what == "messages"), default=0)
-    height = _BELOW + 60 + lowest // 4
+    height = spots[Member.device(0)][1] + 60 + lowest // 4
     drawn = [_arrow(spots, stretch, nbytes) for stretch, nbytes in flows.items()]
     boxes = [_box(plan, member, spot) for member, spot in spots.items()]
     return (
@@ -41,11 +42,11 @@ _HEADS = (
 )
 
 
-def _spots(plan: Plan, flows: dict[Stretch, int]) -> dict[Member, tuple[int, int]]:
-    """The middle of every box: devices in a row, and over it the hosts and disks to which something is moved."""
+def _spots(plan: Plan, flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
+    """The middle of every box: devices in a row at `level`, and over it the hosts and disks to which something is moved."""
     devices = [Member.device(number) for number in range(len(plan.cluster.devices))]
     left = _BOX // 2 + 20
-    below = {member: (left + number * (_BOX + _GAP), _BELOW) for number, member in enumerate(devices)}
+    below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(devices)}
     used = {member for stretch in flows for member in stretch[:2] if member.kind is not MemberKind.DEVICE}
     over: dict[Member, tuple[int, int]] = {}
     for member in sorted(used, key=lambda one: (one.kind.value != "host", one.number or 0)):
