@@ -9,13 +9,28 @@ from pathlib import Path
 import pytest
 
 import pipefit
-from pipefit.cli import certify, checkpoint, compare, demo, doctor, fit, main, plan, profile, show, simulate, train
+from pipefit.cli import (
+    certify,
+    checkpoint,
+    compare,
+    demo,
+    doctor,
+    export,
+    fit,
+    main,
+    plan,
+    profile,
+    report,
+    show,
+    simulate,
+    train,
+)
 from pipefit.cluster import Cluster
 from pipefit.presets import preset_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-COMMANDS = (certify, checkpoint, compare, demo, doctor, fit, plan, profile, show, simulate, train)
+COMMANDS = (certify, checkpoint, compare, demo, doctor, export, fit, plan, profile, report, show, simulate, train)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
