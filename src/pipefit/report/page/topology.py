@@ -43,7 +43,7 @@ _HEADS = (
 
 
 def _spots(plan: Plan, flows: dict[Stretch, int], level: int) -> dict[Member, tuple[int, int]]:
-    """The middle of every box: devices in a row at `level`, and over it the hosts and disks to which something is moved."""
+    """The middle of every box: devices in a row at `level`, and over it the hosts and disks that are used."""
     devices = [Member.device(number) for number in range(len(plan.cluster.devices))]
     left = _BOX // 2 + 20
     below = {member: (left + number * (_BOX + _GAP), level) for number, member in enumerate(devices)}
