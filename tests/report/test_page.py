@@ -171,6 +171,13 @@ def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
     assert f">{made.profile.layers[stage.start]}" in told and "<td>recompute</td>" in told
 
 
+def test_layers_that_fill_a_device_are_told_with_the_largest_first() -> None:
+    """Every device has its table; of more layers than are told one by one, the others are one row."""
+    made = page(planned(layers=30, devices=2))
+    assert made.count("<summary>device ") == 2
+    assert re.search(r"<td>\d+ others</td>", made)
+
+
 def test_a_measured_trace_is_drawn_beside_the_plan() -> None:
     """Both traces are in the data and their peaks in a table; a trace of other devices is refused."""
     made = planned()

@@ -76,6 +76,23 @@ class Working:
                     boundary += self.size(instance)
         return activations, boundary
 
+    def activations(self) -> Counter[int]:
+        """Bytes of the activations on the device by the position that made them; -1 made what came from elsewhere.
+
+        Copies of buffers count for the first position of their run.
+        """
+        found = Counter[int]()
+        for instance, holders in self.held.items():
+            moved = self.away.get(instance)
+            if holders & self.holders.activations and (moved is None or moved.state is not Whereabouts.AWAY):
+                found[self._maker(instance)] += self.size(instance)
+        return found
+
+    def _maker(self, instance: int) -> int:
+        if instance < 0:
+            return (-1 - instance) // 2 // (self.storages.count + 1)
+        return self.storages.makers.get(instance % len(self.storages.sizes), -1)
+
     def effect(self, *, gradients: int = 0, boundary: int = 0) -> Effect:
         """The action's effect, given how the gradients of parameters and those of values (`boundary`) have changed."""
         self.after = self.categories()

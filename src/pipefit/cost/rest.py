@@ -39,9 +39,14 @@ class StageRest:
     @cached_property
     def parameter_bytes(self) -> int:
         """Parameters, buffers and constants."""
-        repeated = sum(again.shared.nbytes for again in self.storages.repetitions)
-        repeated += sum(again.shared.nbytes for again in self.storages.repeated_buffers)
-        return sum(cost.static_bytes for cost in self.storages.costs) - repeated
+        return sum(map(self.static_bytes, range(self.storages.count)))
+
+    def static_bytes(self, position: int) -> int:
+        """Parameters, buffers and constants of one position, without those that an earlier one has too."""
+        storages = self.storages
+        repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
+        repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
+        return storages.costs[position].static_bytes - repeated
 
     @property
     def loss_bytes(self) -> int:

@@ -87,6 +87,17 @@ class StageStorages:
 
     # ---------------------------------------------------------------- values
 
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The position whose layer made a storage, for those that a layer of the stage saves, returns or copies."""
+        given = {*self.target_storages, *self.input_storages}
+        found: dict[int, int] = {}
+        for position, layer in enumerate(self.layers):
+            for storage in (*layer.saves, *layer.outputs, *self.copies[position]):
+                if storage not in given:
+                    found.setdefault(storage, position)
+        return found
+
     @property
     def count(self) -> int:
         """Number of positions: the stage's layers, and the loss where it is here."""

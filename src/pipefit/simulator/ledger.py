@@ -100,6 +100,14 @@ class Ledger:
         found = [states.away for states in self._states.values()]
         return Away(sum(away.parameters for away in found), sum(away.optimizer for away in found))
 
+    def contents(self, stage: int) -> tuple[list[Residency], frozenset[int], frozenset[int]]:
+        """What a stage holds after the actions that were read: the residency of every microbatch, the layers that have
+        gradients, and those that have optimizer state.
+        """
+        layers = self._stages[stage].layers
+        flights = [residency for (number, _), residency in self._flights.items() if number == stage]
+        return flights, layers & self._born, layers & self._stepped
+
     @property
     def state(self) -> object:
         """Equal after two steps of an endless schedule if what follows them is equal."""

@@ -24,11 +24,13 @@ from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
+from pipefit.simulator.contents import Contents, LayerContents, contents
 from pipefit.tables import Table
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_DECISIONS = 200
+_MOST_LAYERS = 12  # that are told one by one, of a device
 
 
 def page(document: Plan | Trace, measured: Trace | None = None) -> str:
@@ -91,6 +93,7 @@ def _sections(plan: Plan | None, trace: Trace, measured: Trace | None = None) ->
     if plan is None:
         yield _section("In figures", markup.blocks(describe_trace(trace)))
         return
+    yield _section("Which layers fill a device", *_filled(plan, trace))
     yield _section("What is done about memory", *_decided(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
     yield _section("The plan in words", markup.blocks(plan.explanation))
@@ -140,6 +143,41 @@ def _drawing() -> str:
     """The place that the script fills, and its controls."""
     kinds = markup.legend([(f"k{n}", name) for n, name in enumerate(KINDS)])
     return _asset("drawing.html").replace("<!--KINDS-->", kinds)
+
+
+def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
+    """For every device the layers with the most bytes as the action begins at which it is fullest."""
+    yield "<p>What each layer has on its device as the action begins at which the device is fullest.</p>"
+    shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
+    for device, share in enumerate(shares):
+        found = contents(plan, device, trace=trace)
+        if found is not None:
+            told = (
+                f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
+            )
+            table = markup.blocks([_layers(plan, found)])
+            opened = " open" if share == max(shares) else ""
+            yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
+
+
+def _layers(plan: Plan, found: Contents) -> Table:
+    """A row for each of the fullest layers, and one for all others."""
+    ordered = sorted(found.layers, key=lambda row: -row.total_bytes)
+    rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
+    rest = ordered[_MOST_LAYERS:]
+    if rest:
+        rows.append((f"{len(rest)} others", *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), ""))
+    columns = ("layer", "in all", "parameters", "gradients", "optimizer state", "activations", "microbatches")
+    return Table(columns, tuple(rows))
+
+
+def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
+    name = "from the stage before, or the data" if row.layer is None else plan.profile.layers[row.layer]
+    return (name, *map(format_bytes, _sizes(row)), str(row.microbatches or ""))
+
+
+def _sizes(row: LayerContents) -> tuple[int, ...]:
+    return row.total_bytes, row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.activation_bytes
 
 
 def _decided(plan: Plan) -> Iterator[str]:

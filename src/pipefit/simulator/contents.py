@@ -1,0 +1,115 @@
+"""Why a device is full: what every layer has in its memory as the action begins at which it is fullest.
+
+    for row in contents(plan, device=0).layers: ...
+
+Costs: the time of one simulation, and that of one more walk through the device's program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from pipefit.cost.passes import Working
+from pipefit.cost.rest import LayerState
+from pipefit.cost.stage import Costs, StageCost
+from pipefit.decisions import State, What
+from pipefit.plans import Plan
+from pipefit.schedule import step_programs
+from pipefit.simulator.ledger import Ledger
+from pipefit.simulator.simulation import simulate
+from pipefit.trace import MemorySample, Trace
+
+
+class LayerContents(NamedTuple):
+    """Bytes of one layer. A state that a decision moves counts as none: it comes and goes.
+
+    `parameter_bytes` are with buffers and constants. `activation_bytes` are of what the layer has made and a backward
+    still needs, in so many `microbatches`. Layer None has what came from the stage before, or from the data.
+    """
+
+    layer: int | None
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    microbatches: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+class Contents(NamedTuple):
+    """What is on a device as the action of its peak begins, layer by layer."""
+
+    peak: MemorySample
+    layers: tuple[LayerContents, ...]
+
+
+def contents(plan: Plan, device: int, *, trace: Trace | None = None) -> Contents | None:
+    """What fills a device at its peak; None for a device without a stage.
+
+    `trace` is that of the plan's simulation, if there is one already.
+    """
+    peak = (trace or simulate(plan)).devices[device].peak
+    programs, costs = step_programs(plan), Costs.of(plan)
+    kind, first = plan.cluster.devices[device].kind, programs[0]
+    stages = {
+        number: costs.stage(stage.start, stage.stop, kind, first.bundles)
+        for number, stage in enumerate(plan.stages)
+        if device in stage.devices
+    }
+    if peak is None or not stages:
+        return None
+    ledger = Ledger(device, stages, first)
+    for step in range(peak.step + 1):
+        actions = programs[min(step, len(programs) - 1)].actions[device]
+        here = list(map(str, actions)).index(peak.action) if step == peak.step else len(actions)
+        ledger.read(actions[:here])
+    rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
+    return Contents(peak, tuple(rows))
+
+
+def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:
+    """The states of layers that decisions move."""
+    found = set()
+    for decision in plan.decisions:
+        if decision.stage == stage and isinstance(decision.subject, State):
+            kinds = ("gradients", "optimizer") if decision.what is What.UPDATE else (decision.subject.kind,)
+            found |= {(kind, layer) for kind in kinds for layer in decision.layers}
+    return found
+
+
+def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, int]]) -> list[LayerContents]:
+    """The layers of a stage, after what came from elsewhere."""
+    flights, born, stepped = ledger.contents(number)
+    saved, counts = Counter[int](), Counter[int]()
+    for residency in flights:
+        found = Working(cost.storages, residency).activations()
+        saved.update(found)
+        counts.update(found.keys())
+    elsewhere = [LayerContents(None, 0, 0, 0, saved[-1], counts[-1])] if saved[-1] else []
+    return elsewhere + [
+        LayerContents(
+            layer,
+            0 if ("parameters", layer) in moving else sum(map(cost.rest.static_bytes, positions)),
+            _state(cost, "gradients", layer, moving) if layer in born else 0,
+            _state(cost, "optimizer" if layer in stepped else "early optimizer", layer, moving),
+            sum(saved[one] for one in positions),
+            max(counts[one] for one in positions),
+        )
+        for layer in range(cost.start, cost.stop)
+        for positions in [_positions(cost, layer)]
+    ]
+
+
+def _positions(cost: StageCost, layer: int) -> range:
+    """The position of a layer; the loss counts with the last one."""
+    first = layer - cost.start
+    return range(first, cost.storages.count if layer == cost.stop - 1 else first + 1)
+
+
+def _state(cost: StageCost, kind: LayerState, layer: int, moving: set[tuple[str, int]]) -> int:
+    return 0 if (kind.removeprefix("early "), layer) in moving else cost.rest.bytes_of(kind, layer, layer + 1)

@@ -1,0 +1,78 @@
+"""Why a device is full, layer by layer."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from compaction import compacted
+from pipefit.decisions import Decision, State, What
+from pipefit.places import parse_place
+from pipefit.simulator import Simulation
+from pipefit.simulator.contents import contents
+from pipelines import equal_profile, make_cluster, make_plan, random_profile
+
+
+def level_before(simulation: Simulation, device: int, step: int, action: str) -> tuple[int, int, int, int]:
+    """Parameters, gradients, optimizer state and activations as an action begins: what all before it have left."""
+    level = list(simulation._at_rest(device)[:4])
+    program = simulation.program.actions[device]
+    for at, position, (_, _, _, after) in simulation._changes(device, step + 1):
+        if at == step and position >= list(map(str, program)).index(action):
+            break
+        level = [
+            level[0] + after[5], level[1] + after[0], level[2] + after[1], level[3] + after[2],
+        ]  # fmt: skip
+    return level[0], level[1], level[2], level[3]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layers_add_up_to_what_the_device_holds(seed: int) -> None:
+    """Over all layers, each category is as large as the simulation has it when the action of the peak begins."""
+    rng = Random(seed)
+    schedule = rng.choice(["1f1b", "gpipe"])
+    plan = make_plan(random_profile(7, seed), (3, 2, 2), schedule=schedule)
+    plan = compacted(plan, rng) if seed % 2 else plan
+    simulation = Simulation(plan)
+    moved = {decision.stage for decision in plan.decisions if isinstance(decision.subject, State)}
+    for device, traced in enumerate(simulation.trace().devices):
+        found = contents(plan, device)
+        assert found is not None and found.peak == traced.peak
+        parameters, gradients, optimizer, activations = level_before(
+            simulation, device, found.peak.step, found.peak.action
+        )
+        assert sum(row.activation_bytes for row in found.layers) == activations
+        if device not in moved:
+            assert sum(row.parameter_bytes for row in found.layers) == parameters
+            assert sum(row.gradient_bytes for row in found.layers) == gradients
+            assert sum(row.optimizer_bytes for row in found.layers) == optimizer
+
+
+def test_equal_layers_hold_equal_bytes_of_as_many_microbatches_as_are_in_flight() -> None:
+    """Stage s of P under 1F1B has P - s microbatches in flight, and each keeps what every layer saves."""
+    plan = make_plan(equal_profile(8, kept_bytes=96, saves_input=False), (2, 2, 2, 2))
+    for device in range(3):
+        found = contents(plan, device)
+        assert found is not None and found.peak.action.startswith(f"{device}B")
+        assert [(row.activation_bytes, row.microbatches) for row in found.layers if row.layer is not None] == [
+            (96 * (4 - device), 4 - device)
+        ] * 2
+
+
+def test_state_that_moves_counts_as_none() -> None:
+    """A layer whose optimizer state goes to the host has none of it in the table; the other layers have theirs."""
+    state = Decision(
+        stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host")
+    )
+    found = contents(make_plan(equal_profile(4), (2, 2), decisions=(state,)), 0)
+    assert found is not None
+    first, second = (row for row in found.layers if row.layer is not None)
+    assert first.optimizer_bytes == 0 < second.optimizer_bytes
+
+
+def test_a_device_without_a_stage_has_no_contents() -> None:
+    """A device that computes nothing is full of no layer."""
+    plan = make_plan(equal_profile(4), (2, 2), cluster=make_cluster(3))
+    assert contents(plan, 1) is not None
+    assert contents(plan, 2) is None
