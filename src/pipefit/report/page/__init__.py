@@ -147,7 +147,7 @@ def _drawing() -> str:
 
 def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
     """For every device the layers with the most bytes as the action begins at which it is fullest."""
-    yield "<p>What each layer has on its device as the action begins at which the device is fullest.</p>"
+    yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
     for device, share in enumerate(shares):
         found = contents(plan, device, trace=trace)
@@ -161,12 +161,14 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _layers(plan: Plan, found: Contents) -> Table:
-    """A row for each of the fullest layers, and one for all others."""
+    """A row for each of the fullest layers, one for all others, and one for what is left of the peak."""
     ordered = sorted(found.layers, key=lambda row: -row.total_bytes)
     rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
     rest = ordered[_MOST_LAYERS:]
     if rest:
         rows.append((f"{len(rest)} others", *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), ""))
+    left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
+    rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(left), "", "", "", "", ""))
     columns = ("layer", "in all", "parameters", "gradients", "optimizer state", "activations", "microbatches")
     return Table(columns, tuple(rows))
 
