@@ -9,7 +9,7 @@ from random import Random
 
 from movable import movable, random_place
 from moving_states import moving_states
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.plans import Plan
 
 
@@ -20,7 +20,8 @@ def decided(plan: Plan, rng: Random) -> Plan:
     """
     plan = replace(plan, decisions=tuple(runs(plan, rng)))
     plan = replace(plan, decisions=(*plan.decisions, *moves(plan, rng), *versions(plan, rng)))
-    return moving_states(plan, Random(len(plan.decisions)), kinds=("optimizer",))
+    kinds: tuple[StateKind, ...] = ("optimizer",) if plan.measurement.shared else ("optimizer", "gradients")
+    return moving_states(plan, Random(len(plan.decisions)), kinds)
 
 
 def runs(plan: Plan, rng: Random) -> Iterator[Decision]:

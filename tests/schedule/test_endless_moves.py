@@ -128,6 +128,49 @@ def test_an_update_moves_what_it_needs_between_the_copy_of_the_weights_and_its_u
     )
 
 
+GRADIENTS = [
+    Decision(stage=0, subject=State(start=n, stop=n + 1, kind="gradients"), what=What.OFFLOAD, place=HOST, ahead=1)
+    for n in (0, 1)
+]
+
+
+def test_gradients_are_away_between_backwards_across_the_end_of_a_step() -> None:
+    """Two stages under two versions: from a backward to the next one, of a later step or of a drain, and not behind the
+    update, which ends them. They come in for it with the piece of the last backward.
+    """
+    plan = plan_of(2, 2, *GRADIENTS, schedule="pipedream-2bw")
+    actions, carried_in, carried_out = (text.replace(".gradients]@host", "]") for text in steady(plan))
+    assert carried_in == carried_out == "0OFFLOAD[0]"
+    assert actions == (
+        "0LOAD0 0F0[0:1] 0WAIT_OFFLOAD[0] 0RECV_B-1 0RELOAD[1] 0F0[1:2] 0SEND_F0 0RELOAD[0] 0WAIT_RECV_B-1 "
+        "0WAIT_RELOAD[1] 0B-1[1:2] 0WAIT_SEND_F0 0WAIT_RELOAD[0] 0B-1[0:1] 0STASH-1 0STEP-1[0:1] 0STEP-1[1:2] "
+        "0LOAD1 0F1[0:1] 0RECV_B0 0F1[1:2] 0SEND_F1 0WAIT_STASH-1 0WAIT_RECV_B0 0B0[1:2] 0OFFLOAD[1] 0WAIT_SEND_F1 "
+        "0B0[0:1] 0OFFLOAD[0] 0WAIT_OFFLOAD[1]"
+    )
+    drain = first_device(lower_drain(plan, entered=6))[0].replace(".gradients]@host", "]")
+    assert drain == (
+        "0WAIT_OFFLOAD[0] 0RECV_B-1 0WAIT_RECV_B-1 0RELOAD[1] 0WAIT_RELOAD[1] 0B-1[1:2] 0RELOAD[0] 0WAIT_RELOAD[0] "
+        "0B-1[0:1] 0STEP-1[0:1] 0STEP-1[1:2]"
+    )
+
+
+def test_gradients_are_away_from_their_backward_to_their_update() -> None:
+    """Under PipeDream those of the last layers leave while earlier ones go backward, and all come back run by run, in a
+    drain too.
+    """
+    plan = plan_of(2, 1, *(replace(one, ahead=0, behind=0) for one in GRADIENTS))
+    drawn = "0B-1[1:2] 0OFFLOAD[1] 0WAIT_OFFLOAD[1] {0}0B-1[0:1] {1}0RELOAD[1] 0WAIT_RELOAD[1] 0STEP-1[1:2]"
+    step = steady(plan)[0].replace(".gradients]@host", "]")
+    assert drawn.format("0WAIT_SEND_F0 ", "0STASH-1 0STEP-1[0:1] ") in step
+    drain = first_device(lower_drain(plan, entered=5))[0].replace(".gradients]@host", "]")
+    assert drawn.format("", "0STEP-1[0:1] ") in drain
+
+
+def steady(plan: Plan) -> list[str]:
+    """What device 0 does in every step of a full pipeline."""
+    return first_device(step_programs(plan)[-1])
+
+
 def test_a_recomputation_may_be_early_across_the_end_of_a_step() -> None:
     """Two units ahead of the backward is in the step before; a drain does not run it again."""
     plan = plan_of(2, 1, EARLY)
@@ -193,9 +236,8 @@ def sharing(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of(2, 4, state("parameters")), "pipedream moves saved tensors, optimizer state and versions of weights"),
-        (plan_of(2, 4, state("gradients")), "move others under 1f1b"),
-        (plan_of(2, 4, state("versions"), schedule="pipedream-2bw"), "both versions .* are needed all the time"),
+        (plan_of(2, 4, state("parameters")), "the weights in use stay under schedule pipedream: move versions"),
+        (plan_of(2, 4, state("versions"), schedule="pipedream-2bw"), "needs both versions at every update"),
         (plan_of(2, 4, state("versions", 2, 4, 1)), "stage 1 is the last one and updates in place"),
         (sharing(plan_of(2, 4, state("versions", 0, 1))), "parameter 'tied' belongs to other layers of the stage too"),
         (

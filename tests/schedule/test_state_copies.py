@@ -12,6 +12,7 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.sharing import SharedParameter
+from pipefit.simulator import Simulation
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
 
 HOST = parse_place("host")
@@ -156,3 +157,17 @@ def test_a_shared_parameter_moves_with_all_of_its_layers(gradient_bytes: int) ->
     with pytest.raises(UsageError, match=r"0, 2.*share.* 'tied'|'tied' is shared by layers 0, 2: move those of all"):
         lower(plan)
     lower(replace(plan, decisions=(move("parameters", 0, 3),)))
+
+
+def test_gradients_leave_once_the_backwards_of_all_their_layers_have_borne_them() -> None:
+    """A part of their layers goes forward again within the first backward of a step: until its own backward there is
+    nothing that could leave.
+    """
+    again = Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE)
+    plan = one_stage(again, move("gradients", 0, 2, behind=0))
+    found = words(plan).replace("OFFLOAD#0@host WAIT_OFFLOAD#0@host", "out")
+    found = found.replace("RELOAD#0@host WAIT_RELOAD#0@host", "in")
+    assert found[found.index("B0") :] == (
+        "B0[2:3] B0[1:2] R0[0:1] B0[0:1] out B1[2:3] in B1[1:2] out R1[0:1] in B1[0:1] STEP[0:2] STEP[2:3]"
+    )
+    assert Simulation(plan).peak_bytes

@@ -13,7 +13,9 @@ from pipefit.actions import Action
 from pipefit.decisions import Decision, State
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
+from pipefit.schedule.bundles import moved_states
 from pipefit.schedule.order import check_alone
+from pipefit.schedule.state_copies import check_moved
 
 
 def check_endless(plan: Plan) -> None:
@@ -33,6 +35,7 @@ def check_endless(plan: Plan) -> None:
             f"up before every update, but schedule {name} updates every stage by itself: put all of its layers into "
             "one stage, untie them, or use schedule 1f1b"
         )
+    check_moved(moved_states(plan), plan)
     for decision in plan.decisions:
         if isinstance(decision.subject, State):
             _check_state(plan, decision, decision.subject)
@@ -46,18 +49,21 @@ def check_endless(plan: Plan) -> None:
 
 
 def _check_state(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that the state which a decision moves is the optimizer's, or versions of weights besides those in use.
+    """Check that a state is not the weights in use, and that a stage holds older versions of them for some time.
 
     Raises:
         UsageError: it is not; says why.
     """
     name, last = plan.training.schedule, len(plan.stages) - 1
-    if state.kind == "optimizer":
+    if state.kind in ("optimizer", "gradients"):
         return
     if state.kind != "versions":
-        why = f"schedule {name} moves saved tensors, optimizer state and versions of weights; move others under 1f1b"
+        why = f"the weights in use stay under schedule {name}: move versions of them, or parameters under 1f1b"
     elif name == "pipedream-2bw":
-        why = "both versions of pipedream-2bw are needed all the time, by forwards, backwards or updates; use pipedream"
+        why = (
+            "pipedream-2bw needs both versions at every update and in the backwards before it, when a stage is "
+            "fullest; use pipedream"
+        )
     elif decision.stage == last:
         why = f"stage {last} is the last one and updates in place, so that it has no older weights; leave it out"
     else:

@@ -15,6 +15,9 @@ them after it. Every piece of a forward or backward counts, and every update of 
 the next run come while this one computes.
 Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
 at the edges of the layers (`pipefit.schedule.recomputation`), so that only those in use are there.
+
+Under an endless schedule gradients alone move so (`gradient_moves`), each time from the first backward behind an update
+to the next update.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.schedule.bundles import Bundles, moved_states, named, subjects_of
-from pipefit.schedule.copies import Timeline
+from pipefit.schedule.copies import Move, Timeline
 
 
 def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Action]:
@@ -42,11 +45,18 @@ def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> li
     decisions = [decision for decision in moved_states(plan) if decision.stage in stages]
     if not decisions:
         return list(actions)
-    _check(decisions, plan)
-    copies = _Copies(actions)
+    check_moved(decisions, plan)
+    copies = _Copies(Timeline(actions))
     for decision in decisions:
         copies.add(decision, _action(decision, bundles))
     return list(copies.merged())
+
+
+def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:
+    """What one rank moves away and back by decisions to offload gradients, between two uses."""
+    copies = _Copies(timeline)
+    for decision in decisions:
+        yield from copies.gaps(decision, _action(decision, bundles))
 
 
 def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bundles: Bundles) -> list[Action]:
@@ -61,12 +71,11 @@ def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bun
 class _Copies:
     """A rank's actions, and the copies of state to insert before and after each of them."""
 
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions = actions
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.actions = timeline, timeline.actions
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
-        self.timeline = Timeline(actions)
-        self.computing = [n for n, action in enumerate(actions) if _computes(action)]
+        self.computing = [n for n, action in enumerate(self.actions) if _computes(action)]
 
     def add(self, decision: Decision, offload: Action) -> None:
         """Insert the copies of one decision."""
@@ -76,13 +85,18 @@ class _Copies:
         reload = offload._replace(kind=Kind.RELOAD)
         if _kind(decision) == "parameters":
             self._insert(self._begin(decision, uses[0]), uses[0], reload)
-        for one, following in pairwise(uses):
-            freed, begin = self._freed(decision, one), self._begin(decision, following)
-            if any(map(_computes, self.actions[freed + 1 : begin])):
-                self._leave(one, freed, offload)
-                self._insert(begin, following, reload)
+        for move in self.gaps(decision, offload):
+            self._leave(move.start, move.freed, offload)
+            self._insert(move.back, move.users[0], reload)
         if _kind(decision) == "parameters":
             self._leave(uses[-1], self._freed(decision, uses[-1]), offload)
+
+    def gaps(self, decision: Decision, offload: Action) -> Iterator[Move]:
+        """When a state is away between two uses."""
+        for one, following in self._pairs(decision):
+            freed, begin = self._freed(decision, one), self._begin(decision, following)
+            if any(map(_computes, self.actions[freed + 1 : begin])):
+                yield Move(offload, one, freed, begin, (following,))
 
     def merged(self) -> Iterator[Action]:
         """The actions with the copies inserted."""
@@ -105,6 +119,23 @@ class _Copies:
                 continue
             if action.layers is None or (action.layers[0] < stop and start < action.layers[1]):
                 yield number
+
+    def _pairs(self, decision: Decision) -> Iterator[tuple[int, int]]:
+        """Two uses of a state, one after the other, between which all of it exists.
+
+        Gradients exist once every layer has gone backward since the update before.
+        """
+        assert isinstance(decision.subject, State)
+        layers = frozenset(range(decision.subject.start, decision.subject.stop))
+        missing = layers if decision.subject.kind == "gradients" else frozenset()
+        for one, following in pairwise(self._uses(decision)):
+            action = self.actions[one]
+            if action.kind is Kind.BACKWARD:
+                missing = missing.difference(range(*action.layers) if action.layers else layers)
+            elif action.kind is Kind.STEP and decision.subject.kind == "gradients":
+                missing = layers
+            if not missing:
+                yield one, following
 
     def _freed(self, decision: Decision, use: int) -> int:
         """The position behind which an OFFLOAD is joined that starts behind `use`; freeing alone takes no time."""
@@ -145,7 +176,7 @@ def _action(decision: Decision, bundles: Bundles) -> Action:
     return Action(Kind.OFFLOAD, decision.stage, subject=subject, place=decision.place)
 
 
-def _check(decisions: Sequence[Decision], plan: Plan) -> None:
+def check_moved(decisions: Sequence[Decision], plan: Plan) -> None:
     """Check that every layer's state is moved once, and with whatever shares a parameter with it.
 
     Raises:

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import chain
 
 from pipefit.actions import SENDS, UPDATES, Action, Kind
-from pipefit.decisions import SavedTensors, State, What
+from pipefit.decisions import Decision, SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.program import shifted
 from pipefit.schedule.bundles import Bundles
@@ -28,6 +28,7 @@ from pipefit.schedule.copies import Inserted, Move, Timeline, inserted, moves_of
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units
+from pipefit.schedule.state_copies import gradient_moves
 from pipefit.schedule.updates import update_of
 from pipefit.schedule.version_moves import version_moves
 
@@ -85,9 +86,10 @@ class Stream:
         return [shifted(action, -self._entered) for action in actions]
 
     def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
-        """The actions of a drain with what the earlier steps have left to do of their moves."""
+        """The actions of a drain with what the earlier steps have left to do of their moves, and its own moves."""
         earlier = list(chain(*self._units[: len(self._earlier)]))
-        done = set(communicated(earlier, self._plan, endless=True)) if earlier else set()
+        past = list(communicated(earlier, self._plan, endless=True)) if earlier else []
+        done = set(past)
         at, own = self._timeline.actions, {action: number for number, action in enumerate(actions)}
         left = [move for move in moves if at[move.start] in done and at[move.users[0]] not in done]
         joins = [move.offload.join for move in left if at[move.freed] not in done]
@@ -98,8 +100,10 @@ class Stream:
             needed.setdefault(first, []).extend((*reload, move.reload.join))
         begun = next((n for n, a in enumerate(actions) if not (a.wait and a.kind in SENDS)), len(actions))
         yield from (*actions[:begun], *joins)
-        for action in actions[begun:]:
-            yield from (*needed.get(action, ()), action)
+        gradients = gradient_moves(Timeline([*past, *actions]), self._gradients, self._bundles)
+        before, behind = inserted([move for move in gradients if move.start >= len(past)])
+        for number, action in enumerate(actions[begun:], start=len(past) + begun):
+            yield from (*needed.get(action, ()), *before[number], action, *behind[number])
 
     def _order(self, microbatches: int, entered: int) -> Order:
         """The order of compute actions in a step after `entered` microbatches."""
@@ -131,16 +135,24 @@ class Stream:
         return Timeline(list(communicated(list(chain(*self._units)), self._plan, endless=True)))
 
     def _moves(self) -> list[Move]:
-        """All that microbatches move away and back in the stream."""
-        offloads = self._plan.decisions_of(self._rank, What.OFFLOAD)
-        tensors = [decision for decision in offloads if isinstance(decision.subject, SavedTensors)]
-        versions = [d for d in offloads if isinstance(d.subject, State) and d.subject.kind == "versions"]
-        if not tensors and not versions:
+        """All that is moved away and back in the stream, but for updates."""
+        tensors = [d for d in self._offloads if isinstance(d.subject, SavedTensors)]
+        versions = [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == "versions"]
+        if not tensors and not versions and not self._gradients:
             return []
         return [
             *moves_of(self._timeline, tensors, self._plan, self._bundles),
             *version_moves(self._timeline, versions, self._plan.stages[self._rank], self._bundles),
+            *gradient_moves(self._timeline, self._gradients, self._bundles),
         ]
+
+    @cached_property
+    def _offloads(self) -> tuple[Decision, ...]:
+        return tuple(self._plan.decisions_of(self._rank, What.OFFLOAD))
+
+    @property
+    def _gradients(self) -> list[Decision]:
+        return [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == "gradients"]
 
     def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:
         return {self._timeline.actions[position]: copies for position, copies in places.items()}
