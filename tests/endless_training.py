@@ -126,9 +126,11 @@ class Gradients:
             self._note(updates, layers, own)
             step(updates, layers)
 
-        def watched_elsewhere(updates: Updates, layers: Layers, own: Mapping[nn.Parameter, Tensor]) -> Any:
+        def watched_elsewhere(
+            updates: Updates, layers: Layers, own: Mapping[nn.Parameter, Tensor], seconds: float
+        ) -> Any:
             self._note(updates, layers, own)
-            return elsewhere(updates, layers, own)
+            return elsewhere(updates, layers, own, seconds)
 
         patch.setattr(Updates, "step", watched)
         patch.setattr(Updates, "start_elsewhere", watched_elsewhere)

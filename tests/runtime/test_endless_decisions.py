@@ -159,8 +159,8 @@ def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> 
 
 
 def mixed(schedule: str, microbatches: int = 4) -> Plan:
-    """Three stages and a lender: tensors and optimizer state move to peers and the host, runs are recomputed early, the
-    host updates layers, weights move too.
+    """Three stages and a lender: tensors, optimizer state and gradients move to peers and the host, runs are recomputed
+    early, the host updates layers, weights move too.
     """
     plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
     decisions = [
@@ -168,6 +168,7 @@ def mixed(schedule: str, microbatches: int = 4) -> Plan:
         moved(0, SavedTensors(tensors=((1, 0),)), "device3*2+host*1", behind=2),
         moved(1, SavedTensors(tensors=((3, 0),)), "device2", ahead=1, microbatches=Microbatches(1, 2)),
         moved(0, State(start=0, stop=1, kind="optimizer"), "device3*1+host*1", ahead=1, behind=0),
+        moved(0, State(start=0, stop=1, kind="gradients"), "host", behind=0),
         updated_on_the_host(1, 2, 3),
         updated_on_the_host(2, 4, 6),
     ]

@@ -12,8 +12,9 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
-from pipefit.cost.states import StateMoves, state_moves
+from pipefit.cost.states import Layers, StateMoves, state_moves
 from pipefit.cost.storages import StageStorages
+from pipefit.cost.time import host_update_seconds
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -101,8 +102,23 @@ def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
 
 def _state_mover(moves: StateMoves, plan: Plan, storages: StageStorages, mover: Mover) -> StateMover | None:
     """What moves the state of a stage; None where none is moved."""
-    rest = StageRest(storages, plan.training.microbatches)
-    return StateMover(moves, rest, mover, plan.cluster.devices[mover.number].host) if moves.homes else None
+    if not moves.homes:
+        return None
+    rest, host = StageRest(storages, plan.training.microbatches), plan.cluster.devices[mover.number].host
+    paced = plan.cluster.backend == "emulated" and mover.copier.beside
+    return StateMover(moves, rest, mover, host, _update_seconds(moves, plan, storages, host) if paced else {})
+
+
+def _update_seconds(moves: StateMoves, plan: Plan, storages: StageStorages, near: int) -> dict[Layers, float]:
+    """What updates on a host take, by their layers, where its memory is of known speed; `near` is the device's host."""
+    found = {}
+    for (_, layers), place in moves.updates.items():
+        number = place.members[0].number
+        host = plan.cluster.hosts[near if number is None else number]
+        if host.memory_bandwidth is not None:
+            costs = storages.costs[layers[0] - storages.start : layers[1] - storages.start]
+            found[layers] = sum(host_update_seconds(cost, host) for cost in costs)
+    return found
 
 
 def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:

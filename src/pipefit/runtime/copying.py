@@ -6,16 +6,17 @@ and out of it is the slot's own: in memory they are copied, on a disk written an
 
 Links of emulated devices are paced: a copy ends no earlier than its link would take after its start. Outward copies of
 a device come one after the other, and so do inward ones, as in the simulator; what copies of several devices would take
-from each other on a common wire is not made up.
+from each other on a common wire is not made up. Updates on a host keep their time in the same way (`Pace`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Event
@@ -54,8 +55,31 @@ class Part(NamedTuple):
     nbytes: int
 
 
+class Pace:
+    """Lets what runs on a thread end no earlier than an emulated device would, unless a step has failed meanwhile."""
+
+    def __init__(self) -> None:
+        self._ending = Event()
+
+    def keep(self, seconds: float, run: Callable[[], None]) -> None:
+        """Run something, which takes `seconds` or longer."""
+        end, ending = time.monotonic() + seconds, self._ending
+        run()
+        while (left := end - time.monotonic()) > 0 and not ending.wait(left):
+            pass
+
+    def abandon(self) -> None:
+        """What runs now has no time to keep any more."""
+        self._ending.set()
+        self._ending = Event()
+
+
 class Copier(Protocol):
     """What moves bytes between storages and slots."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether copies run while the device computes, so that they take time of their own."""
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Any:
         """Begin to copy, into the slots if `outward`, over links that take `seconds`; a handle to join."""
@@ -69,6 +93,8 @@ class Copier(Protocol):
 
 class NoCopier:
     """Copies nothing: the tensors are fake."""
+
+    beside = False
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> None:
         """There is nothing to copy."""
@@ -90,14 +116,17 @@ class AtOnce(NoCopier):
 class Beside:
     """Copies on two threads, one outward and one inward, while the device computes."""
 
+    beside = True
+
     def __init__(self) -> None:
         self._streams = [ThreadPoolExecutor(1, f"pipefit-copies-{way}") for way in ("in", "out")]
         self._under_way: list[Future[None]] = []
-        self._ending = Event()
+        self._pace = Pace()
 
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Future[None]:
         self._under_way = [copy for copy in self._under_way if not copy.done()]
-        copy = self._streams[outward].submit(self._paced, tuple(parts), outward, seconds)
+        carrying = partial(carry, tuple(parts), outward=outward)
+        copy = self._streams[outward].submit(self._pace.keep, seconds, carrying)
         self._under_way.append(copy)
         return copy
 
@@ -105,17 +134,10 @@ class Beside:
         handle.result()
 
     def abandon(self) -> None:
-        self._ending.set()
+        self._pace.abandon()
         for copy in self._under_way:
             copy.exception()  # returns when the copy has ended, which now takes no time of a link
         self._under_way.clear()
-        self._ending = Event()
-
-    def _paced(self, parts: Sequence[Part], outward: bool, seconds: float) -> None:
-        end, ending = time.monotonic() + seconds, self._ending
-        carry(parts, outward=outward)
-        while (left := end - time.monotonic()) > 0 and not ending.wait(left):
-            pass
 
 
 def carry(parts: Sequence[Part], *, outward: bool) -> None:

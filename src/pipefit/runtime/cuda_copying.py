@@ -73,6 +73,8 @@ class OnStream:
         here: makes the device the current one.
     """
 
+    beside = True
+
     def __init__(
         self,
         copies: Queue,

@@ -9,7 +9,7 @@ are tensors over the memory of their home, and so are the gradients that arrive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,10 +54,14 @@ class StateMover:
 
     Args:
         mover: of the device; it has the slots, and copies.
+        host: that the device is in.
+        seconds: which updates at a place take at least, by their layers.
     """
 
-    def __init__(self, moves: StateMoves, rest: StageRest, mover: Mover, host: int) -> None:
-        self._moves, self._mover = moves, mover
+    def __init__(
+        self, moves: StateMoves, rest: StageRest, mover: Mover, host: int, seconds: Mapping[Layers, float]
+    ) -> None:
+        self._moves, self._mover, self._seconds = moves, mover, seconds
         self._contents: dict[Home, _Content] = {}
         for home, kept in moves.homes.items():
             planned = sum(rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
@@ -258,7 +262,8 @@ class StateMover:
             return
         self._expect(action, gradients, Condition.AWAY)
         self._expect(action, parameters, Condition.HERE)
-        self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers))
+        seconds = self._seconds.get(layers, 0.0)
+        self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers), seconds)
         gradients.condition = parameters.condition = Condition.UPDATING
 
     def _content(self, kept: Kept, action: Action) -> _Content:

@@ -2,13 +2,15 @@
 
 An update at a place runs on a thread beside the device. The optimizer works there on copies of the parameters, and on
 gradients that have been sent; of the stage's own parameters it knows nothing. Its operations are those of an update on
-the device, on tensors of the same shapes, so that the numbers are the same.
+the device, on tensors of the same shapes, so that the numbers are the same. Beside an emulated device it ends no
+earlier than the host's memory would let it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import Task
 from pipefit.cost.states import Kept, Layers
 from pipefit.runtime.agreement import Agreement
+from pipefit.runtime.copying import Pace
 from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.parts import step_part
@@ -46,6 +49,7 @@ class Updates:
         self._updated: set[int] = set()  # layers, in this step
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
+        self._pace = Pace()
 
     def parameters(self, layers: Layers) -> list[nn.Parameter]:
         """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
@@ -107,8 +111,13 @@ class Updates:
         left_out = {*map(id, parameters), *map(id, self._elsewhere)}
         return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
 
-    def start_elsewhere(self, layers: Layers, gradients: Mapping[nn.Parameter, Tensor]) -> Future[None] | None:
-        """Begin to update these layers at their place, with the `gradients` there; None where nothing is to be done."""
+    def start_elsewhere(
+        self, layers: Layers, gradients: Mapping[nn.Parameter, Tensor], seconds: float
+    ) -> Future[None] | None:
+        """Begin to update these layers at their place, with the `gradients` there; None where nothing is to be done.
+
+        It takes `seconds` or longer.
+        """
         copies = [copy for p in self.parameters(layers) if p.requires_grad and (copy := self._elsewhere[p]) is not None]
         if self.optimizer is None or not copies or self._skipped:
             return None
@@ -118,7 +127,7 @@ class Updates:
             copy.grad = gradient
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
-        started = self._thread.submit(self._step_elsewhere, copies)
+        started = self._thread.submit(self._pace.keep, seconds, partial(self._step_elsewhere, copies))
         self._under_way.append(started)
         return started
 
@@ -141,6 +150,7 @@ class Updates:
 
     def abandon(self) -> None:
         """Nothing is being updated any more, after a step has failed."""
+        self._pace.abandon()
         for started in self._under_way:
             started.exception()
         self._under_way.clear()
