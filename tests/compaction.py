@@ -1,5 +1,6 @@
 """Plans with random decisions of all kinds, mixed: in every stage runs of layers that are recomputed, and saved tensors
-that are moved away, alone and in bundles, to hosts and peers, each for a share of the microbatches.
+that are moved away, alone and in bundles, to hosts and peers, each for a share of the microbatches. Under endless
+schedules older weights, optimizer state and gradients move too, and hosts update layers.
 """
 
 from __future__ import annotations
@@ -7,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 from moving_plans import random_place
+from moving_states import moving_states
 from pipefit.actions import Subject
 from pipefit.cost.storages import StageStorages
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from random_cases import cuts_a_shared_parameter
@@ -26,12 +29,21 @@ def compacted(plan: Plan, rng: Random) -> Plan:
     for stage in range(len(plan.stages)):
         decisions += _runs(plan, stage, rng)
         decisions += _moves(plan, stage, [one for one in decisions if one.stage == stage], rng)
-    return replace(plan, decisions=tuple(decisions))
+    plan = replace(plan, decisions=tuple(decisions))
+    return _with_state(plan, rng) if plan.training.endless else plan
 
 
-def _share(rng: Random) -> Microbatches:
-    every = rng.randint(1, 3)
+def _share(plan: Plan, rng: Random) -> Microbatches:
+    """A share of the microbatches; under an endless schedule, one that is the same in every step."""
+    count, every = plan.training.microbatches, rng.randint(1, 3)
+    if plan.training.endless:
+        every = rng.choice([number for number in range(1, count + 1) if count % number == 0])
     return Microbatches(rng.randint(1, every), every, rng.randrange(every))
+
+
+def _times(plan: Plan) -> list[int]:
+    """Values of `ahead` and `behind`; steps of an endless schedule may be reached over."""
+    return [0, 0, 1, 2, 4] if plan.training.endless else [0, 0, 1, 2]
 
 
 def _meet(plan: Plan, one: Microbatches, other: Microbatches) -> bool:
@@ -48,13 +60,13 @@ def _runs(plan: Plan, stage: int, rng: Random) -> list[Decision]:
     for _ in range(rng.randint(0, RUNS)):
         start = rng.randrange(place.start, place.stop)
         layers = range(start, min(place.stop, start + rng.randint(1, 4)))
-        share, taken = _share(rng), {n for one in found for n in range(one.layers[0], one.layers[1] + 1)}
+        share, taken = _share(plan, rng), {n for one in found for n in range(one.layers[0], one.layers[1] + 1)}
         if not taken.isdisjoint(layers) and any(_meet(plan, share, one.microbatches) for one in found):
             continue
         if cuts_a_shared_parameter(plan, place, layers.start, layers.stop) or not _repeatable(plan, layers):
             continue
         run = Run(start=layers.start, stop=layers.stop)
-        ahead = rng.choice([0, 0, 1, 2])
+        ahead = rng.choice(_times(plan))
         found.append(Decision(stage=stage, subject=run, what=What.RECOMPUTE, microbatches=share, ahead=ahead))
     return found
 
@@ -75,7 +87,7 @@ def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Ite
     rng.shuffle(names)
     for _ in range(rng.randint(0, MOVES)):
         taken, names = names[: (cut := rng.choice([1, 1, 2, 4]))], names[cut:]
-        share = _share(rng)
+        share = _share(plan, rng)
         again = {
             layer
             for run in runs
@@ -90,8 +102,8 @@ def _moves(plan: Plan, stage: int, runs: Sequence[Decision], rng: Random) -> Ite
                 what=What.OFFLOAD,
                 place=random_place(plan, plan.stages[stage].device, rng),
                 microbatches=share,
-                behind=rng.choice([0, 0, 1, 2]),
-                ahead=rng.choice([0, 0, 1, 2]),
+                behind=rng.choice(_times(plan)),
+                ahead=rng.choice(_times(plan)),
             )
 
 
@@ -106,3 +118,33 @@ def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection
                 if storages.sizes[number] and number not in seen:
                     seen.add(number)
                     yield (layer, saved.index), storages.savers(subject)
+
+
+# -------------------------------------------------------------------- weights, gradients and optimizer state
+
+
+def _with_state(plan: Plan, rng: Random) -> Plan:
+    """The plan with older weights and state moved too; gradients only where no layers share a parameter, which parts of
+    a stage could not.
+    """
+    kinds: tuple[StateKind, ...] = ("optimizer",) if plan.measurement.shared else ("optimizer", "gradients")
+    return moving_states(replace(plan, decisions=(*plan.decisions, *_versions(plan, rng))), rng, kinds)
+
+
+def _versions(plan: Plan, rng: Random) -> Iterator[Decision]:
+    """In some stages that hold older weights, those of runs of layers move; where some are shared, those of all."""
+    older = plan.stages[:-1] if plan.training.schedule == "pipedream" else ()
+    for number, stage in enumerate(older):
+        edges = [stage.start, stage.stop]
+        if not plan.measurement.shared and len(range(*edges)) > 1:
+            edges.insert(1, rng.randrange(stage.start + 1, stage.stop))
+        for start, stop in pairwise(edges):
+            if any(cost.trained_bytes for cost in plan.measurement.costs[start:stop]) and rng.random() < 0.5:
+                yield Decision(
+                    stage=number,
+                    subject=State(start=start, stop=stop, kind="versions"),
+                    what=What.OFFLOAD,
+                    place=random_place(plan, stage.device, rng),
+                    behind=rng.choice(_times(plan)),
+                    ahead=rng.choice(_times(plan)),
+                )

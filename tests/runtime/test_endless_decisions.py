@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from endless_plans import decided
+from compaction import compacted
 from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
 from moving_plans import make_chain, movable
 from oracle import measured_peaks
@@ -68,7 +68,7 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
         task, split, microbatches=microbatches, schedule=schedule, profiled=found(name), devices=max(stages, 2)
     )
     plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
-    return task, decided(plan, rng)
+    return task, compacted(plan, rng)
 
 
 def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
@@ -142,7 +142,7 @@ def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> 
     task, rng = skipping(), Random(schedule)
     layers = len((measured := profile(task, microbatch_size=2, threads=1)).layers)
     still = plan_of(task, [2, layers - 4, 2], microbatches=4, schedule=schedule, profiled=measured)
-    plan = decided(still, rng)
+    plan = compacted(still, rng)
     assert {decision.what for decision in plan.decisions} >= {What.RECOMPUTE, What.OFFLOAD}
     one, other = (Trainer(task, each, seed=SEED) for each in (plan, still))
     steps = distinct_steps(plan)

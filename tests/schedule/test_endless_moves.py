@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from compaction import compacted
 from endless import one_program
-from endless_plans import decided
 from pipefit.actions import RECEIVES, UPDATES, Action, Kind
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
 from pipefit.errors import UsageError
@@ -196,7 +196,7 @@ def test_what_is_done_does_not_depend_on_where_steps_end(schedule: str, seed: in
         microbatches=rng.choice((4, 6)),
         schedule=schedule,
     )
-    plan = decided(plan, rng)
+    plan = compacted(plan, rng)
     count, turn = plan.training.microbatches, period(plan)
     step = max(turn, 1 if schedule == "pipedream" else stages + -stages % turn)
     others = [step] * (4 * count // step - 1)

@@ -61,15 +61,20 @@ class Pace:
     def __init__(self) -> None:
         self._ending = Event()
 
-    def keep(self, seconds: float, run: Callable[[], None]) -> None:
-        """Run something, which takes `seconds` or longer."""
-        end, ending = time.monotonic() + seconds, self._ending
-        run()
-        while (left := end - time.monotonic()) > 0 and not ending.wait(left):
-            pass
+    def keeping(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
+        """What runs `run` and takes `seconds` or longer from its own begin on."""
+        ending = self._ending
+
+        def paced() -> None:
+            end = time.monotonic() + seconds
+            run()
+            while (left := end - time.monotonic()) > 0 and not ending.wait(left):
+                pass
+
+        return paced
 
     def abandon(self) -> None:
-        """What runs now has no time to keep any more."""
+        """What has been made so far, whether it has begun or not, has no time to keep any more."""
         self._ending.set()
         self._ending = Event()
 
@@ -126,7 +131,7 @@ class Beside:
     def start(self, parts: Sequence[Part], *, outward: bool, seconds: float) -> Future[None]:
         self._under_way = [copy for copy in self._under_way if not copy.done()]
         carrying = partial(carry, tuple(parts), outward=outward)
-        copy = self._streams[outward].submit(self._pace.keep, seconds, carrying)
+        copy = self._streams[outward].submit(self._pace.keeping(seconds, carrying))
         self._under_way.append(copy)
         return copy
 

@@ -127,7 +127,7 @@ class Updates:
             copy.grad = gradient
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
-        started = self._thread.submit(self._pace.keep, seconds, partial(self._step_elsewhere, copies))
+        started = self._thread.submit(self._pace.keeping(seconds, partial(self._step_elsewhere, copies)))
         self._under_way.append(started)
         return started
 
