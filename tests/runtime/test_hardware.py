@@ -1,15 +1,23 @@
-"""GPUs in a process that has used fake ones: where they train, and which generators are put back."""
+"""The GPUs of workers, and streams in a process that has used fake ones."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from pipefit.errors import UsageError
 from pipefit.fake.target import FakeTarget
-from pipefit.runtime.hardware import check_streams
+from pipefit.plans import Grid, Plan
+from pipefit.runtime.hardware import check_hosts, check_streams
+from pipefit.runtime.joining import device_of
+from tiny import plan_of, task_of
 
 GPU = torch.device("cuda", 0)
 
@@ -26,6 +34,72 @@ def test_a_stream_of_its_own_is_refused_after_fake_devices() -> None:
             check_streams([GPU])
         current.return_value = "default"
         check_streams([GPU])
+
+
+def on_hosts(*hosts: int, order: tuple[int, ...]) -> Plan:
+    """A layer on each of these devices of GPUs, which sit in such hosts."""
+    plan = plan_of(task_of(lambda: [nn.Linear(8, 8) for _ in hosts], outputs=8), [1] * len(hosts))
+    devices = tuple(replace(device, host=host) for device, host in zip(plan.cluster.devices, hosts, strict=True))
+    cluster = replace(plan.cluster, backend="cuda", devices=devices, hosts=plan.cluster.hosts * (max(hosts) + 1))
+    stages = tuple(replace(stage, grid=Grid.of(device)) for stage, device in zip(plan.stages, order, strict=True))
+    return replace(plan, cluster=cluster, stages=stages)
+
+
+@contextmanager
+def started(rank: int, world: int, local: int | None = None, shown: int = 8) -> Iterator[None]:
+    """A worker that torchrun has started, with `local` workers on each machine, or another launcher that tells none."""
+    told = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if local:
+        told |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
+    with (
+        mock.patch.dict(os.environ, told),
+        mock.patch.object(torch.cuda, "device_count", return_value=shown),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        yield
+
+
+def found(plan: Plan, local: int | None = None, shown: int = 8) -> list[int]:
+    """The numbers of the GPUs on which the workers of a plan compute, each on its machine."""
+    numbers = []
+    for rank in range(len(plan.ranks)):
+        with started(rank, len(plan.ranks), local, shown):
+            check_hosts(plan, rank)
+            numbers.append(device_of(plan, rank).index)
+    return numbers
+
+
+def test_every_worker_is_on_the_gpu_of_its_stage() -> None:
+    """Whatever the order of stages on devices, and whatever number torchrun gives a worker on its machine."""
+    plan = on_hosts(0, 0, 0, 0, order=(2, 0, 3, 1))
+    assert found(plan, local=4) == [2, 0, 3, 1]
+    assert found(plan) == [2, 0, 3, 1]
+
+
+def test_a_gpu_is_counted_on_its_host() -> None:
+    """Devices 2 and 3 are the first two of the second machine; on one machine with all of them they are not."""
+    plan = on_hosts(0, 0, 1, 1, order=(3, 2, 0, 1))
+    assert found(plan, local=2) == [1, 0, 0, 1]
+    assert found(plan) == [1, 0, 0, 1]
+    assert found(plan, local=4) == [3, 2, 0, 1]
+
+
+def test_workers_on_the_wrong_machine_are_told() -> None:
+    """Two on each of two machines, where the plan has one host's stages at both ends, or three of four on one host."""
+    for hosts, together in (((0, 1, 1, 0), "[0, 3]"), ((0, 0, 0, 1), "[0, 1, 2]")):
+        with pytest.raises(UsageError) as caught:
+            found(on_hosts(*hosts, order=(0, 1, 2, 3)), local=2)
+        assert f"workers [0, 1] were started on one machine, but the plan has workers {together} on host 0" in str(
+            caught.value
+        )
+
+
+def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
+    """As SLURM may show one to every worker; torchrun says how many workers see the same one, which is refused."""
+    plan = on_hosts(0, 0, order=(1, 0))
+    assert found(plan, shown=1) == [0, 0]
+    with pytest.raises(UsageError, match="needs GPU 1 of this machine, which shows 1"):
+        found(plan, local=2, shown=1)
 
 
 def test_without_fake_devices_any_stream_may_be_used() -> None:

@@ -8,6 +8,7 @@ from pipefit.errors import OutOfMemory, PeerLost, PipefitError, WorkerFailed
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 
 LOST, OWN, MEMORY, DEAD = PeerLost("lost"), WorkerFailed("own"), OutOfMemory("full"), died(-9, starting=False)
+ABORTED, CRASHED = died(-6, starting=False, on_gpu=True), died(-6, starting=False)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,17 @@ LOST, OWN, MEMORY, DEAD = PeerLost("lost"), WorkerFailed("own"), OutOfMemory("fu
         ([(LOST, 1), (OWN, 2), (DEAD, 3)], 2),
         ([(DEAD, 2), (DEAD, 1)], 1),
         ([(LOST, 2), (LOST, 1)], 1),
+        ([(ABORTED, 1), (OWN, 2)], 1),
+        ([(ABORTED, 1), (MEMORY, 2), (LOST, 3)], 1),
+        ([(ABORTED, 1), (DEAD, 2)], 1),
+        ([(LOST, 1), (ABORTED, 2)], 1),
+        ([(OWN, 1), (CRASHED, 2)], 1),
     ],
 )
 def test_the_failure_that_caused_the_others_is_found(failures: list[tuple[PipefitError, float]], blamed: int) -> None:
-    """A death is a cause before an error, an error before a lost peer; among several of a kind, the earliest."""
+    """A death is a cause before an error, an error before an abort on a GPU, where NCCL aborts those that wait in vain,
+    and that before a lost peer; among several of a kind, the earliest.
+    """
     assert root_cause(dict(enumerate(failures))) == blamed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -33,7 +34,7 @@ def backend_of(plan: Plan) -> str:
 
 
 def local_device(cluster: Cluster, number: int) -> torch.device:
-    """Where this machine runs one of the cluster's devices: on its GPU of that number, or on the CPU.
+    """Where this machine runs one of the cluster's devices: on its GPU for it, or on the CPU.
 
     Raises:
         UsageError: it has no such GPU.
@@ -41,22 +42,57 @@ def local_device(cluster: Cluster, number: int) -> torch.device:
     if cluster.backend != "cuda":
         return torch.device("cpu")
     device = gpu(cluster, number)
-    torch.cuda.set_device(number)
+    torch.cuda.set_device(device)
     return device
 
 
 def gpu(cluster: Cluster, number: int) -> torch.device:
-    """This machine's GPU of that number.
+    """This machine's GPU for one of the cluster's devices.
+
+    Its number is the device's, or, where workers run on several machines, the device's among those of its host. Where a
+    launcher shows every worker a single GPU, it is that one.
 
     Raises:
         UsageError: it has no such GPU.
     """
-    if number >= torch.cuda.device_count():
+    there, shown = _number_here(cluster, number), torch.cuda.device_count()
+    if shown == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        return torch.device("cuda", 0)  # as SLURM does; torchrun would tell how many workers see the same GPU
+    if there >= shown:
         raise UsageError(
-            f"{cluster.name} needs GPU {number} of this machine, which shows {torch.cuda.device_count()}: choose a "
-            "cluster of fewer devices, or emulated ones"
+            f"{cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of fewer "
+            "devices, or emulated ones"
         )
-    return torch.device("cuda", number)
+    return torch.device("cuda", there)
+
+
+def _number_here(cluster: Cluster, number: int) -> int:
+    """The number of a device on this machine: its own, or among those of its host where not all workers are here."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return number
+    host = cluster.devices[number].host
+    return sum(device.host == host for device in cluster.devices[:number])
+
+
+def check_hosts(plan: Plan, rank: int) -> None:
+    """Check that the workers which torchrun has started on the machine of `rank` are all those of one host of the plan.
+
+    Raises:
+        UsageError: they are not; says which workers belong together.
+    """
+    told = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    local, count = (int(text or -1) for text in told)
+    if plan.cluster.backend != "cuda" or None in told or count == len(plan.ranks):
+        return  # not told, or all on this machine, wherever the plan thinks that their devices are
+    hosts = [plan.cluster.devices[plan.stages[stages[0]].device].host for stages in plan.ranks]
+    started, host = list(range(rank - local, rank - local + count)), hosts[rank]
+    together = [number for number, other in enumerate(hosts) if other == host]
+    if started != together:
+        raise UsageError(
+            f"workers {started} were started on one machine, but the plan has workers {together} on host {host}, which "
+            f"worker {rank} belongs to: start {len(together)} there, as torchrun --nproc-per-node does, with the "
+            "machines in the order of the plan's stages"
+        )
 
 
 def check_streams(devices: Iterable[torch.device]) -> None:

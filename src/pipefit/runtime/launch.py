@@ -263,7 +263,8 @@ class _Supervisor:
             kind, *words = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(timeout=_GRACE_SECONDS)  # a process that used a GPU takes a while to end
-            worker.error = died(worker.process.exitcode, starting=worker.heartbeat.action == STARTING)
+            starting, on_gpu = worker.heartbeat.action == STARTING, self.plan.cluster.backend == "cuda"
+            worker.error = died(worker.process.exitcode, starting=starting, on_gpu=on_gpu)
             return
         finally:
             worker.last_sign = time.monotonic()

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import PeerLost, first_line
+from pipefit.errors import OutOfMemory, PeerLost, first_line
 from pipefit.plans import Plan
+from pipefit.runtime.out_of_memory import unless_ran_out
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.transport import advice
 
@@ -76,5 +77,6 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
     return Result(devices=tuple(plan.stages[stages[0]].device for stages in ranks), told=told, work=work)
 
 
-def _lost(error: RuntimeError) -> PeerLost:
-    return PeerLost(f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}")
+def _lost(error: RuntimeError) -> PeerLost | OutOfMemory:
+    lost = PeerLost(f"a worker did not report its loss and peaks ({first_line(error)}); {advice(error)}")
+    return unless_ran_out(lost, error)

@@ -17,8 +17,14 @@ class ProcessDied(WorkerFailed):
     """A process that ended without a report."""
 
 
-def died(code: int | None, *, starting: bool) -> ProcessDied:
+class Aborted(ProcessDied):
+    """A process on a GPU that was aborted, as NCCL's watchdog does to one that waits in vain for another."""
+
+
+def died(code: int | None, *, starting: bool, on_gpu: bool = False) -> ProcessDied:
     """The error for a worker whose pipe ended without a report; `code` is its exit code, None if it still runs."""
+    if on_gpu and code == -signal.SIGABRT:
+        return Aborted("aborted (signal 6), as NCCL does where another worker is gone or hangs; its output says why")
     if code is None:
         return ProcessDied("it closed its pipe without a report, and did not end")
     if code == -signal.SIGKILL:
@@ -33,15 +39,27 @@ def died(code: int | None, *, starting: bool) -> ProcessDied:
 def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
     """The rank whose failure caused the others, of `failures`: error and time by rank.
 
-    A process that died comes before a worker's own error, and that before one that only lost its peer; among several of
-    a kind, the earliest.
+    A process that died comes before a worker's own error, that before one that was aborted on a GPU, and that before
+    one that only lost its peer; among several of a kind, the earliest.
     """
 
     def order(rank: int) -> tuple[int, float]:
         error, when = failures[rank]
-        return (0 if isinstance(error, ProcessDied) else 2 if isinstance(error, PeerLost) else 1), when
+        return _order(error), when
 
     return min(failures, key=order)
+
+
+def _order(error: PipefitError) -> int:
+    """The smaller, the likelier it is a cause."""
+    match error:
+        case Aborted():
+            return 2
+        case ProcessDied():
+            return 0
+        case PeerLost():
+            return 3
+    return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from pipefit.program import Program, shifted
 from pipefit.runtime.flight import Flight, on_device
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
+from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.record import Record
 from pipefit.runtime.specializations import Specialization, boundaries
 from pipefit.runtime.stage import StageRunner
@@ -173,8 +174,10 @@ class DeviceRunner:
                     self._execute(action)
                 left = LEFT.get(action.kind, Category.BOUNDARY)
                 self.record.samples.append(meter.end(self.record.steps, began, left))
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"{error} ({self._where()})") from error
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            raise OutOfMemory(f"{error} ({text}, {self._where()})") from error
         if action.kind is not Kind.LOAD:
             self.record.events.append(
                 Event(

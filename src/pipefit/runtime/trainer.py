@@ -122,7 +122,7 @@ class Trainer:
         program = step_programs(plan)[-1]
         transport: Transport = InProcess()
         if self.distributed:  # before building, which may take longer on one worker than on another
-            here = device_of(plan, self.rank, distributed=True)
+            here = device_of(plan, self.rank)
             transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
             lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here)
         else:
@@ -147,7 +147,7 @@ class Trainer:
             assemble(
                 site,
                 ranks[number],
-                device=(device := device_of(plan, number, distributed=self.distributed)),
+                device=(device := device_of(plan, number)),
                 meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
             )
             for number in ([self.rank] if self.distributed else range(len(ranks)))

@@ -22,6 +22,7 @@ from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
 from pipefit.program import Program
+from pipefit.runtime.out_of_memory import unless_ran_out
 
 
 class Transport(Protocol):
@@ -145,16 +146,18 @@ class Network:
         try:
             return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
         except RuntimeError as error:
-            raise PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}") from error
+            lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
+            raise unless_ran_out(lost, error) from error
 
     def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
         try:
             return [_under_way(dist.all_reduce(tensor, group=self.groups[members], async_op=True))]
         except RuntimeError as error:
-            raise PeerLost(
+            lost = PeerLost(
                 f"{action} failed: the device of stage {' or '.join(str(m) for m in members if m != action.stage)} is "
                 f"gone ({first_line(error)}); {advice(error)}"
-            ) from error
+            )
+            raise unless_ran_out(lost, error) from error
 
     def ready(self, handle: list[dist.Work] | _Message) -> bool:
         return True  # joining may block: nothing else runs in this process
@@ -166,10 +169,11 @@ class Network:
             try:
                 self._wait(work)
             except RuntimeError as error:
-                raise PeerLost(
+                lost = PeerLost(
                     f"{action} failed: the device at its other end is gone or hangs ({first_line(error)}); "
                     f"{advice(error)}"
-                ) from error
+                )
+                raise unless_ran_out(lost, error) from error
         return None
 
     def abandon(self) -> None:
@@ -209,6 +213,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     Raises:
         UsageError: the GPU is set up in a way that would make messages block computations.
         PeerLost: another worker did not come.
+        OutOfMemory: the device has no memory for communicators.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -233,7 +238,8 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
         )
         network.warm_up(device)
     except RuntimeError as error:
-        raise PeerLost(f"the workers did not find each other ({first_line(error)}); {advice(error)}") from error
+        lost = PeerLost(f"the workers did not find each other ({first_line(error)}); {advice(error)}")
+        raise unless_ran_out(lost, error) from error
     return network
 
 

@@ -25,10 +25,20 @@ import torch
 import torch.distributed as dist
 
 from pipefit.capture.task import Task
-from pipefit.errors import FileError, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed, in_one_line
+from pipefit.errors import (
+    FileError,
+    OutOfMemory,
+    PeerLost,
+    PipefitError,
+    PipefitWarning,
+    UsageError,
+    WorkerFailed,
+    in_one_line,
+)
 from pipefit.plans import Plan
 from pipefit.runtime.hardware import backend_of
 from pipefit.runtime.orders import Orders
+from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.processes import Inherited, Passed
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.trainer import Trainer
@@ -104,7 +114,7 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
     try:
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
     except Exception as error:  # noqa: BLE001 - whatever happens is reported to the parent
-        word = ("error", *_report(error), traceback.format_exc())
+        word = ("error", *_report(error, assignment), traceback.format_exc())
     with suppress(OSError):  # the parent may be gone
         pipe.send(word)
     pipe.close()
@@ -233,7 +243,9 @@ class _Rendezvous:
         path = f"/proc/self/fd/{assignment.meeting.number}"
         self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported without its name
         plan = assignment.plan
-        os.environ["LOCAL_RANK"] = str(plan.stages[plan.ranks[self.rank][0]].device)  # whatever we have inherited
+        count = str(self.world)  # whatever we have inherited
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.stages[plan.ranks[self.rank][0]].device)}
+        os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
         backend = backend_of(plan)
         self.wait("here")
@@ -251,8 +263,11 @@ class _Rendezvous:
             raise PeerLost(f"another worker did not start ({in_one_line(error)})") from error
 
 
-def _report(error: Exception) -> tuple[type[PipefitError], str]:
+def _report(error: Exception, assignment: Assignment) -> tuple[type[PipefitError], str]:
     """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
+    if ran_out(error):  # at no action, which would have said so
+        device = assignment.plan.stages[assignment.plan.ranks[assignment.rank][0]].device
+        return OutOfMemory, f"device {device} ran out of memory before or between steps: {in_one_line(error)}"
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)
     return WorkerFailed, in_one_line(error)

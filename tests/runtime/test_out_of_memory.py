@@ -1,0 +1,119 @@
+"""Memory that runs out counts as that, whoever says it, and at whatever time."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed
+from pipefit.runtime import train, transport
+from pipefit.runtime.out_of_memory import ran_out
+from pipefit.runtime.root_cause import died
+from pipefit.runtime.transport import Network
+from pipefit.schedule import lower
+from tiny import batch_of, plan_of, task_of, trainer_of
+
+# As torch passes them on
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+SAID = [
+    CUBLAS,
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    "Last error:\nFailed to CUDA calloc async 608 bytes",
+    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9",
+]
+OTHERS = [
+    "CUDA error: device-side assert triggered",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+    "Connection closed by peer [127.0.0.1]:9",
+]
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_library_that_found_no_memory_is_out_of_memory(text: str) -> None:
+    """Whatever words it has for it, as a plain error of torch's."""
+    assert ran_out(RuntimeError(text))
+    assert ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"))
+    assert not ran_out(ValueError(text))
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_other_failures_are_no_lack_of_memory(text: str) -> None:
+    """A kernel that failed, or a connection that broke."""
+    assert not ran_out(RuntimeError(text))
+
+
+def failing(text: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss of which a product finds no memory."""
+    raise RuntimeError(text)
+
+
+def test_it_is_told_with_the_action_where_it_happened() -> None:
+    """A library without memory in a loss is a device without memory, at the last stage's first forward."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
+    trainer = trainer_of(task, [1, 1])
+    *_, last = trainer.stages
+    batch = batch_of(task, trainer.plan)
+    for text, kind in ((CUBLAS, OutOfMemory), (OTHERS[0], RuntimeError)):
+        last.loss = partial(failing, text)
+        with pytest.raises(kind) as caught:
+            trainer.step(batch)
+        assert ("1F0" in str(caught.value)) == (kind is OutOfMemory)
+
+
+def no_memory_to_build() -> Task:
+    """A task that can be profiled, and whose workers find no memory for its batch."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        if size > 2:  # a batch of training, not of profiling
+            raise RuntimeError(CUBLAS)
+        return torch.randn(size, 8), torch.randn(size, 4)
+
+    return Task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), batch=batch, loss=nn.functional.mse_loss)
+
+
+def test_a_worker_tells_it_at_no_action_too() -> None:
+    """While it makes its batch, the device ran out of memory: the training ends so, and not as a worker that failed."""
+    with pytest.raises(OutOfMemory, match=r"device 0 ran out of memory before or between steps: .*CUBLAS_STATUS_ALLOC"):
+        train(no_memory_to_build, plan_of(no_memory_to_build(), [2]), steps=1)
+
+
+@pytest.mark.parametrize(("text", "kind"), [(SAID[6], OutOfMemory), (OTHERS[3], PeerLost)])
+def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception]) -> None:
+    """NCCL allocates as a communicator is made or first used: its lack of memory is this device's own."""
+    plan = plan_of(task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)]), [1, 1])
+    with (
+        mock.patch.object(transport.dist, "new_group", side_effect=RuntimeError(text)),
+        mock.patch.object(transport.dist, "get_rank", return_value=0),
+        pytest.raises(kind),
+    ):
+        transport.connect(plan, lower(plan), torch.device("cpu"), timedelta(seconds=1))
+    program = lower(plan)
+    (send,) = {action for action in program.actions[0] if str(action) == "0SEND_F0"}
+    network = Network(
+        timeout=None, device=0, placement=program.placement, workers={0: 0, 1: 1}, channels=mock.MagicMock()
+    )
+    with (
+        mock.patch.object(transport.dist, "isend", side_effect=RuntimeError(text)),
+        pytest.raises(kind, match="memory" if kind is OutOfMemory else "device 1 is gone"),
+    ):
+        network.start(send, [torch.zeros(1)], 1)
+
+
+def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:
+    """On the CPU, where nothing aborts those that wait, it is a death like others."""
+    assert "where another worker is gone or hangs" in str(died(-signal.SIGABRT, starting=False, on_gpu=True))
+    assert "killed by signal 6" in str(died(-signal.SIGABRT, starting=False))
+    assert isinstance(died(-signal.SIGABRT, starting=False, on_gpu=True), WorkerFailed)
