@@ -127,7 +127,7 @@ def test_out_of_memory_says_where_and_what() -> None:
     assert f"device 1 ran out of memory at {peak.action}: it needed" in message
     assert "1 B over its" in message
     assert all(f"{category.value} " in message for category in peak.by_category)
-    assert "(stage 1, layers 2 to 3)" in message
+    assert f"({peak.action}, stage 1, layers 2 to 3)" in message
 
 
 def assert_trains_alike(one: Trainer, other: Trainer, task: Task) -> None:
