@@ -50,9 +50,9 @@ class Binding:
         """Registers in `layer` what it needs; returns the original name of everything that its state dict holds."""
         originals = {}
         for role in needed:
-            tensor, local = self._tensor(role.name), names[role.name]
+            tensor, local = self.tensor(role.name), names[role.name]
             original = self._original(tensor, local, role.name)
-            _register(layer, local, tensor, persistent=original in self.kept)
+            register(layer, local, tensor, persistent=original in self.kept)
             if original in self.kept:
                 originals[local] = original
         return originals
@@ -68,10 +68,11 @@ class Binding:
                 continue
             layer = held.get(id(tensor)) or max(layers, key=lambda layer: _nearness(layer.name, name))
             held[id(tensor)] = layer
-            _register(layer.module, name, tensor, persistent=True)
+            register(layer.module, name, tensor, persistent=True)
             layer.originals[name] = name  # type: ignore[index]
 
-    def _tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """The parameter, buffer or constant of that name in the program."""
         if name in self.tensors:
             return self.tensors[name]
         owner, _, attribute = name.rpartition(".")
@@ -97,7 +98,7 @@ class Binding:
         return next((alias for alias in names if alias == local or alias.endswith(f".{local}")), name)
 
 
-def _register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -> None:
+def register(layer: nn.Module, name: str, tensor: Tensor, *, persistent: bool) -> None:
     """Put `tensor` into `layer` under a dotted name; the modules on the way are made."""
     *path, last = name.split(".")
     for part in path:

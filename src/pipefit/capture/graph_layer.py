@@ -88,15 +88,34 @@ def leave(entered: Entered) -> None:
     entered.pop().__exit__(None, None, None)
 
 
+class Contexts:
+    """Begins the graph of a layer, and writes into it where contexts are entered and left."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.entered, self.device = graph.placeholder("entered"), graph.placeholder("place")
+        self.current: Context = ()
+
+    def switch(self, wanted: Context) -> None:
+        """Leave and enter what is needed, so that what is written next runs under `wanted`."""
+        common = 0
+        while common < min(len(wanted), len(self.current)) and wanted[common] == self.current[common]:
+            common += 1
+        for _ in self.current[common:]:
+            self.graph.call_function(leave, (self.entered,))
+        for entry in wanted[common:]:
+            self.graph.call_function(enter, (self.entered, self.device, *entry))
+        self.current = wanted
+
+
 class _Writer:
     """Writes a layer's operations into a graph of their own, each after the repeated operations that it needs."""
 
     def __init__(self, flow: Flow, inputs: Sequence[fx.Node], names: Mapping[str, str]) -> None:
         self.flow, self.names, self.graph = flow, names, fx.Graph()
-        self._entered, self._device = self.graph.placeholder("entered"), self.graph.placeholder("place")
+        self._contexts = Contexts(self.graph)
         self._arrived = {node: self.graph.placeholder(f"value{number}") for number, node in enumerate(inputs)}
         self._known: dict[fx.Node, fx.Node] = {}
-        self._context: Context = ()
 
     def known(self, node: fx.Node) -> fx.Node:
         """The node of this graph that stands for one of the model's; written now if need be."""
@@ -114,7 +133,7 @@ class _Writer:
         """Write one operation."""
         for source in node.all_input_nodes:
             self.known(source)
-        self._switch(context(node))
+        self._contexts.switch(context(node))
         args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
         self._known[node] = self.graph.create_node("call_function", node.target, args, kwargs)
 
@@ -128,7 +147,7 @@ class _Writer:
             else self._permuted(self.known(node), _order(node))
             for node in nodes
         )
-        self._switch(())
+        self._contexts.switch(())
         self.graph.output(known)
 
     def _permuted(self, node: fx.Node, order: tuple[int, ...]) -> fx.Node:
@@ -146,21 +165,11 @@ class _Writer:
             elif (ready := pending.pop()) not in self._known:
                 self.operation(ready)
 
-    def _switch(self, wanted: Context) -> None:
-        common = 0
-        while common < min(len(wanted), len(self._context)) and wanted[common] == self._context[common]:
-            common += 1
-        for _ in self._context[common:]:
-            self.graph.call_function(leave, (self._entered,))
-        for entry in wanted[common:]:
-            self.graph.call_function(enter, (self._entered, self._device, *entry))
-        self._context = wanted
-
     def _mapped(self, item: Any) -> Any:
         if isinstance(item, fx.Node):
             return self.known(item)
         if isinstance(item, torch.device):
-            return self._device
+            return self._contexts.device
         if isinstance(item, tuple | list):
             return type(item)(map(self._mapped, item))
         if isinstance(item, dict):

@@ -1,0 +1,20 @@
+"""Tensor parallelism of any captured stage: its operations are rewritten for ranks that each have a part of the weights.
+
+Layers stay ordinary modules over plain tensors, with explicit collectives. Which values are divided is found from shapes
+and operators alone; an operator that no rule knows is replicated, which is right and saves nothing. (Shoeybi et al.,
+"Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019; forms of values after
+Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
+"""
+
+from pipefit.sharding.collectives import Alone, Collectives, ProcessGroupCollectives
+from pipefit.sharding.lockstep import LockstepCollectives, in_lockstep
+from pipefit.sharding.prices import Prices
+from pipefit.sharding.report import Shares
+from pipefit.sharding.shards import Shard, assembled, assembled_state
+from pipefit.sharding.stage import RankStage, ShardedStage, shard_stage
+from pipefit.sharding.steps import Collective
+
+__all__ = [
+    "Alone", "Collective", "Collectives", "LockstepCollectives", "Prices", "ProcessGroupCollectives", "RankStage",
+    "Shard", "ShardedStage", "Shares", "assembled", "assembled_state", "in_lockstep", "shard_stage",
+]  # fmt: skip

@@ -1,0 +1,85 @@
+"""What the ranks of a tensor-parallel group do together: three collectives, of which all others are made.
+
+Sums, gathers and broadcasts are the same with gloo and NCCL; reduce-scatter and averages are not. Every rank does them
+in one order, which the rewritten layers fix. `Alone` stands for a rank whose peers are not there, so that one process
+without a network can say what a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collectives(Protocol):
+    """One rank's end of its group."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over all ranks, in place, and returns it."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks in order; all have one shape."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Overwrites `tensor` with that of rank `source`, and returns it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroupCollectives:
+    """Collectives of `torch.distributed`, over gloo or NCCL; of all processes, or of the process group given."""
+
+    group: Any = None
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroupCollectives:
+        return self  # a copy of a layer belongs to the same processes
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self.group)
+        return parts
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        dist.broadcast(tensor, group_src=source, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """A rank without its peers: tensors have the right shapes and memory, and numbers that mean nothing."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor

@@ -1,0 +1,66 @@
+"""What a choice of forms costs, in bytes: what a rank sends, and, at a price, what it stores.
+
+All-reduces send each byte twice, gathers once, and a rank sends (ranks - 1) / ranks of the whole. Computing counts too,
+so that of two equal choices the divided one is taken. These are proxies of memory: the exact bytes are a dry run's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from pipefit.capture.flat import operator_name, value
+from pipefit.sharding.forms import C, Form, Split
+from pipefit.sharding.operations import Strategy, flops, nbytes
+from pipefit.sharding.rules.pieces import CUTS
+from pipefit.sharding.rules.reshaping import VIEWS
+
+_LOOKS = VIEWS | CUTS | {"transpose", "permute", "t", "expand", "select", "slice", "alias", "detach", "getitem"}
+_STATES = 4  # a parameter's gradient and two states of an optimizer are divided with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a byte that a rank stores is worth, in bytes that it sends; and how many operations one of those is."""
+
+    stored: float = 0.3
+    flops: float = 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The costs of a stage among `ranks`, at these prices; `trained` are the values that need a gradient."""
+
+    ranks: int
+    prices: Prices
+    trained: frozenset[fx.Node]
+
+    @property
+    def _sent(self) -> float:
+        return (self.ranks - 1) / self.ranks
+
+    def conversion(self, node: fx.Node, home: Form, form: Form) -> float:
+        """To have a value in another form than that in which it is made."""
+        if not isinstance(value(node), Tensor):
+            return math.inf  # lists are never converted
+        back = node in self.trained
+        if not isinstance(home, Split):
+            times = 2 * back if form == C else float(back) if isinstance(form, Split) else 0.0
+        else:
+            times = 1 + (2 * back if form == C else back if isinstance(form, Split) else 0.0)
+        return times * self._sent * nbytes(node)
+
+    def stored(self, node: fx.Node, form: Form) -> float:
+        """To keep a parameter or buffer in a form."""
+        return _STATES * self._kept(node, form)
+
+    def done(self, node: fx.Node, way: Strategy) -> float:
+        """To do an operation."""
+        computed = flops(node) / (self.ranks if way.divides else 1) / self.prices.flops
+        kept = 0.0 if operator_name(node) in _LOOKS else self._kept(node, way.result)
+        return 2 * self._sent * way.summed + computed + kept
+
+    def _kept(self, node: fx.Node, form: Form) -> float:
+        return self.prices.stored * nbytes(node) / (self.ranks if isinstance(form, Split) else 1)

@@ -1,0 +1,71 @@
+"""Which rule serves which operator. One without a rule is replicated, which is right for any and saves nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+from torch import fx
+
+from pipefit.capture.flat import operator_name
+from pipefit.sharding.operations import Rule
+from pipefit.sharding.rules import (
+    attention,
+    convolutions,
+    embedding,
+    losses,
+    norms,
+    pieces,
+    pointwise,
+    products,
+    random,
+    reductions,
+    reshaping,
+)
+
+RULES: Mapping[str, Rule] = {
+    "linear": products.linear,
+    "addmm": products.addmm,
+    "mm": products.mm,
+    "matmul": products.matmul,
+    "bmm": products.matmul,
+    "baddbmm": products.baddbmm,
+    "_grouped_mm": products.grouped_mm,
+    "grouped_mm_fallback": products.grouped_mm,
+    "scaled_dot_product_attention": attention.attention,
+    "embedding": embedding.embedding,
+    "cross_entropy_loss": losses.cross_entropy,
+    "dropout": random.dropout,
+    "layer_norm": norms.over_features,
+    "rms_norm": norms.over_features,
+    "batch_norm": norms.over_channels,
+    "instance_norm": norms.over_channels,
+    "group_norm": norms.over_groups,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolutions.convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), convolutions.transposed),
+    **dict.fromkeys(convolutions.CHANNELWISE, convolutions.channelwise),
+    **dict.fromkeys(reductions.ALONG, reductions.along),
+    **dict.fromkeys(reshaping.VIEWS, reshaping.view),
+    **dict.fromkeys(("transpose", "permute", "t", "numpy_T", "mT"), reshaping.transpose),
+    "expand": reshaping.expand,
+    "repeat": reshaping.repeat,
+    "repeat_interleave": reshaping.repeat_interleave,
+    **dict.fromkeys(pieces.CUTS, pieces.cut),
+    "select": pieces.select,
+    "slice": pieces.slice_,
+    "cat": pieces.cat,
+    "stack": pieces.stack,
+    "pad": pieces.pad,
+    "constant_pad_nd": pieces.pad,
+    "index": pieces.index,
+    "glu": pieces.glu,
+    "roll": pieces.roll,
+}
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule for an operation; None where there is none."""
+    if node.target is operator.getitem:
+        return pieces.item
+    named = RULES.get(operator_name(node))
+    return named or (pointwise.pointwise if pointwise.is_pointwise(node) else None)

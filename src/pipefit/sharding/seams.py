@@ -1,0 +1,89 @@
+"""The seams between forms: four autograd functions, each the other direction of another's.
+
+    copy     R -> C        forward nothing,                  backward sums the gradients
+    reduce   parts -> R    forward sums partial results,     backward nothing
+    gather   Split -> R    forward puts parts together,      backward takes this rank's part
+    slice    R -> Split    forward takes this rank's part,   backward puts parts together
+
+They keep no tensor. Each is what a rewritten layer calls, under the name of the function below it. (Shoeybi et al.,
+"Megatron-LM", 2019, section 3, has the first two as f and g.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.sharding.collectives import Collectives
+from pipefit.sharding.forms import Split, join, take
+
+
+def copied(whole: Tensor, group: Collectives) -> Tensor:
+    """`whole`, whose gradients on the ranks are summed."""
+    made: Tensor = _Copy.apply(whole, group)
+    return made
+
+
+def reduced(partial: Tensor, group: Collectives) -> Tensor:
+    """The sum of the partial results of all ranks, in the memory of this one's, which nobody else may have."""
+    made: Tensor = _Reduce.apply(partial, group)
+    return made
+
+
+def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+    """The whole of the ranks' parts; its divided dimension has `size`."""
+    made: Tensor = _Gather.apply(part, form, size, group)
+    return made
+
+
+def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
+    """This rank's part of `whole`."""
+    made: Tensor = _Slice.apply(whole, form, group)
+    return made
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Collectives) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # A clone: others may hold the gradient that autograd hands over
+        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Collectives) -> Tensor:
+        ctx.mark_dirty(partial)
+        return group.all_reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
+        ctx.form, ctx.group = form, group
+        return join(group.all_gather(part), form, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return take(gradient, ctx.form, ctx.group.rank, ctx.group.size), None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, form: Split, group: Collectives) -> Tensor:
+        ctx.form, ctx.size, ctx.group = form, whole.shape[form.dim], group
+        return take(whole, form, group.rank, group.size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return join(ctx.group.all_gather(gradient), ctx.form, ctx.size), None, None

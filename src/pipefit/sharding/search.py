@@ -1,0 +1,183 @@
+"""The forms of all values of a stage: a dynamic programme along its graph.
+
+Backwards, every operation is asked for the forms in which it can use its operands; these wishes are what the operations
+before it try to fulfil. Forwards, a state is the forms in which each value that is still needed can be had, the one it
+was made in first; of equal states the cheapest is kept. Parameters have the form in which they are first met, and a
+tied one is part of the state until its last use. At most `states` are kept at a time, so the search is linear in the
+number of operations; with all states kept it is exact for its prices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from pipefit.capture.aliases import groups, mutated_arguments
+from pipefit.capture.flat import role, value
+from pipefit.sharding.forms import Form, R, Split
+from pipefit.sharding.operations import Operation, Strategy
+from pipefit.sharding.prices import Costs, Prices
+from pipefit.sharding.rules import rule_of
+from pipefit.sharding.tracing import TracedStage, is_stored
+
+_STATES = 300
+State = dict[fx.Node, tuple[Form, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How every operation is done, the form in which each value is made or stored, and what each could have been.
+
+    `options` counts the strategies of every operation; `trained` are the values that need a gradient.
+    """
+
+    ways: dict[fx.Node, Strategy]
+    home: dict[fx.Node, Form]
+    options: dict[fx.Node, int]
+    trained: frozenset[fx.Node]
+    cost: float
+
+
+class _Record(NamedTuple):
+    """The cheapest way into a state: its cost, the record before, and the operation's strategy."""
+
+    cost: float
+    before: _Record | None
+    way: Strategy | None
+
+
+def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _STATES) -> Choice:
+    """The cheapest forms that the search finds."""
+    trained, derived = _trained(stage), _derived(stage.graph)
+    options = _options(stage, ranks, trained, derived)
+    search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained))
+    ways, cost = search.run(states)
+    home: dict[fx.Node, Form] = dict.fromkeys(stage.inputs, R)
+    for node, way in ways.items():
+        for source, form in way.operands.items():
+            if is_stored(source):
+                home.setdefault(source, form if isinstance(form, Split) else R)
+        home[node] = way.result
+    counts = {node: len(found) for node, found in options.items()}
+    return Choice(ways=ways, home=home, options=counts, trained=trained, cost=cost)
+
+
+def _trained(stage: TracedStage) -> frozenset[fx.Node]:
+    """The values that need a gradient."""
+    found: set[fx.Node] = set()
+    for node in stage.graph.nodes:
+        if node.op == "placeholder":
+            needs = stage.tensor(node).requires_grad if is_stored(node) else _is_floating(node)
+        else:
+            needs = _is_floating(node) and any(source in found for source in node.all_input_nodes)
+        if needs:
+            found.add(node)
+    return frozenset(found)
+
+
+def _derived(graph: fx.Graph) -> set[fx.Node]:
+    """The floating-point values that depend on a parameter: all others, such as masks, are cheap to have whole."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_parameter = (meaning := role(node)) is not None and meaning.kind == "parameter"
+        if is_parameter or (_is_floating(node) and any(source in found for source in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_floating(node: fx.Node) -> bool:
+    found = value(node)
+    tensors = found if isinstance(found, tuple | list) else (found,)
+    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tensors)
+
+
+def _options(
+    stage: TracedStage, ranks: int, trained: frozenset[fx.Node], derived: set[fx.Node]
+) -> dict[fx.Node, list[Strategy]]:
+    """The strategies of every operation, replicated first; found backwards, as users know what they need."""
+    wishes: dict[fx.Node, dict[Split, None]] = {}
+    found: dict[fx.Node, list[Strategy]] = {}
+    shared = _changed(stage.graph)
+    for node in reversed(stage.graph.nodes):
+        if node.op != "call_function":
+            continue
+        op, rule = Operation(node, ranks, trained), rule_of(node)
+        found[node] = [op.replicated()]
+        if rule and node in derived and shared.isdisjoint((node, *node.all_input_nodes)):
+            found[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
+        for way in found[node]:
+            for source, form in way.operands.items():
+                if isinstance(form, Split):
+                    wishes.setdefault(source, {})[form] = None
+    return found
+
+
+def _changed(graph: fx.Graph) -> set[fx.Node]:
+    """The values that share memory with one that is changed in place; buffers are changed in the form they have."""
+    roots = groups(graph)
+    changed = {roots[target] for node in graph.nodes for target in mutated_arguments(node)}
+    return {node for node, root in roots.items() if root in changed and not is_stored(root)}
+
+
+class _Search:
+    """The dynamic programme."""
+
+    def __init__(self, stage: TracedStage, options: dict[fx.Node, list[Strategy]], costs: Costs) -> None:
+        self.stage, self.options, self.costs = stage, options, costs
+        self.nodes = list(stage.graph.nodes)
+        self.number = {node: number for number, node in enumerate(self.nodes)}
+        self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
+        self.fixed = {target for node in self.nodes for target in mutated_arguments(node)}
+
+    def run(self, states: int) -> tuple[dict[fx.Node, Strategy], float]:
+        """The strategies of the cheapest way, and its cost."""
+        layer: list[tuple[State, _Record]] = [({node: (R,) for node in self.stage.inputs}, _Record(0.0, None, None))]
+        for node in self.nodes:
+            if node.op == "call_function":
+                layer = self._step(layer, node, states)
+        output = self.stage.graph.output_node()
+        ends = [record._replace(cost=record.cost + self._end(state, output)) for state, record in layer]
+        best = min(ends, key=lambda record: record.cost)
+        operations = [node for node in self.nodes if node.op == "call_function"]
+        return dict(reversed(list(zip(reversed(operations), _ways(best), strict=True)))), best.cost
+
+    def _step(self, layer: Sequence[tuple[State, _Record]], node: fx.Node, states: int) -> list[tuple[State, _Record]]:
+        following: dict[object, tuple[State, _Record]] = {}
+        for state, record in layer:
+            for way in self.options[node]:
+                known, cost = dict(state), record.cost + self.costs.done(node, way)
+                cost += sum(self._had(known, source, form) for source, form in way.operands.items())
+                known[node] = (way.result,)
+                alive = {n: forms for n, forms in known.items() if self.ends.get(n, -1) > self.number[node]}
+                key = tuple((self.number[n], forms[0], frozenset(forms)) for n, forms in alive.items())
+                if cost < math.inf and (key not in following or cost < following[key][1].cost):
+                    following[key] = alive, _Record(cost, record, way)
+        return sorted(following.values(), key=lambda item: item[1].cost)[:states]
+
+    def _had(self, known: State, node: fx.Node, form: Form) -> float:
+        """The cost of having a value in a form, which is had from now on."""
+        cost = 0.0
+        if node not in known:  # a parameter or buffer, met first: it is stored as it is needed
+            known[node] = (form if isinstance(form, Split) else R,)
+            cost += self.costs.stored(node, known[node][0])
+        if form in known[node]:
+            return cost
+        start = R if R in known[node] else known[node][0]
+        conversion = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
+        if conversion:  # what is had for nothing needs no place in the state
+            known[node] = (*known[node], form)
+        return cost + conversion
+
+    def _end(self, state: State, output: fx.Node) -> float:
+        return sum(self._had(dict(state), source, R) for source in output.all_input_nodes)
+
+
+def _ways(record: _Record) -> Iterator[Strategy]:
+    """The strategies, last first."""
+    while record.way is not None and record.before is not None:
+        yield record.way
+        record = record.before

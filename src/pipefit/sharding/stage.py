@@ -1,0 +1,139 @@
+"""A stage of a chain for the ranks of a tensor-parallel group: planned once, then written for every rank.
+
+`shard_stage` decides for all ranks; `ShardedStage.rank` makes the layers of one. Layers are as many as before and have
+the names that they had, and so do parameters and buffers, of which a rank has the part that its `Shard` says. What
+comes into the stage and leaves it is replicated. Ranks that plan by themselves compare their `digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.structure import Values
+from pipefit.errors import UsageError
+from pipefit.sharding.collectives import Collectives
+from pipefit.sharding.forms import R
+from pipefit.sharding.prices import Prices
+from pipefit.sharding.report import Shares, shares
+from pipefit.sharding.search import Choice, choose
+from pipefit.sharding.shards import Shard
+from pipefit.sharding.steps import Collective, Key, Steps, crossing
+from pipefit.sharding.tracing import TracedStage, trace
+from pipefit.sharding.writing import LayerCode, RankTensors, tensors_of, write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStage:
+    """What one rank runs and has: its layers, the loss behind them if the stage has it, and its shards by name.
+
+    The loss is of the last layer's values, which then are in the forms that the loss needs, and the targets. `shards`
+    has every name of the whole stage's state dict.
+    """
+
+    layers: tuple[ChainLayer, ...]
+    criterion: GraphLayer | None
+    shards: Mapping[str, Shard]
+
+    def __call__(self, values: Values, targets: Values = ()) -> Values:
+        """What the stage makes of its inputs: its outputs, or the loss."""
+        for layer in self.layers:
+            values = layer(values)
+        return values if self.criterion is None else self.loss(values, targets)
+
+    def loss(self, values: Values, targets: Values) -> Values:
+        """The loss of the last layer's values."""
+        last = ChainLayer("loss", self.criterion, autocast=self.layers[-1].autocast)  # type: ignore[arg-type]
+        return last((*values, *targets))
+
+
+def shard_stage(
+    layers: Sequence[ChainLayer],
+    ranks: int,
+    values: Values,
+    *,
+    chain: Chain | None = None,
+    targets: Values = (),
+    prices: Prices | None = None,
+) -> ShardedStage:
+    """How `ranks` share the layers of a stage, for inputs like `values`.
+
+    With `chain` and `targets` the stage is the last, and its loss is shared too. Tensors may be fake: only their shapes
+    and types count.
+
+    Raises:
+        UsageError: fewer than two ranks, or a layer that cannot be followed.
+    """
+    if ranks < 2:
+        raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
+    stage = trace(layers, values, chain=chain, targets=targets)
+    return ShardedStage(stage, choose(stage, ranks, prices or Prices()), ranks)
+
+
+class ShardedStage:
+    """A stage and the forms that were chosen for it."""
+
+    def __init__(self, stage: TracedStage, choice: Choice, ranks: int) -> None:
+        self.stage, self.choice, self.ranks = stage, choice, ranks
+        self._steps = Steps(stage, choice)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the ranks do together for one microbatch, for those who price it."""
+        return tuple(self._steps.collectives)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal where ranks have made the same choice."""
+        ways = ((node.name, way.result, [*way.operands.values()]) for node, way in self.choice.ways.items())
+        return hashlib.sha256(repr((self.ranks, *ways)).encode()).hexdigest()
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What share of bytes and operations is divided, and what keeps the rest whole."""
+        return shares(self.stage, self.choice, self.ranks)
+
+    def rank(self, group: Collectives) -> RankStage:
+        """The layers of the rank whose end of the group this is."""
+        tensors = RankTensors(self.stage, self.choice.home, group.rank, self.ranks)
+        layers = tuple(
+            tensors.layer(layer, code, group) for layer, code in zip(self.stage.layers, self._codes, strict=False)
+        )
+        criterion = None
+        if self.stage.has_loss:
+            whole = ChainLayer("loss", GraphLayer(self._codes[-1].graph))
+            criterion = tensors.layer(whole, self._codes[-1], group).module
+        assert criterion is None or isinstance(criterion, GraphLayer)
+        return RankStage(layers=layers, criterion=criterion, shards=self.shards(group.rank))
+
+    def shards(self, rank: int) -> dict[str, Shard]:
+        """What a rank has of every tensor of the whole stage's state dict, by the names in the model."""
+        tensors = RankTensors(self.stage, self.choice.home, rank, self.ranks)
+        return {
+            original: tensors.shard(tensor, original)
+            for layer in self.stage.layers
+            for local, tensor in tensors_of(layer.module)
+            if (original := layer.originals.get(local)) is not None
+        }
+
+    @cached_property
+    def _codes(self) -> list[LayerCode]:
+        """The code of every layer, and of the loss behind them."""
+        steps, stage = self._steps, self.stage
+        count = len(stage.layers) + stage.has_loss
+        every = [Key(node, R) for node in stage.inputs]
+        values, targets = every[: len(every) - stage.targets], every[len(every) - stage.targets :]
+        ends = crossing(steps.all, values, steps.outputs, count - 1)
+        arriving = [values, *ends]
+        if stage.has_loss:
+            arriving[-1] = [*arriving[-1], *targets]
+        leaving = [*ends, steps.outputs]
+        return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(count)]
+
+

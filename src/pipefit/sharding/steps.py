@@ -1,0 +1,116 @@
+"""The operations of a rank, in order: those of the stage, and the seams where a value is needed in another form.
+
+A step belongs to the layer that needs it first. Seams stand outside of all contexts, because what is made under
+`no_grad` may be used again where gradients are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import fx
+
+from pipefit.capture.flat import Context, context
+from pipefit.sharding.forms import C, Form, R, Split
+from pipefit.sharding.operations import GROUP, Call, nbytes, shape
+from pipefit.sharding.seams import copied, gathered, sliced
+from pipefit.sharding.search import Choice
+from pipefit.sharding.tracing import TracedStage, is_stored
+
+
+class Key(NamedTuple):
+    """A value in a form; forms of what is stored are made in every `layer` that needs them, else the layer is -1."""
+
+    node: fx.Node
+    form: Form
+    layer: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call, in a layer: what it makes, and which form of each operand it needs."""
+
+    layer: int
+    made: Key
+    call: Call
+    operands: dict[fx.Node, Key]
+    context: Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What the ranks do together in one pass of a layer; `nbytes` are those of the whole tensor."""
+
+    kind: Literal["all_reduce", "all_gather"]
+    phase: Literal["forward", "backward"]
+    layer: int
+    nbytes: int
+
+
+class Steps:
+    """The steps of a stage in the forms chosen; `collectives` are those that they make."""
+
+    def __init__(self, stage: TracedStage, choice: Choice) -> None:
+        self.stage, self.choice = stage, choice
+        self.all: list[Step] = []
+        self.collectives: list[Collective] = []
+        self._known = {Key(node, R) for node in stage.inputs}
+        for node in stage.graph.nodes:
+            if node.op == "call_function":
+                self._operation(node)
+        last = len(stage.layers) - (0 if stage.has_loss else 1)
+        self.outputs = [self._had(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+
+    def _operation(self, node: fx.Node) -> None:
+        way, layer = self.choice.ways[node], self.stage.layer_of[node]
+        operands = {source: self._had(source, form, layer) for source, form in way.operands.items()}
+        made = Key(node, way.result)
+        self._known.add(made)
+        self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
+        if way.summed:
+            self._note("all_reduce", "forward", layer, way.summed)
+
+    def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
+        """The value in that form; a seam makes it where it is not had yet."""
+        key = Key(node, form, layer if is_stored(node) else -1)
+        if key in self._known:
+            return key
+        home = self.choice.home.get(node, R)
+        if form != home:
+            start = self._had(node, home if form == R else R, layer)
+            call = self._seam(node, home, form, layer)
+            self.all.append(Step(layer=layer, made=key, call=call, operands={node: start}, context=()))
+        self._known.add(key)
+        return key
+
+    def _seam(self, node: fx.Node, home: Form, form: Form, layer: int) -> Call:
+        is_trained = node in self.choice.trained
+        if form == R:
+            assert isinstance(home, Split)
+            self._note("all_gather", "forward", layer, nbytes(node))
+            return Call(target=gathered, args=(node, home, shape(node)[home.dim], GROUP))
+        if is_trained:
+            self._note("all_reduce" if form == C else "all_gather", "backward", layer, nbytes(node))
+        return Call(target=copied, args=(node, GROUP)) if form == C else Call(target=sliced, args=(node, form, GROUP))
+
+    def _note(
+        self, kind: Literal["all_reduce", "all_gather"], phase: Literal["forward", "backward"], layer: int, nbytes: int
+    ) -> None:
+        self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
+
+
+def crossing(steps: Sequence[Step], inputs: Iterable[Key], outputs: Iterable[Key], layers: int) -> list[list[Key]]:
+    """What each of so many layers hands to the next, in the order in which values are made."""
+    made = dict.fromkeys(inputs, -1) | {step.made: step.layer for step in steps}
+    last = dict.fromkeys(outputs, layers)
+    for step in reversed(steps):
+        for key in step.operands.values():
+            last.setdefault(key, step.layer)
+    return [[key for key, first in made.items() if first <= n < last.get(key, -1)] for n in range(layers)]
+
+
+def of_layer(steps: Iterable[Step], layer: int) -> Iterator[Step]:
+    """The steps of one layer."""
+    return (step for step in steps if step.layer == layer)

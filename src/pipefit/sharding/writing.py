@@ -1,0 +1,157 @@
+"""The layers of a rank: the steps of each as generated code, over the rank's own parameters and buffers.
+
+The code is the same on every rank; what differs are the parameters, and the rank's end of its group, which the layers
+hold as `group`. Names in a layer's state dict are those of the whole layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from pipefit.capture.binding import register
+from pipefit.capture.chain import ChainLayer
+from pipefit.capture.copying import hooks_of
+from pipefit.capture.flat import role
+from pipefit.capture.graph_layer import Contexts, layer_class
+from pipefit.errors import UsageError
+from pipefit.sharding.collectives import Collectives
+from pipefit.sharding.forms import Form, R, Split
+from pipefit.sharding.operations import GROUP
+from pipefit.sharding.shards import Shard
+from pipefit.sharding.steps import Key, Step, of_layer
+from pipefit.sharding.tracing import TracedStage, is_stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCode:
+    """The graph of a layer, and the constants that it holds beside the layer's own tensors, by local name."""
+
+    graph: fx.Graph
+    constants: Mapping[str, fx.Node]
+
+
+def write(
+    stage: TracedStage, steps: Sequence[Step], layer: int, inputs: Sequence[Key], outputs: Sequence[Key]
+) -> LayerCode:
+    """The code of one layer, or of the loss, which takes `inputs` and returns `outputs`."""
+    module = stage.layers[layer].module if layer < len(stage.layers) else nn.Module()
+    writer = _Writer(stage, module, inputs)
+    for step in of_layer(steps, layer):
+        writer.step(step)
+    return writer.finished(outputs)
+
+
+class _Writer:
+    """Writes steps into a graph of their own."""
+
+    def __init__(self, stage: TracedStage, module: nn.Module, inputs: Sequence[Key]) -> None:
+        self.stage, self.graph = stage, fx.Graph()
+        self.contexts = Contexts(self.graph)
+        self.known = {key: self.graph.placeholder(f"value{number}") for number, key in enumerate(inputs)}
+        self.names = {id(tensor): name for name, tensor in reversed(list(tensors_of(module)))}
+        self.constants: dict[str, fx.Node] = {}
+        self.group: fx.Node | None = None
+
+    def step(self, step: Step) -> None:
+        """Write one step."""
+        operands = {source: self._value(key) for source, key in step.operands.items()}
+        self.contexts.switch(step.context)
+        args, kwargs = (
+            map_aggregate(item, lambda leaf: self._argument(leaf, operands))
+            for item in (step.call.args, dict(step.call.kwargs))
+        )
+        self.known[step.made] = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
+
+    def finished(self, outputs: Sequence[Key]) -> LayerCode:
+        """The code, which returns `outputs`."""
+        values = tuple(map(self._value, outputs))
+        self.contexts.switch(())
+        self.graph.output(values)
+        return LayerCode(graph=self.graph, constants=self.constants)
+
+    def _value(self, key: Key) -> fx.Node:
+        if key not in self.known:
+            assert is_stored(key.node), f"{key} does not arrive"
+            self.known[key] = self.graph.get_attr(self._name(key.node))
+        return self.known[key]
+
+    def _name(self, node: fx.Node) -> str:
+        tensor = self.stage.tensor(node)
+        if id(tensor) not in self.names:
+            name = f"constant{len(self.constants)}"
+            self.names[id(tensor)], self.constants[name] = name, node
+        return self.names[id(tensor)]
+
+    def _argument(self, leaf: Any, operands: Mapping[fx.Node, fx.Node]) -> Any:
+        if isinstance(leaf, fx.Node):
+            return operands[leaf]
+        if isinstance(leaf, torch.device):
+            return self.contexts.device
+        if isinstance(leaf, str) and leaf == GROUP:
+            self.group = self.group or self.graph.get_attr("group")
+            return self.group
+        return leaf
+
+
+class RankTensors:
+    """A rank's part of every tensor of a stage; what several layers share is one tensor here too."""
+
+    def __init__(self, stage: TracedStage, home: Mapping[fx.Node, Form], rank: int, ranks: int) -> None:
+        self.stage, self.rank, self.ranks = stage, rank, ranks
+        stored = [node for node in home if is_stored(node)]
+        self.forms = {id(stage.tensor(node)): home[node] for node in stored}
+        self._made: dict[int, Tensor] = {}
+
+    def layer(self, layer: ChainLayer, code: LayerCode, group: Collectives) -> ChainLayer:
+        """The rank's layer in the place of a whole one."""
+        module = layer_class(type(layer.module).__name__)(code.graph)
+        module.group = group  # type: ignore[assignment]
+        kept = layer.module.state_dict(keep_vars=True)
+        for name, tensor in tensors_of(layer.module):
+            register(module, name, self.part(tensor, name), persistent=name in kept)
+        for name, node in code.constants.items():
+            register(module, name, self.part(self.stage.tensor(node), name), persistent=False)
+        return replace(layer, module=module.train(layer.module.training), packing="bare")
+
+    def part(self, tensor: Tensor, name: str) -> Tensor:
+        """The rank's part of a tensor, in memory of its own."""
+        if id(tensor) not in self._made:
+            local = self.shard(tensor, name).local(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._made[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if is_parameter else local
+        return self._made[id(tensor)]
+
+    def shard(self, tensor: Tensor, name: str) -> Shard:
+        """Which part it is.
+
+        Raises:
+            UsageError: ranks have parts of a parameter whose gradient hooks would see a part too.
+        """
+        form = self.forms.get(id(tensor), R)
+        if isinstance(form, Split) and isinstance(tensor, nn.Parameter) and hooks_of(tensor):
+            raise UsageError(
+                f"{name} has hooks on its gradient, and {self.ranks} ranks would share it, so that a hook would see a "
+                "part of the gradient: take them off, or use no tensor parallelism for its stage"
+            )
+        return Shard.of(name, tensor.shape, form, self.rank, self.ranks)
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by all of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def name_of(stage: TracedStage, node: fx.Node) -> str:
+    """The name that a stored tensor has in the model."""
+    tensor, meaning = stage.tensor(node), role(node)
+    for layer in stage.layers:
+        for local, other in tensors_of(layer.module):
+            if other is tensor:
+                return layer.originals.get(local, f"{layer.name}.{local}")
+    return meaning.name if meaning else node.name
