@@ -90,7 +90,8 @@ class Case:
         shards = [stage.shards(rank) for rank in range(ranks)]
 
         def together(what: int) -> dict[str, Tensor]:
-            return {name: assembled([s[name] for s in shards], [f[what][name] for f in found]) for name in found[0][what]}
+            names = found[0][what]
+            return {name: assembled([s[name] for s in shards], [f[what][name] for f in found]) for name in names}
 
         gradients, buffers = together(1), together(2)
         return stage, [Numbers(loss=f[0], gradients=gradients, buffers=buffers) for f in found]

@@ -23,7 +23,7 @@ class Split(NamedTuple):
     """Dimension `dim` is divided: it is `repeats` times a row of blocks, and every rank has its share of each block.
 
     `blocks` are the sizes of unequal blocks, such as the queries, keys and values of a fused projection; without them
-    a row is one block. A `padded` dimension is divided although the ranks do not divide it: the last parts end in zeros.
+    a row is one block. A `padded` dimension is shared although the ranks do not divide it: the last parts end in zeros.
     """
 
     dim: int
@@ -85,7 +85,7 @@ def take(whole: Tensor, form: Split, rank: int, ranks: int) -> Tensor:
         zeros = whole.new_zeros([share - (stop - start) if d == dim else n for d, n in enumerate(whole.shape)])
         return torch.cat([whole.narrow(dim, start, stop - start), zeros], dim).contiguous()
     row = size // form.repeats
-    rows, one = whole.unflatten(dim, (form.repeats, row)), form._replace(repeats=1)
+    rows, one = _rows(whole, dim, form.repeats), form._replace(repeats=1)
     parts = [rows.narrow(dim + 1, start, stop - start) for start, stop in ranges(row, one, rank, ranks)]
     return torch.cat(parts, dim + 1).contiguous().flatten(dim, dim + 1)
 
@@ -97,6 +97,11 @@ def join(parts: Sequence[Tensor], form: Split, size: int) -> Tensor:
         return torch.cat(list(parts), dim).narrow(dim, 0, size).contiguous()
     row = size // form.repeats
     shares = [block // len(parts) for block in form.blocks or (row,)]
-    divided = [part.unflatten(dim, (form.repeats, sum(shares))).split(shares, dim + 1) for part in parts]
+    divided = [torch.split(_rows(part, dim, form.repeats), shares, dim + 1) for part in parts]
     blocks = [part[number] for number in range(len(shares)) for part in divided]
     return torch.cat(blocks, dim + 1).contiguous().flatten(dim, dim + 1)
+
+
+def _rows(tensor: Tensor, dim: int, count: int) -> Tensor:
+    """A view of `tensor` with `dim` as two dimensions: so many rows, and what is in a row."""
+    return tensor.reshape([*tensor.shape[:dim], count, tensor.shape[dim] // count, *tensor.shape[dim + 1 :]])

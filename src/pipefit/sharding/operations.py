@@ -106,10 +106,10 @@ class Operation:
         two forms. `summed` says that the whole result is summed over the ranks.
         """
         forms: dict[fx.Node, Form] = {}
-        for node, form in operands:
+        for node, wanted in operands:
             if not isinstance(node, fx.Node):
                 continue
-            form = R if form == C and node not in self.trained else form
+            form = R if wanted == C and node not in self.trained else wanted
             if form is None or not self._shares(node, form) or forms.setdefault(node, form) != form:
                 return None
         if not self._shares(self.node, result):

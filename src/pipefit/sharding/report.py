@@ -13,7 +13,7 @@ from pipefit.sharding.operations import flops, nbytes, shape
 from pipefit.sharding.rules import rule_of
 from pipefit.sharding.search import Choice
 from pipefit.sharding.tracing import TracedStage, is_stored
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, format_flops
 
 _MOST = 8  # what is said of what stays whole
 
@@ -27,6 +27,12 @@ class Whole:
     parameter_bytes: int
     flops: int
     reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"  whole: {self.operator} of {self.layer} ({format_bytes(self.parameter_bytes)} of parameters, "
+            f"{format_flops(self.flops)}): {self.reason}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +65,11 @@ class Shares:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
-            f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations",
-            *(
-                f"  whole: {each.operator} of {each.layer} ({format_bytes(each.parameter_bytes)} of parameters, "
-                f"{each.flops / 1e9:.2f} GFLOP): {each.reason}"
-                for each in self.whole[:_MOST]
+            (
+                f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
+                f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
             ),
+            *map(str, self.whole[:_MOST]),
         ]
         return "\n".join(lines)
 

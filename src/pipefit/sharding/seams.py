@@ -22,25 +22,25 @@ from pipefit.sharding.forms import Split, join, take
 
 def copied(whole: Tensor, group: Collectives) -> Tensor:
     """`whole`, whose gradients on the ranks are summed."""
-    made: Tensor = _Copy.apply(whole, group)
+    made: Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def reduced(partial: Tensor, group: Collectives) -> Tensor:
     """The sum of the partial results of all ranks, in the memory of this one's, which nobody else may have."""
-    made: Tensor = _Reduce.apply(partial, group)
+    made: Tensor = _Reduce.apply(partial, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def gathered(part: Tensor, form: Split, size: int, group: Collectives) -> Tensor:
     """The whole of the ranks' parts; its divided dimension has `size`."""
-    made: Tensor = _Gather.apply(part, form, size, group)
+    made: Tensor = _Gather.apply(part, form, size, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def sliced(whole: Tensor, form: Split, group: Collectives) -> Tensor:
     """This rank's part of `whole`."""
-    made: Tensor = _Slice.apply(whole, form, group)
+    made: Tensor = _Slice.apply(whole, form, group)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -24,7 +24,7 @@ from pipefit.sharding.prices import Costs, Prices
 from pipefit.sharding.rules import rule_of
 from pipefit.sharding.tracing import TracedStage, is_stored
 
-_STATES = 300
+_MOST = 200
 State = dict[fx.Node, tuple[Form, ...]]
 
 
@@ -50,7 +50,7 @@ class _Record(NamedTuple):
     way: Strategy | None
 
 
-def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _STATES) -> Choice:
+def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _MOST) -> Choice:
     """The cheapest forms that the search finds."""
     trained, derived = _trained(stage), _derived(stage.graph)
     options = _options(stage, ranks, trained, derived)
@@ -131,11 +131,12 @@ class _Search:
         self.nodes = list(stage.graph.nodes)
         self.number = {node: number for number, node in enumerate(self.nodes)}
         self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
+        self._converted: dict[tuple[fx.Node, Form, Form], float] = {}
         self.fixed = {target for node in self.nodes for target in mutated_arguments(node)}
 
     def run(self, states: int) -> tuple[dict[fx.Node, Strategy], float]:
         """The strategies of the cheapest way, and its cost."""
-        layer: list[tuple[State, _Record]] = [({node: (R,) for node in self.stage.inputs}, _Record(0.0, None, None))]
+        layer: list[tuple[State, _Record]] = [(dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))]
         for node in self.nodes:
             if node.op == "call_function":
                 layer = self._step(layer, node, states)
@@ -147,15 +148,18 @@ class _Search:
 
     def _step(self, layer: Sequence[tuple[State, _Record]], node: fx.Node, states: int) -> list[tuple[State, _Record]]:
         following: dict[object, tuple[State, _Record]] = {}
+        ending = [source for source in (node, *node.all_input_nodes) if self.ends.get(source, -1) <= self.number[node]]
+        done = [(way, self.costs.done(node, way)) for way in self.options[node]]
         for state, record in layer:
-            for way in self.options[node]:
-                known, cost = dict(state), record.cost + self.costs.done(node, way)
-                cost += sum(self._had(known, source, form) for source, form in way.operands.items())
+            for way, cost in done:
+                known = dict(state)
+                total = record.cost + cost + sum(self._had(known, *operand) for operand in way.operands.items())
                 known[node] = (way.result,)
-                alive = {n: forms for n, forms in known.items() if self.ends.get(n, -1) > self.number[node]}
-                key = tuple((self.number[n], forms[0], frozenset(forms)) for n, forms in alive.items())
-                if cost < math.inf and (key not in following or cost < following[key][1].cost):
-                    following[key] = alive, _Record(cost, record, way)
+                for source in ending:
+                    known.pop(source, None)
+                key = tuple(known.items())
+                if total < math.inf and (key not in following or total < following[key][1].cost):
+                    following[key] = known, _Record(total, record, way)
         return sorted(following.values(), key=lambda item: item[1].cost)[:states]
 
     def _had(self, known: State, node: fx.Node, form: Form) -> float:
@@ -167,7 +171,9 @@ class _Search:
         if form in known[node]:
             return cost
         start = R if R in known[node] else known[node][0]
-        conversion = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
+        if (conversion := self._converted.get((node, start, form))) is None:
+            conversion = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
+            self._converted[node, start, form] = conversion
         if conversion:  # what is had for nothing needs no place in the state
             known[node] = (*known[node], form)
         return cost + conversion

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
@@ -135,5 +134,3 @@ class ShardedStage:
             arriving[-1] = [*arriving[-1], *targets]
         leaving = [*ends, steps.outputs]
         return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(count)]
-
-

@@ -123,7 +123,7 @@ def _made_anew(graph: fx.Graph) -> None:
 
 
 def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The operator that returns what `node` writes into its first operand; None where there is none of the same type."""
+    """The operator that returns what `node` writes into its first operand; None where its type would be another."""
     target = node.target
     if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload):
         return None
@@ -133,4 +133,4 @@ def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
         return None
     types = {found.dtype for source in node.all_input_nodes if isinstance(found := value(source), Tensor)}
     is_same = len(types) == 1 and mutated_arguments(node) == [node.args[0]]
-    return getattr(packet, target._overloadname) if is_same else None  # type: ignore[no-any-return]
+    return getattr(packet, target._overloadname) if is_same else None

@@ -17,7 +17,6 @@ from torch.fx.node import map_aggregate
 from pipefit.capture.binding import register
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.copying import hooks_of
-from pipefit.capture.flat import role
 from pipefit.capture.graph_layer import Contexts, layer_class
 from pipefit.errors import UsageError
 from pipefit.sharding.collectives import Collectives
@@ -145,13 +144,3 @@ class RankTensors:
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of a module by all of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-
-
-def name_of(stage: TracedStage, node: fx.Node) -> str:
-    """The name that a stored tensor has in the model."""
-    tensor, meaning = stage.tensor(node), role(node)
-    for layer in stage.layers:
-        for local, other in tensors_of(layer.module):
-            if other is tensor:
-                return layer.originals.get(local, f"{layer.name}.{local}")
-    return meaning.name if meaning else node.name

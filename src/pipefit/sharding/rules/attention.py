@@ -50,7 +50,7 @@ def part_attention(
     value: Tensor,
     mask: Tensor | None,
     p: float,
-    causal: bool,  # noqa: FBT001 -- as the operator has it
+    causal: bool,
     scale: float | None,
     pairs: list[int],
     s: Split,

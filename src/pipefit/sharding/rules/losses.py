@@ -26,7 +26,7 @@ def cross_entropy(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     logits, targets = op.given["self"], op.given["target"]
     if len(shape(logits)) != 2 or len(shape(targets)) != 1 or op.given["weight"] is not None:
         return
-    rows, classes = shape(logits)
+    classes = shape(logits)[1]
     names = ("reduction", "ignore_index", "label_smoothing")
     args = (logits, targets, classes, *(op.given[name] for name in names), GROUP)
     call = Call(target=part_cross_entropy, args=args)
@@ -48,7 +48,9 @@ def part_cross_entropy(
     if torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()  # as autocast does for the loss of one worker
     counts = targets != ignored
-    losses: Tensor = _CrossEntropy.apply(logits, targets, counts, classes, smoothing, group)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, targets, counts, classes, smoothing, group
+    )
     if reduction == _NONE:
         return losses
     return losses.sum() / counts.sum() if reduction == _MEAN else losses.sum()
@@ -75,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(exponents.div_(total[:, None]), column, is_mine, counts)
         ctx.mine, ctx.classes, ctx.smoothing = mine, classes, smoothing
         losses = total.log() - (1 - smoothing) * chosen - smoothing / classes * every
-        return losses.where(counts, 0)
+        return torch.where(counts, losses, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

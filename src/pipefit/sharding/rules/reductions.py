@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from pipefit.sharding.operations import Operation, Strategy, Wishes, shape
 
 ALONG = frozenset(
-    "softmax _softmax log_softmax _log_softmax mean sum amax amin var std logsumexp cumsum cumprod norm "
-    "linalg_vector_norm all any prod argmax argmin flip".split()
-)
+    {
+        "softmax", "_softmax", "log_softmax", "_log_softmax", "mean", "sum", "amax", "amin", "var", "std", "logsumexp",
+        "cumsum", "cumprod", "norm", "linalg_vector_norm", "all", "any", "prod", "argmax", "argmin", "flip",
+    }
+)  # fmt: skip
 
 
 def along(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """The dimensions that it works along stay whole; they may be gone from the result."""
     x, dims = op.node.args[0], op.given.get("dims", op.given.get("dim"))
-    if dims is None or isinstance(dims, list) and not dims:
+    if dims is None or dims == []:
         return
     ndim = len(shape(x))
     worked = {dim % ndim for dim in (dims if isinstance(dims, list | tuple) else [dims])}
