@@ -27,6 +27,8 @@ TRACING = {
                  "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer", "records",
                  "refusals", "refused_calls", "sample", "stand_ins", "structure", "task", "traced")
 }  # fmt: skip
+# Tensor parallelism reads operators' schemas
+SHARDING = {f"sharding/{name}.py" for name in ("operations", "rules/pointwise", "tracing")}
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, and what follows values, see operations through a dispatch mode; agreement uses what GradScaler uses
@@ -85,4 +87,4 @@ def test_torch_still_has_it(name: str) -> None:
 def test_private_torch_stays_where_it_is() -> None:
     """No other file touches a private interface of torch."""
     files = {file for places in uses().values() for file in places}
-    assert files <= FAKES | TRACING | MEASURING | OTHERS
+    assert files <= FAKES | TRACING | SHARDING | MEASURING | OTHERS

@@ -116,6 +116,8 @@ def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Who
 def _reason(choice: Choice, node: fx.Node, ranks: int) -> str:
     if rule_of(node) is None:
         return "there is no rule for this operator"
+    if not choice.changed.isdisjoint((node, *node.all_input_nodes)):
+        return "it shares memory with what is changed in place"
     if choice.options[node] == 1:
-        return f"{ranks} ranks divide no dimension of {shape(node)} that they could share"
+        return f"its result {shape(node)} has no part for each of {ranks} ranks that what follows can use"
     return "whole it is cheaper than what dividing it would send"

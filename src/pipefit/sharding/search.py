@@ -32,13 +32,15 @@ State = dict[fx.Node, tuple[Form, ...]]
 class Choice:
     """How every operation is done, the form in which each value is made or stored, and what each could have been.
 
-    `options` counts the strategies of every operation; `trained` are the values that need a gradient.
+    `options` counts the strategies of every operation. `trained` are the values that need a gradient, `changed` those
+    that share memory with what is changed in place.
     """
 
     ways: dict[fx.Node, Strategy]
     home: dict[fx.Node, Form]
     options: dict[fx.Node, int]
     trained: frozenset[fx.Node]
+    changed: frozenset[fx.Node]
     cost: float
 
 
@@ -52,8 +54,8 @@ class _Record(NamedTuple):
 
 def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _MOST) -> Choice:
     """The cheapest forms that the search finds."""
-    trained, derived = _trained(stage), _derived(stage.graph)
-    options = _options(stage, ranks, trained, derived)
+    trained, changed = _trained(stage), _changed(stage.graph)
+    options = _options(stage, ranks, trained, changed)
     search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained))
     ways, cost = search.run(states)
     home: dict[fx.Node, Form] = dict.fromkeys(stage.inputs, R)
@@ -63,7 +65,7 @@ def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _MOS
                 home.setdefault(source, form if isinstance(form, Split) else R)
         home[node] = way.result
     counts = {node: len(found) for node, found in options.items()}
-    return Choice(ways=ways, home=home, options=counts, trained=trained, cost=cost)
+    return Choice(ways=ways, home=home, options=counts, trained=trained, changed=changed, cost=cost)
 
 
 def _trained(stage: TracedStage) -> frozenset[fx.Node]:
@@ -71,43 +73,50 @@ def _trained(stage: TracedStage) -> frozenset[fx.Node]:
     found: set[fx.Node] = set()
     for node in stage.graph.nodes:
         if node.op == "placeholder":
-            needs = stage.tensor(node).requires_grad if is_stored(node) else _is_floating(node)
+            needs = stage.tensor(node).requires_grad if is_stored(node) else _arrives_trained(stage, node)
         else:
-            needs = _is_floating(node) and any(source in found for source in node.all_input_nodes)
+            needs = _is_numeric(node) and any(source in found for source in node.all_input_nodes)
         if needs:
             found.add(node)
     return frozenset(found)
 
 
+def _arrives_trained(stage: TracedStage, node: fx.Node) -> bool:
+    """Whether an input is of another stage, which needs its gradient."""
+    values = stage.inputs[: len(stage.inputs) - stage.targets]
+    return not stage.is_first and node in values and _is_numeric(node)
+
+
 def _derived(graph: fx.Graph) -> set[fx.Node]:
-    """The floating-point values that depend on a parameter: all others, such as masks, are cheap to have whole."""
+    """The real or complex values that depend on a parameter: all others, such as masks, are cheap to have whole."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_parameter = (meaning := role(node)) is not None and meaning.kind == "parameter"
-        if is_parameter or (_is_floating(node) and any(source in found for source in node.all_input_nodes)):
+        if is_parameter or (_is_numeric(node) and any(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
 
 
-def _is_floating(node: fx.Node) -> bool:
+def _is_numeric(node: fx.Node) -> bool:
+    """Whether it is of a type through which gradients go, complex numbers included."""
     found = value(node)
     tensors = found if isinstance(found, tuple | list) else (found,)
-    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tensors)
+    return any(isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
 def _options(
-    stage: TracedStage, ranks: int, trained: frozenset[fx.Node], derived: set[fx.Node]
+    stage: TracedStage, ranks: int, trained: frozenset[fx.Node], changed: frozenset[fx.Node]
 ) -> dict[fx.Node, list[Strategy]]:
     """The strategies of every operation, replicated first; found backwards, as users know what they need."""
     wishes: dict[fx.Node, dict[Split, None]] = {}
     found: dict[fx.Node, list[Strategy]] = {}
-    shared = _changed(stage.graph)
+    derived = _derived(stage.graph)
     for node in reversed(stage.graph.nodes):
         if node.op != "call_function":
             continue
         op, rule = Operation(node, ranks, trained), rule_of(node)
         found[node] = [op.replicated()]
-        if rule and node in derived and shared.isdisjoint((node, *node.all_input_nodes)):
+        if rule and node in derived and changed.isdisjoint((node, *node.all_input_nodes)):
             found[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
         for way in found[node]:
             for source, form in way.operands.items():
@@ -116,11 +125,11 @@ def _options(
     return found
 
 
-def _changed(graph: fx.Graph) -> set[fx.Node]:
+def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
     """The values that share memory with one that is changed in place; buffers are changed in the form they have."""
     roots = groups(graph)
     changed = {roots[target] for node in graph.nodes for target in mutated_arguments(node)}
-    return {node for node, root in roots.items() if root in changed and not is_stored(root)}
+    return frozenset(node for node, root in roots.items() if root in changed and not is_stored(root))
 
 
 class _Search:
@@ -131,6 +140,7 @@ class _Search:
         self.nodes = list(stage.graph.nodes)
         self.number = {node: number for number, node in enumerate(self.nodes)}
         self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
+        self._stored: dict[tuple[fx.Node, Form], float] = {}
         self._converted: dict[tuple[fx.Node, Form, Form], float] = {}
         self.fixed = {target for node in self.nodes for target in mutated_arguments(node)}
 
@@ -160,23 +170,44 @@ class _Search:
                 key = tuple(known.items())
                 if total < math.inf and (key not in following or total < following[key][1].cost):
                     following[key] = known, _Record(total, record, way)
-        return sorted(following.values(), key=lambda item: item[1].cost)[:states]
+        return self._worthwhile(sorted(following.values(), key=lambda item: item[1].cost))[:states]
+
+    def _worthwhile(self, layer: list[tuple[State, _Record]]) -> list[tuple[State, _Record]]:
+        """The states, cheapest first, but for those that the cheapest can be made into for less."""
+        best, record = layer[0]
+        return [item for item in layer if item[0] is best or item[1].cost < record.cost + self._between(best, item[0])]
+
+    def _between(self, state: State, other: State) -> float:
+        """What it takes to have in `state` all that is had in `other`."""
+        missing = ((node, form) for node, forms in other.items() for form in forms if form not in state[node])
+        return sum(math.inf if is_stored(node) else self._conversion(state, node, form) for node, form in missing)
 
     def _had(self, known: State, node: fx.Node, form: Form) -> float:
         """The cost of having a value in a form, which is had from now on."""
         cost = 0.0
         if node not in known:  # a parameter or buffer, met first: it is stored as it is needed
             known[node] = (form if isinstance(form, Split) else R,)
-            cost += self.costs.stored(node, known[node][0])
+            cost += self._to_store(node, known[node][0])
         if form in known[node]:
             return cost
-        start = R if R in known[node] else known[node][0]
-        if (conversion := self._converted.get((node, start, form))) is None:
-            conversion = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
-            self._converted[node, start, form] = conversion
-        if conversion:  # what is had for nothing needs no place in the state
+        if conversion := self._conversion(known, node, form):  # what is had for nothing needs no place in the state
             known[node] = (*known[node], form)
         return cost + conversion
+
+    def _to_store(self, node: fx.Node, form: Form) -> float:
+        found = self._stored.get((node, form))
+        if found is None:
+            found = self._stored[node, form] = self.costs.stored(node, form)
+        return found
+
+    def _conversion(self, known: State, node: fx.Node, form: Form) -> float:
+        """The cost of having a value in one form more."""
+        start = R if R in known[node] else known[node][0]
+        found = self._converted.get((node, start, form))
+        if found is None:
+            found = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
+            self._converted[node, start, form] = found
+        return found
 
     def _end(self, state: State, output: fx.Node) -> float:
         return sum(self._had(dict(state), source, R) for source in output.all_input_nodes)

@@ -6,13 +6,14 @@ and what an optimizer keeps for a parameter are shared as the parameter is, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipefit.errors import UsageError
 from pipefit.sharding.forms import Form, Split, local_shape, ranges
 
 
@@ -65,11 +66,24 @@ class Shard:
             place += stop - start
 
     def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The rank's part of what an optimizer keeps for the whole tensor; counts and the like stay as they are."""
-        return {
-            key: self.local(item) if isinstance(item, Tensor) and tuple(item.shape) == self.global_shape else item
-            for key, item in state.items()
-        }
+        """The rank's part of what an optimizer keeps for the whole tensor; counts and the like stay as they are.
+
+        Raises:
+            UsageError: it keeps a tensor of another shape, of which nobody knows the part.
+        """
+        return {key: self._part(key, item, self.global_shape, self.local) for key, item in state.items()}
+
+    def _part(self, key: str, item: Any, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Any:
+        """`item`, changed if it is a tensor of `shape`."""
+        if not isinstance(item, Tensor) or tuple(item.shape) != shape:
+            if isinstance(item, Tensor) and item.numel() > 1 and self.dim is not None:
+                raise UsageError(
+                    f"the optimizer keeps {key} of {self.name} in the shape {tuple(item.shape)}, and the parameter has "
+                    f"{shape}: ranks that share the parameter cannot share that; take an optimizer that keeps tensors "
+                    "of the parameter's shape, such as AdamW, or no tensor parallelism"
+                )
+            return item
+        return change(item)
 
 
 def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
@@ -81,10 +95,13 @@ def assembled(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
 
 
 def assembled_state(shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What an optimizer would keep for the whole tensor, of what the ranks' optimizers keep for its parts."""
+    """What an optimizer would keep for the whole tensor, of what the ranks' optimizers keep for its parts.
+
+    Raises:
+        UsageError: they keep a tensor of another shape than the part's.
+    """
+    first = shards[0]
     return {
-        key: assembled(shards, [state[key] for state in states])
-        if isinstance(item, Tensor) and tuple(item.shape) == shards[0].local_shape and item.ndim
-        else item
+        key: first._part(key, item, first.local_shape, lambda _, key=key: assembled(shards, [s[key] for s in states]))  # type: ignore[misc]
         for key, item in states[0].items()
     }

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.structure import Values
@@ -59,19 +58,20 @@ def shard_stage(
     *,
     chain: Chain | None = None,
     targets: Values = (),
+    is_first: bool = False,
     prices: Prices | None = None,
 ) -> ShardedStage:
     """How `ranks` share the layers of a stage, for inputs like `values`.
 
-    With `chain` and `targets` the stage is the last, and its loss is shared too. Tensors may be fake: only their shapes
-    and types count.
+    With `chain` the stage is its last, and the loss of outputs and `targets` is shared too. Tensors may be fake: only
+    their shapes and types count. The inputs of the first stage, `is_first`, need no gradient.
 
     Raises:
         UsageError: fewer than two ranks, or a layer that cannot be followed.
     """
     if ranks < 2:
         raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
-    stage = trace(layers, values, chain=chain, targets=targets)
+    stage = trace(layers, values, chain=chain, targets=targets, is_first=is_first)
     return ShardedStage(stage, choose(stage, ranks, prices or Prices()), ranks)
 
 

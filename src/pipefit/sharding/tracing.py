@@ -30,7 +30,9 @@ class TracedStage:
     layer_of: dict[fx.Node, int]
     binding: Binding
     inputs: tuple[fx.Node, ...]
-    targets: int  # how many of the inputs are targets of the loss
+    targets: int  # how many of the inputs, the last ones, are targets of the loss
+    has_loss: bool
+    is_first: bool  # the inputs are a batch, and need no gradient
 
     def tensor(self, node: fx.Node) -> Tensor:
         """The parameter, buffer or constant that a placeholder stands for."""
@@ -38,14 +40,11 @@ class TracedStage:
         assert meaning is not None
         return self.binding.tensor(meaning.name)
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the graph ends in the task's loss."""
-        return self.targets > 0
 
-
-def trace(layers: Sequence[ChainLayer], values: Values, *, chain: Chain | None, targets: Values) -> TracedStage:
-    """The graph of `layers` on values like `values`; with the loss of `chain` where targets are given.
+def trace(
+    layers: Sequence[ChainLayer], values: Values, *, chain: Chain | None, targets: Values, is_first: bool
+) -> TracedStage:
+    """The graph of `layers` on values like `values`; with the loss of `chain`, if one is given and has it.
 
     Raises:
         UsageError: a layer cannot be followed.
@@ -65,6 +64,8 @@ def trace(layers: Sequence[ChainLayer], values: Values, *, chain: Chain | None, 
         binding=Binding(stage, program.constants),
         inputs=tuple(inputs[number] for number in sorted(inputs)),
         targets=len(targets),
+        has_loss=stage.criterion is not None,
+        is_first=is_first,
     )
 
 
@@ -87,10 +88,10 @@ class _Stage(nn.Module):
         values = values[: len(values) - self._targets]
         for number, (layer, packing) in enumerate(zip(self.layers, self._packings, strict=True)):
             values = as_values(layer(packed(values, packing)), str(number))
-        if self._chain is None or self.criterion is None or not targets:
+        if self._chain is None or self.criterion is None:
             return values
-        assert self._chain.targets is not None
-        return (self.criterion(self._chain.rebuild(values), self._chain.targets.rebuild(targets)),)
+        wanted = None if self._chain.targets is None else self._chain.targets.rebuild(targets)
+        return (self.criterion(self._chain.rebuild(values), wanted),)
 
 
 def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
@@ -116,7 +117,7 @@ def _made_anew(graph: fx.Graph) -> None:
             continue
         old = node.args[0]
         roots = groups(graph)
-        others = [o for o, root in roots.items() if root is roots[old] and o not in (old, node)]
+        others = [o for o, root in roots.items() if root is roots[old] and o is not old and order[o] < order[node]]
         if not is_stored(roots[old]) and all(order[user] < order[node] for other in others for user in other.users):
             node.target = target
             old.replace_all_uses_with(node, lambda user, node=node: order[user] > order[node])

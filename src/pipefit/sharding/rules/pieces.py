@@ -134,9 +134,10 @@ def stack(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 def pad(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """Along dimensions that stay as they are."""
-    x = op.node.args[0]
+    x, sides = op.node.args[0], op.given["pad"]  # before and behind, the last dimension first
+    longer = {op.last - place // 2 for place, count in enumerate(sides) if count}
     for s in wishes:
-        if op.last - s.dim >= len(op.given["pad"]) // 2 and not s.padded:
+        if s.dim not in longer and not s.padded:
             yield op.way(s, (x, s))
 
 

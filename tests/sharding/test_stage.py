@@ -1,0 +1,230 @@
+"""What a rank gets: layers like the whole ones, the collectives that were said, and its part of all state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task, capture
+from pipefit.capture.random_state import seed_torch
+from pipefit.errors import UsageError
+from pipefit.sharding import (
+    Alone,
+    LockstepCollectives,
+    Prices,
+    Shard,
+    ShardedStage,
+    assembled,
+    assembled_state,
+    in_lockstep,
+    shard_stage,
+)
+from pipefit.zoo import build
+from sharded import CHEAP
+
+TOKENS = torch.arange(32).reshape(4, 8) % 11
+
+
+def layers(words: int = 11) -> nn.Sequential:
+    """A small chain, of which two layers are tied."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(words, 16),
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64)),
+        nn.GELU(),
+        nn.Linear(64, 16),
+        nn.Linear(16, words, bias=False),
+        nn.Flatten(0, 1),
+    )
+    model[4].weight = model[0].weight
+    return model.double()
+
+
+def task() -> Task:
+    """The chain on tokens."""
+    return Task(layers(), batch=lambda size: (TOKENS[:size], TOKENS[:size].flatten()), loss=F.cross_entropy)
+
+
+def whole(ranks: int = 2, prices: Prices = CHEAP) -> ShardedStage:
+    """All layers and the loss."""
+    chain = capture(task(), TOKENS, TOKENS.flatten())
+    given: dict[str, Any] = {"chain": chain, "targets": (TOKENS.flatten(),), "is_first": True, "prices": prices}
+    return shard_stage(chain.layers, ranks, (TOKENS,), **given)
+
+
+def test_layers_are_as_many_as_before_and_keep_their_names() -> None:
+    """Each rank has every layer, with its names, and with parameters of the shapes that their shards say."""
+    stage, chain = whole(), capture(task(), TOKENS, TOKENS.flatten())
+    rank = stage.rank(Alone(rank=1, size=2))
+    assert [layer.name for layer in rank.layers] == [layer.name for layer in chain.layers]
+    for ours, theirs in zip(rank.layers, chain.layers, strict=True):
+        assert ours.originals == theirs.originals
+        assert ours.module.state_dict().keys() == theirs.module.state_dict().keys()
+        for local, tensor in ours.module.state_dict().items():
+            assert tuple(tensor.shape) == rank.shards[ours.originals[local]].local_shape
+
+
+def test_tied_layers_share_one_part() -> None:
+    """A parameter that two layers have is one parameter on a rank too."""
+    rank = whole().rank(Alone(rank=0, size=2))
+    assert rank.layers[0].module.get_parameter("weight") is rank.layers[4].module.get_parameter("weight")
+
+
+def test_every_rank_has_the_values_between_stages_whole() -> None:
+    """Without a loss the stage returns what the layers return, on every rank."""
+    chain = capture(task(), TOKENS, TOKENS.flatten())
+    stage = shard_stage(chain.layers[:5], 2, (TOKENS,), is_first=True, prices=CHEAP)
+    expected = layers()[:5](TOKENS)
+    for (found,) in in_lockstep(2, lambda group: stage.rank(group)((TOKENS,))):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+class Listening:
+    """A rank that notes what it does together with the others."""
+
+    def __init__(self, group: LockstepCollectives) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.phase, self.heard = "forward", Counter[tuple[str, str, int]]()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._note("all_reduce", tensor.nbytes)
+        return self.group.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self._note("all_gather", tensor.nbytes * self.size)
+        return self.group.all_gather(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        raise AssertionError("no layer does that")
+
+    def _note(self, kind: str, nbytes: int) -> None:
+        self.heard[kind, self.phase, nbytes] += 1
+
+
+@pytest.mark.parametrize("stored", [0.001, 1.0, 50.0])
+def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> None:
+    """Kind, phase and bytes of every collective of a forward and a backward, whatever is divided."""
+    chain = capture(task(), TOKENS, TOKENS.flatten())
+    stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=Prices(stored=stored))
+
+    def run(group: LockstepCollectives) -> Counter[tuple[str, str, int]]:
+        listening = Listening(group)
+        (out,) = stage.rank(listening)((TOKENS,))
+        listening.phase = "backward"
+        out.sum().backward()
+        return listening.heard
+
+    said = Counter((each.kind, each.phase, each.nbytes) for each in stage.collectives)
+    assert in_lockstep(2, run) == [said, said]
+
+
+def test_two_plans_of_one_stage_are_equal_and_of_another_are_not() -> None:
+    """Ranks that plan by themselves can see by the digest that they have chosen alike."""
+    assert whole().digest == whole().digest != whole(3).digest
+
+
+def test_training_by_ranks_is_training_of_the_whole() -> None:
+    """Three steps of Adam on the parts, put together, give the parameters and the state of Adam on the whole."""
+    stage, steps = whole(), 3
+    model = layers()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        adam.zero_grad()
+        F.cross_entropy(model(TOKENS), TOKENS.flatten()).backward()
+        adam.step()
+
+    def run(group: LockstepCollectives) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        rank = stage.rank(group)
+        named = {
+            n: p
+            for layer in rank.layers
+            for local, p in layer.module.named_parameters()
+            if (n := layer.originals[local])
+        }
+        ours = torch.optim.Adam(dict.fromkeys(named.values()), lr=0.1)
+        for _ in range(steps):
+            ours.zero_grad()
+            rank((TOKENS,), (TOKENS.flatten(),))[0].backward()
+            ours.step()
+        return named, {name: ours.state[parameter] for name, parameter in named.items()}
+
+    found = in_lockstep(2, run)
+    for name, parameter in model.named_parameters():
+        shards = [stage.shards(rank)[name] for rank in range(2)]
+        assert torch.allclose(assembled(shards, [f[0][name] for f in found]), parameter, rtol=0, atol=1e-11)
+        state = assembled_state(shards, [f[1][name] for f in found])
+        expected = adam.state[parameter]
+        assert expected.keys() == state.keys()
+        assert all(torch.allclose(item, state[key], rtol=0, atol=1e-11) for key, item in expected.items())
+        local = shards[1].local_state(state)
+        assert all(torch.equal(item, found[1][1][name][key]) for key, item in local.items())
+
+
+def test_state_that_cannot_be_divided_is_refused() -> None:
+    """What an optimizer keeps by rows of a matrix, as Adafactor does, has no part for a rank."""
+    shard = Shard(name="weight", dim=0, ranges=((0, 2),), global_shape=(4, 3))
+    with pytest.raises(UsageError, match="row_var of weight"):
+        shard.local_state({"row_var": torch.ones(4, 1)})
+
+
+def test_the_report_says_what_is_divided_and_what_is_not() -> None:
+    """Shares of bytes and operations, as text and as data; what is whole has its reason."""
+    odd = Task(layers(), batch=lambda size: (TOKENS, TOKENS), loss=None)
+    chain = capture(odd, TOKENS)
+    shares = shard_stage(chain.layers, 5, (TOKENS,), prices=CHEAP).shares
+    assert str(shares).startswith("5 ranks divide ")
+    assert any(
+        "linear of 1 " in line and "has no part for each of 5 ranks" in line for line in str(shares).splitlines()
+    )
+    assert shares.as_dict()["rank_bytes"] == shares.rank_bytes
+    sizes = {name: p.nbytes for name, p in layers().named_parameters()}
+    assert shares.parameter_bytes == sum(sizes.values())
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_a_group_of_one_is_refused(ranks: int) -> None:
+    """There is nothing to share."""
+    with pytest.raises(UsageError, match="at least 2 ranks"):
+        whole(ranks)
+
+
+def test_a_divided_parameter_with_hooks_is_refused() -> None:
+    """A hook would see a part of the gradient."""
+    model = layers()
+    model[3].weight.register_hook(lambda gradient: gradient)
+    chain = capture(Task(model, batch=task().batch, loss=F.cross_entropy), TOKENS, TOKENS.flatten())
+    stage = shard_stage(chain.layers, 2, (TOKENS,), prices=CHEAP)
+    with pytest.raises(UsageError, match="has hooks on its gradient"):
+        stage.rank(Alone(rank=0, size=2))
+
+
+@pytest.mark.parametrize("model", [lambda: build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8)])
+def test_mixed_precision_casts_as_the_whole_does(model: Callable[[], Task]) -> None:
+    """Under autocast the loss differs by the rounding of bfloat16 alone, and values have its types."""
+    plain = model()
+    mixed = Task(plain.build(), batch=plain.batch, loss=plain.loss, precision="mixed-bfloat16")
+    inputs, targets = plain.batch(2)
+    chain = capture(mixed, inputs, targets)
+    stage = shard_stage(chain.layers, 2, (inputs,), chain=chain, targets=(targets,), is_first=True, prices=CHEAP)
+    seed_torch(1, target="cpu")
+    values: tuple[Tensor, ...] = (inputs,)
+    for layer in chain.layers:
+        values = layer(values)
+    expected = chain.loss(values, (targets,))
+
+    def run(group: LockstepCollectives) -> tuple[float, set[torch.dtype]]:
+        seed_torch(1, target="cpu")
+        rank, given = stage.rank(group), (inputs,)
+        for layer in rank.layers:
+            given = layer(given)
+        return float(rank.loss(given, (targets,))[0]), {given[-1].dtype}
+
+    for loss, types in in_lockstep(2, run):
+        assert loss == pytest.approx(float(expected), rel=1e-2)
+        assert types == {torch.bfloat16}

@@ -1,0 +1,49 @@
+"""Ranks of a tensor-parallel group: what `tests/sharding/test_collectives.py` runs in processes and in threads."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from pipefit.sharding import Collectives, ProcessGroupCollectives
+from pipefit.sharding.forms import Split
+from pipefit.sharding.seams import copied, gathered, reduced, sliced
+
+PATIENCE = timedelta(seconds=30)
+
+
+def talk(rank: int, store: str, pipe: Connection) -> None:
+    """Join the other process, and tell the parent what came of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
+    pipe.send(both(ProcessGroupCollectives()))
+    dist.destroy_process_group()
+
+
+def both(group: Collectives) -> tuple[dict[str, list[float]], list[float]]:
+    """All collectives, and all seams."""
+    return all_collectives(group), through_seams(group)
+
+
+def all_collectives(group: Collectives) -> dict[str, list[float]]:
+    """A sum, a gather, and what the last rank has."""
+    own = torch.tensor([group.rank + 1.0, 0.0])
+    return {
+        "all": torch.cat(group.all_gather(own)).tolist(),
+        "source": group.broadcast(own.clone(), group.size - 1).tolist(),
+        "sum": group.all_reduce(own).tolist(),
+    }
+
+
+def through_seams(group: Collectives) -> list[float]:
+    """Gradients of a small network whose weights the ranks share, each seam once."""
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (8, 4), (4, 8)))
+    inner = copied(x, group) @ sliced(up, Split(0), group).T
+    whole = reduced(inner.tanh() @ sliced(down, Split(1), group).T, group)
+    (whole + gathered(inner, Split(1), 8, group)[:, ::2]).square().sum().backward()
+    gradients = [leaf.grad for leaf in (x, up, down) if leaf.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients]).tolist()
