@@ -36,7 +36,7 @@ torch.manual_seed(0)
 model = Network()
 task = pipefit.Task(model, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam)  # 2
 profile = pipefit.profile(task, microbatch_size=8)  # 3
-plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=32)  # 4
+plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=32, stages=3)  # 4
 trainer = pipefit.Trainer(task, plan)  # 5
 for step in range(50):
     loss = trainer.step(make_batch(32))

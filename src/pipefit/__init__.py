@@ -3,8 +3,7 @@
     import pipefit
 
     task    = pipefit.Task(module, batch=make_batch, loss=loss_fn)
-    profile = pipefit.profile(task, microbatch_size=4)
-    plan    = pipefit.plan(profile, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
+    plan    = pipefit.plan(task, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
     trainer = pipefit.Trainer(task, plan)                # in each worker
     loss    = trainer.step(batch)
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from pipefit.files import load, load_cluster, save
-    from pipefit.planner import plan
+    from pipefit.planned import plan
     from pipefit.plans import Plan
     from pipefit.profiler import profile
     from pipefit.profiles import ModelProfile
@@ -87,8 +86,8 @@ _HOMES = {
         "WorkerFailed",
     ),
     "files": ("load", "load_cluster", "save"),
+    "planned": ("plan",),
     "plans": ("Plan",),
-    "planner": ("plan",),
     "profiles": ("ModelProfile",),
     "profiler": ("profile",),
     "program": ("Program",),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal
 
+from pipefit.alternatives import Alternative, paragraph
 from pipefit.cluster import Cluster
 from pipefit.compactions import table
 from pipefit.decisions import Decision, What
@@ -125,6 +126,7 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     prediction: Prediction | None = None
     provenance: Provenance | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -240,9 +242,10 @@ class Plan:
     @property
     def explanation(self) -> list[Table | str]:
         """Its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
-        sentences = [_limit(self), *_planner(self), *_time(self), *_caveats(self)]
-        freed = table(self.prediction.compactions, self.prediction.step_seconds) if self.prediction else ()
-        return [_head(self), self.stage_table, *freed, "\n".join(sentences)]
+        text = "\n".join([_limit(self), *_planner(self), *_time(self), *_caveats(self)])
+        step = self.prediction.step_seconds if self.prediction else 0.0
+        freed = table(self.prediction.compactions, step) if self.prediction else ()
+        return [_head(self), self.stage_table, *freed, text, *paragraph(self.alternatives, step)]
 
     def __str__(self) -> str:
         """The explanation as text."""
@@ -293,9 +296,8 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:
     """The predicted peak as a share of the device's budget; None without a prediction."""
-    if plan.prediction is None:
-        return None
-    return plan.prediction.peak_bytes[stage.device] / plan.cluster.budgets[stage.device]
+    made, device = plan.prediction, stage.device
+    return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
 
 
 def _bar(full: float, *, tight: bool) -> str:
@@ -379,8 +381,6 @@ def _caveats(plan: Plan) -> Iterator[str]:
     """What processes take, where seconds come from, on what machine the peaks hold, and what kernels they leave out."""
     yield from reserves(plan.cluster, tuple(stage.device for stage in plan.stages), plan.prediction)
     if plan.prediction is not None:
-        yield _seconds(plan)
-        if plan.holds_for:
-            yield plan.holds_for
+        yield from filter(None, (_seconds(plan), plan.holds_for))
         if gap := plan.profile.kernels.gap:
             yield f"{gap[0].upper()}{gap[1:]}."

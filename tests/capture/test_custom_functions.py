@@ -274,7 +274,7 @@ def test_a_module_is_trained_in_the_mode_that_its_owner_left_it_in() -> None:
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     found = profile(task, microbatch_size=4)
-    trainer = Trainer(task, plan(found, load_cluster("emulated:2x64MiB"), batch_size=4))
+    trainer = Trainer(task, plan(found, load_cluster("emulated:2x64MiB"), batch_size=4, stages=2))
     batch = task.batch(4)
     trainer.step(batch)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)

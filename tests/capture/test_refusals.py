@@ -385,7 +385,7 @@ def test_a_float64_model_under_a_default_training() -> None:
         plan(profile(task, microbatch_size=2), cluster, default)
     cast = replace(task, precision="float32")
     for one, training in ((task, replace(default, precision="float64")), (cast, default)):
-        made = plan(profile(one, microbatch_size=2), cluster, training)
+        made = plan(profile(one, microbatch_size=2), cluster, training, stages=2)
         assert Trainer(one, made).step(one.batch(4)) > 0
 
 

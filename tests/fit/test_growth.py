@@ -101,7 +101,9 @@ def test_the_least_memory() -> None:
     growth = memory(wide(16), PAIR, range(1, 1 << 40))
     fit = find(growth)
     check_certified(fit, growth)
-    best = plan(profile(wide(16), microbatch_size=2), PAIR.cluster, batch_size=4, allow_infeasible=True)
+    best = plan(
+        profile(wide(16), microbatch_size=2), PAIR.cluster, batch_size=4, objective="peak", allow_infeasible=True
+    )
     assert best.prediction is not None
     assert fit.best.value == max(best.prediction.peak_bytes)
 

@@ -66,7 +66,7 @@ QUICK = ["cnn", "gpt"]
 def planned(task: Task, precision: Precision, recompute: Any) -> tuple[Task, Plan]:
     task = replace(task, precision=precision)
     profiled = profile(task, microbatch_size=2, target="cuda")
-    return task, plan(profiled, Cluster.emulated((2, 1 << 36)), batch_size=8, recompute=recompute)
+    return task, plan(profiled, Cluster.emulated((2, 1 << 36)), batch_size=8, stages=2, recompute=recompute)
 
 
 def peaks(trace: Trace) -> list[list[int]]:

@@ -27,7 +27,9 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
+    from pipefit.cli.progress import Report
     from pipefit.cluster import Cluster
+    from pipefit.planner import Profiles
     from pipefit.plans import Plan
     from pipefit.profiles import ModelProfile
 
@@ -52,10 +54,14 @@ def command(
     microbatches: Annotated[
         int | None,
         typer.Option(
-            "--microbatches", min=1, help="Equal parts of the batch; four for each device unless a batch size is given."
+            "--microbatches",
+            min=1,
+            help="Equal parts of the batch; chosen, or without a batch size four for each device.",
         ),
     ] = None,
-    schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
+    schedule: Annotated[
+        str | None, typer.Option(help=f"1f1b or eager-1f1b are chosen from unless given. {SCHEDULE_HELP}")
+    ] = None,
     objective: Annotated[
         Literal["throughput", "peak"],
         typer.Option(help="The fastest step that fits, or the lowest peak of all splits."),
@@ -73,12 +79,18 @@ def command(
     ] = None,
     versions: Versions = "weights",
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline stages; one for each device unless given.")
+        int | None,
+        typer.Option(min=1, help="Pipeline stages; chosen by joint, one for each device under other planners."),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
         int | None,
-        typer.Option("--microbatch-size", "-b", min=1, help="Of a MODEL: samples in one microbatch; 1 unless given."),
+        typer.Option(
+            "--microbatch-size",
+            "-b",
+            min=1,
+            help="Samples in one microbatch; chosen by joint, 1 for a MODEL under other planners.",
+        ),
     ] = None,
     target: Annotated[
         Target | None, typer.Option(help="Of a MODEL: whose kernels will run; the cluster's unless given.")
@@ -108,24 +120,25 @@ def command(
     from pipefit.cli.progress import progress
 
     check_output(output)
-    if not _is_model(profile) and (settings or microbatch_size or target or precision):
-        raise UsageError(
-            f"{profile} is a file: --set, --microbatch-size, --target and --precision are for a MODEL to profile"
-        )
-    if not _is_model(profile):
-        task, model, devices = None, _loaded(profile), _cluster(cluster, reserve)
-    else:
-        devices = _cluster(cluster, reserve)
-        kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
-        task, model = _profiled(profile, settings, precision, kernels, microbatch_size or 1)
-    with progress("planning"):
+    if not _is_model(profile) and (settings or target or precision):
+        raise UsageError(f"{profile} is a file: --set, --target and --precision are for a MODEL to profile")
+    devices = _cluster(cluster, reserve)
+    with progress("planning") as report:
         from pipefit.planner import plan
 
+        kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
+        task: Task | None
+        costs: ModelProfile | Profiles
+        if _is_model(profile):
+            task, costs = _profiled(profile, settings, precision, kernels, report)
+        else:
+            task, costs = None, _loaded(profile)
         make = partial(
             plan,
-            model,
+            costs,
             batch_size=batch_size,
             microbatches=microbatches,
+            microbatch_size=microbatch_size,
             schedule=schedule,
             recompute=recompute,
             clip_norm=clip_norm,
@@ -134,10 +147,10 @@ def command(
             planner=planner,
             stages=stages,
         )
-        on_gpus = devices.backend == model.assumptions.target == "cuda"
+        on_gpus = devices.backend == kernels == "cuda"
         made = _reserving(task, devices, make) if task and certify and on_gpus else make(devices)
     deliver(made, output=output, as_json=as_json)
-    if devices.backend == "cuda" and model.assumptions.target != "cuda":
+    if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         print(
             "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "
             f"{devices.name}: profile again with --target cuda",
@@ -176,14 +189,12 @@ def _loaded(path: str) -> ModelProfile:
 
 
 def _profiled(
-    model: str, settings: list[str], precision: Precision | None, target: Target, microbatch_size: int
-) -> tuple[Task, ModelProfile]:
-    """A model and its profile, without a device."""
+    model: str, settings: list[str], precision: Precision | None, target: Target, report: Report
+) -> tuple[Task, Profiles]:
+    """A model, and its profiles, which are made without a device when they are asked for."""
     from pipefit.cli.model import resolve
-    from pipefit.cli.progress import progress
 
-    with progress("profiling") as report:
-        task = resolve(model, settings, precision)
-        from pipefit.profiler import profile
+    task = resolve(model, settings, precision)
+    from pipefit.profiler.on_demand import on_demand
 
-        return task, profile(task, microbatch_size=microbatch_size, target=target, progress=report)
+    return task, on_demand(task, target=target, progress=report)

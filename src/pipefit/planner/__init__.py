@@ -6,15 +6,16 @@ and makes the plan (`planner.driver`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from time import perf_counter
+from typing import Literal, TypedDict
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner.additive import additive
+from pipefit.planner.arrangements import Trials
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
-from pipefit.planner.driver import plan_of, solved
+from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
@@ -24,7 +25,9 @@ from pipefit.planner.mcap_bo import mcap_bo
 from pipefit.planner.mpress import mpress
 from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
+from pipefit.planner.pricing import alternatives
 from pipefit.planner.question import Found, Options, Planner, Question
+from pipefit.planner.spaces import Numbers, Profiles, Space, space_of
 from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
@@ -32,14 +35,15 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training, Versions
-from pipefit.validation import whole
 
 __all__ = [
     "PLANNERS",
+    "Asked",
     "Found",
     "Means",
     "Options",
     "Planner",
+    "Profiles",
     "Question",
     "additive",
     "bayesian",
@@ -78,33 +82,57 @@ PLANNERS: dict[str, Planner] = {
 }
 
 Goal = Literal["throughput", "peak"]
+
+
+class Asked(TypedDict, total=False):
+    """The arguments of `plan` that may be left out."""
+
+    batch_size: int | None
+    microbatches: int | None
+    microbatch_size: int | None
+    schedule: str | None
+    recompute: Recompute
+    clip_norm: float | None
+    versions: Versions
+    objective: Goal
+    planner: str | None
+    stages: int | None
+    effort: float
+    allow_infeasible: bool
+
+
 PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
 
 
 def plan(
-    profile: ModelProfile,
+    profile: ModelProfile | Profiles,
     cluster: Cluster,
     training: Training | None = None,
     *,
     batch_size: int | None = None,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    microbatch_size: int | None = None,
+    schedule: str | None = None,
     recompute: Recompute = "never",
     clip_norm: float | None = None,
     versions: Versions = "weights",
     objective: Goal = "throughput",
     planner: str | None = None,
     stages: int | None = None,
+    effort: float = 1.0,
     allow_infeasible: bool = False,
 ) -> Plan:
     """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
 
     The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all splits.
-    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts,
-    `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`, as in `Training`. Without
-    `microbatches`, microbatches have the first size that was profiled. Without `batch_size` too, there are four
+    Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
+    microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
+    as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
+    (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
+    one for a size. Without `batch_size`, and under other planners, microbatches have the first size that was profiled,
+    the schedule is 1f1b, and there are stages on all devices. Without `batch_size` and `microbatches`, there are four
     microbatches for each device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`,
-    `recompute` and `allow_infeasible` are explained in `Options`.
+    `recompute`, `effort` and `allow_infeasible` are explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -115,43 +143,40 @@ def plan(
     planner = PLANNER_FOR[objective] if planner is None else planner
     if planner not in PLANNERS:
         raise UsageError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
-    if training is None:
-        training = replace(
-            _training(profile, cluster, batch_size, microbatches, schedule=schedule, clip_norm=clip_norm),
-            versions=versions,
-        )
-    elif (batch_size, microbatches, clip_norm, versions) != (None, None, None, "weights"):
-        raise UsageError(
-            "say how the model is trained either with training or with batch_size, microbatches, clip_norm and "
-            "versions, not both"
-        )
-    options = Options(stages=stages, recompute=recompute, allow_infeasible=allow_infeasible)
-    question = Question(profile=profile, cluster=cluster, training=training, options=options)
-    return solved(question, PLANNERS[planner], name=planner)
-
-
-def _training(
-    profile: ModelProfile,
-    cluster: Cluster,
-    batch_size: int | None,
-    microbatches: int | None,
-    *,
-    schedule: str,
-    clip_norm: float | None,
-) -> Training:
-    """The training that numbers given one by one describe; missing ones get the defaults that `plan` explains."""
-    size = profile.measurements[0].microbatch_size
-    if batch_size is not None:
-        whole("batch_size", batch_size, 1)
-    if microbatches is None:
-        microbatches = 4 * len(cluster.devices) if batch_size is None else max(1, batch_size // size)
-    if batch_size is None:
-        batch_size = microbatches * size
-    precision = profile.assumptions.precision
-    return Training(
+    numbers = Numbers(
         batch_size=batch_size,
         microbatches=microbatches,
+        microbatch_size=microbatch_size,
         schedule=schedule,
-        precision=precision,
         clip_norm=clip_norm,
+        versions=versions,
+    )
+    if training is not None and numbers != Numbers():
+        raise UsageError(
+            "say how the model is trained either with training or with batch_size, microbatches, microbatch_size, "
+            "schedule, clip_norm and versions, not both"
+        )
+    options = Options(stages=stages, recompute=recompute, effort=effort, allow_infeasible=allow_infeasible)
+    chooses = planner == "joint"
+    space = space_of(profile, cluster, numbers if training is None else training, options, chooses=chooses)
+    return _chosen(space) if chooses else solved(space.question, PLANNERS[planner], name=planner)
+
+
+def _chosen(space: Space) -> Plan:
+    """The fastest plan of a space, and its alternatives.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    began = perf_counter()
+    trials = Trials(space)
+    best = trials.best()
+    others = alternatives(trials, best) if space.count > 1 else ()
+    return answer(
+        best.question,
+        trials.told(best),
+        name="joint",
+        seconds=perf_counter() - began,
+        asked=space.question.options,
+        alternatives=others,
     )

@@ -122,6 +122,19 @@ def step_bound(question: Question) -> float:
     return _Bound(question).seconds()
 
 
+def simple_bound(question: Question) -> float:
+    """A lower bound that knows of no memory and no layers: the work of all blocks, divided as well as it could be.
+
+    Of P stages with c seconds for one microbatch, stage k takes at least sum over s < k of c_s, and M c. The division
+    in which all take as long has the fewest seconds, S / (1 - (1 - 1 / M)^P); an endless schedule takes M S / P.
+    """
+    prices, how = Prices(question), question.training
+    whole = float(prices.forward[-1] + prices.backward[-1])
+    if how.endless:
+        return how.microbatches * whole / question.stages
+    return whole / float(1 - (1 - 1 / how.microbatches) ** question.stages)
+
+
 class _Bound:
     """Tables over ranges of blocks, as `Prices` has them."""
 

@@ -11,12 +11,13 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from math import isfinite
 
+from pipefit.alternatives import Alternative
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
 from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
-from pipefit.planner.question import Found, Planner, Question, Split
+from pipefit.planner.question import Found, Options, Planner, Question, Split
 from pipefit.plans import Grid, Plan, Stage
 from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
@@ -34,11 +35,19 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
     """
     began = time.perf_counter()
     found = planner(question)
-    return _answer(question, found, name, time.perf_counter() - began)
+    return answer(question, found, name=name, seconds=time.perf_counter() - began, asked=question.options)
 
 
-def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan:
-    """The plan of what a planner found in `seconds`.
+def answer(
+    question: Question,
+    found: Found,
+    *,
+    name: str,
+    seconds: float,
+    asked: Options,
+    alternatives: tuple[Alternative, ...] = (),
+) -> Plan:
+    """The plan of what a planner found in `seconds`; `asked` are the options before anything was chosen.
 
     Raises:
         InfeasibleError: it does not fit.
@@ -47,8 +56,8 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
     simulation = Simulation(plan)
     peaks = simulation.peak_bytes if plan.decisions else _by_device(question, found.split)
     if not question.options.allow_infeasible:
-        _check(question, found, peaks, shortage(plan, simulation.arenas), name)
-    options = {option: value for option, value in asdict(question.options).items() if value is not None}
+        _check(replace(question, options=asked), found, peaks, shortage(plan, simulation.arenas), name)
+    options = {option: value for option, value in asdict(asked).items() if value is not None}
     bound = found.value if found.proven else found.bound
     told = accounts(plan, simulation) if found.decisions else Accounts()
     return replace(
@@ -69,6 +78,7 @@ def _answer(question: Question, found: Found, name: str, seconds: float) -> Plan
             seconds=seconds,
             remarks=(*found.remarks, *told.remarks),
         ),
+        alternatives=alternatives,
     )
 
 

@@ -109,8 +109,13 @@ class Evaluator:
         self.costs = Costs(question.measurement, self._short.training)
         self.known: dict[Candidate, Evaluation | None] = {}
         self.actions = 0  # in all programs that were simulated
+        self.effort = 1.0  # the part of every budget that a search has
         self.ended = False  # whether a budget has ended a search
         self._refusal = UsageError("no candidate was tried")  # why the last one that was refused cannot be carried out
+
+    def begin(self, effort: float) -> None:
+        """Begin a search that has the part `effort` of every budget."""
+        self.effort, self.ended = effort, False
 
     @property
     def count(self) -> int:
@@ -202,10 +207,11 @@ class Evaluator:
 
 
 class Budget:
-    """What a part of a search may still simulate: so many actions in all programs together."""
+    """What a part of a search may still simulate: so many actions in all programs together, times its effort."""
 
     def __init__(self, evaluator: Evaluator, actions: int) -> None:
-        self._evaluator, self._until = evaluator, evaluator.actions + actions
+        self._evaluator = evaluator
+        self._until = evaluator.actions + round(actions * evaluator.effort)
 
     def ends(self) -> bool:
         """Whether nothing is left, so that the search ends, of which the evaluator takes note."""

@@ -23,6 +23,7 @@ HPCA 2023.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipefit.planner.bisection import bisection
 from pipefit.planner.bounds import step_bound
@@ -41,6 +42,14 @@ from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.provenance import Objective
 
+
+class Searched(NamedTuple):
+    """The best plan of a search, with all microbatches simulated, and sentences about what was tried."""
+
+    evaluation: Evaluation
+    remarks: tuple[str, ...]
+
+
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 1.0, 0.5, 0.0  # of what the host's link carries, for which even splits are made
 _FILLING, _IMPROVING, _LENDING, _POLISHING = 270_000, 120_000, 70_000, 60_000  # actions in the programs of each part
@@ -56,26 +65,53 @@ def joint(question: Question) -> Found:
     Raises:
         UsageError: no split can be carried out, as where layers that cannot run twice are to be recomputed.
     """
-    bound, filler = step_bound(question), Filler(Evaluator(question))
-    evaluator = filler.evaluator
-    others = _others(filler)
-    best, remarks = _filled(filler, bound)
-    found = best.found
-    if not evaluator.pinned:
-        tried = [best, *filler.others(best, _OTHER_SPLITS)]
-        found = min((_polished(evaluator, one.found, bound) for one in tried), key=lambda one: one.order)
-        found = spared(evaluator, found)
-    found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
-    return Found(
-        found.candidate.split,
-        Objective.STEP,
-        found.seconds,
-        evaluated=evaluator.count,
-        proven=False,
-        bound=min(bound, found.seconds),
-        decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
-        remarks=(*remarks, *evaluator.remarks),
-    )
+    search = Search(question)
+    return search.told(search.best(question.options.effort))
+
+
+class Search:
+    """The search for the plan of one question. A second one with more effort goes on from what the first simulated."""
+
+    def __init__(self, question: Question, bound: float | None = None) -> None:
+        self.bound = step_bound(question) if bound is None else bound
+        self._filler = Filler(Evaluator(question))
+
+    @property
+    def actions(self) -> int:
+        """Actions in the programs that were simulated."""
+        return self._filler.evaluator.actions
+
+    def best(self, effort: float) -> Searched:
+        """The fastest plan that is found with so large a part of the budgets.
+
+        Raises:
+            UsageError: no split can be carried out.
+        """
+        filler, evaluator = self._filler, self._filler.evaluator
+        evaluator.begin(effort)
+        others = _others(filler)
+        best, remarks = _filled(filler, self.bound)
+        found = best.found
+        if not evaluator.pinned:
+            tried = [best, *filler.others(best, _OTHER_SPLITS)]
+            found = min((_polished(evaluator, one.found, self.bound) for one in tried), key=lambda one: one.order)
+            found = spared(evaluator, found)
+        found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
+        return Searched(found, (*remarks, *evaluator.remarks))
+
+    def told(self, searched: Searched) -> Found:
+        """What the search found, as planners say it."""
+        evaluator, found = self._filler.evaluator, searched.evaluation
+        return Found(
+            found.candidate.split,
+            Objective.STEP,
+            found.seconds,
+            evaluated=evaluator.count,
+            proven=False,
+            bound=min(self.bound, found.seconds),
+            decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
+            remarks=searched.remarks,
+        )
 
 
 def _others(filler: Filler) -> list[Evaluation]:
@@ -130,9 +166,14 @@ def _best_start(filler: Filler) -> Filled:
     return filler.evaluator.refuse() if best is None else best
 
 
+def exact_in_time(question: Question) -> bool:
+    """Whether planners that look at the peaks of all ranges answer in a few seconds."""
+    return question.ranges.layers_one_by_one(question.blocks) <= _ONE_BY_ONE
+
+
 def _affordable(question: Question) -> list[Planner]:
     """The planners whose splits are filled: without those that would compute too many ranges one by one."""
-    if question.ranges.layers_one_by_one(question.blocks) <= _ONE_BY_ONE:
+    if exact_in_time(question):
         return list(_OTHERS)
     return [planner for planner in _OTHERS if planner not in (exact, bisection)]
 

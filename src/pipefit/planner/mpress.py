@@ -61,6 +61,7 @@ class MpressOptions:
 def mpress(question: Question, options: MpressOptions | None = None) -> Found:
     """The compacted time split."""
     evaluator = Evaluator(question)
+    evaluator.begin(question.options.effort)
     found = evaluator.whole(compacted(Filler(evaluator), options or MpressOptions()).candidate)
     return Found(
         found.candidate.split,

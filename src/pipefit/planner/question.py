@@ -26,15 +26,22 @@ class Options:
 
     `stages` None uses every device, or as many as there are blocks. `recompute` names the microbatches whose forward
     every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
-    device's budget is too small for it; otherwise that raises `InfeasibleError`.
+    device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of their budgets
+    that searches by simulation take, more than 0.
+
+    Raises:
+        UsageError: no effort, or a field of another type.
     """
 
     stages: int | None = None
     recompute: Recompute = "never"
     allow_infeasible: bool = False
+    effort: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not 0 < self.effort < float("inf"):
+            raise UsageError(f"the effort of a search is a part of its budgets, more than 0, not {self.effort}")
 
 
 class DeviceClass(NamedTuple):

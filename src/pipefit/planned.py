@@ -1,0 +1,44 @@
+"""Plans of tasks: what planning has to know of a model is found out on the way.
+
+    plan = pipefit.plan(task, pipefit.Cluster.preset("dgx1-v100"), batch_size=64)
+
+A profile is planned without torch. For a task, profiles are made for the microbatch sizes that planning looks at.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+from pipefit.cluster import Cluster
+from pipefit.planner import Asked
+from pipefit.planner import plan as plan_of_profile
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile, Target
+from pipefit.training import Training
+
+if TYPE_CHECKING:
+    from pipefit.capture import Task
+
+
+def plan(
+    model: Task | ModelProfile,
+    cluster: Cluster,
+    training: Training | None = None,
+    *,
+    target: Target | None = None,
+    **asked: Unpack[Asked],
+) -> Plan:
+    """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
+
+    `model` is a task, or a profile of one. `target` says whose kernels a task will run; the cluster's unless given.
+
+    Raises:
+        UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
+        InfeasibleError: no plan fits; says by how much and what would.
+    """
+    if isinstance(model, ModelProfile):
+        return plan_of_profile(model, cluster, training, **asked)
+    from pipefit.profiler.on_demand import on_demand
+
+    kernels: Target = target or ("cuda" if cluster.backend == "cuda" else "cpu")
+    return plan_of_profile(on_demand(model, target=kernels), cluster, training, **asked)

@@ -1,0 +1,260 @@
+"""Chooses what a question leaves open: the schedule, the number of stages, and how large microbatches are.
+
+Every combination, an *arrangement*, is a question of its own, and the joint planner answers each. Bounds come first: an
+arrangement of which no plan can be faster than one that is known is not searched. Sizes are tried from the one that
+makes four microbatches for each stage, to smaller ones and to larger ones, as long as a size may be of use; a size that
+cannot be profiled is left out. Arrangements that remain get a short search, and the best of them a whole one. Others
+follow, the best first, as long as a budget of simulated actions lasts.
+
+So the answer is never slower than that of any arrangement whose search was within the budget, as in all small
+questions. GPipe is not among the choices, because 1F1B needs no more seconds and less memory, and schedules that change
+the numbers, as asynchronous ones do, are only taken if they are asked for.
+
+Costs: a bound for each arrangement, some milliseconds, and short searches of a tenth of `joint`'s budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipefit.errors import UsageError
+from pipefit.planner.bounds import simple_bound, step_bound
+from pipefit.planner.joint import Search, Searched
+from pipefit.planner.question import Found, Question
+from pipefit.planner.spaces import Space, by_distance
+from pipefit.profiles import ModelProfile
+
+_SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
+_TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
+_GAIN = 1e-3  # the part of a step that an arrangement has to gain
+_INFINITE = float("inf")
+_BOUND = 0.15  # actions that take as long as a bound does for a range of blocks as one stage
+
+
+class Arrangement(NamedTuple):
+    """A schedule, a number of stages and a microbatch size."""
+
+    schedule: str
+    stages: int
+    microbatch_size: int
+
+
+class Trial(NamedTuple):
+    """An arrangement that was searched, its best plan so far, and how many actions that took."""
+
+    arrangement: Arrangement
+    question: Question
+    search: Search
+    searched: Searched
+    actions: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits."""
+        return self.searched.evaluation.fits
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Lower is better."""
+        return self.searched.evaluation.order
+
+    def longer(self) -> Trial:
+        """The same after a search with the effort that the question asks for."""
+        return self._replace(searched=self.search.best(self.question.options.effort), actions=self.search.actions)
+
+
+class Trials:
+    """The arrangements of a space that were looked at."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._known: dict[Arrangement, Trial] = {}
+        question = space.question
+        self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
+        self._bounds: list[float] = []  # of all that were looked at
+        self._spent = 0.0  # actions, or what takes as long
+        self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The microbatch sizes that were looked at, and can be had."""
+        return tuple(sorted(size for size, made in self._profiles.items() if isinstance(made, ModelProfile)))
+
+    def best(self) -> Trial:
+        """The fastest plan of all arrangements; where none fits, the one that is the closest to it.
+
+        Raises:
+            UsageError: no arrangement can be carried out; as one of them says.
+        """
+        if self.space.count > 1:
+            for size in self._visited():
+                self._look_at(size)
+        if not self._known:
+            self._try(self._roomiest)
+        return self._longest(sorted(self._known.values(), key=lambda trial: trial.order))
+
+    def told(self, trial: Trial) -> Found:
+        """What a trial found, with the bound of all arrangements, and sentences about them."""
+        found = trial.search.told(trial.searched)
+        bound = min([found.value, *self._bounds] if self._bounds else [found.value, trial.search.bound])
+        return found._replace(bound=bound, remarks=(*self._remarks, *found.remarks))
+
+    def question(self, arrangement: Arrangement) -> Question:
+        """The question of an arrangement.
+
+        Raises:
+            UsageError: its size cannot be profiled, or it does not go with what was asked for.
+        """
+        asked, size = self.space.question, arrangement.microbatch_size
+        microbatches = asked.training.batch_size // size
+        how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
+        options = replace(asked.options, stages=arrangement.stages)
+        return replace(asked, profile=self._profile(size), training=how, options=options)
+
+    def tried(self, arrangement: Arrangement) -> Trial | None:
+        """What is known of an arrangement, or a short search finds; None if it cannot be carried out."""
+        if arrangement not in self._known:
+            try:
+                self._try(arrangement)
+            except UsageError:
+                return None
+        return self._known[arrangement]
+
+    def _try(self, arrangement: Arrangement, bound: float | None = None) -> None:
+        """Search an arrangement shortly.
+
+        Raises:
+            UsageError: it cannot be carried out.
+        """
+        question = self.question(arrangement)
+        search = Search(question, bound)
+        searched = search.best(_SHORT * question.options.effort)
+        self._known[arrangement] = Trial(arrangement, question, search, searched, search.actions)
+        self._spent += search.actions
+
+    def _profile(self, size: int) -> ModelProfile:
+        """The profile for a microbatch size.
+
+        Raises:
+            UsageError: it cannot be made, for the reason that is told.
+        """
+        if size not in self._profiles:
+            try:
+                self._profiles[size] = self.space.profiles(size)
+            except UsageError as refusal:
+                self._profiles[size] = refusal
+        made = self._profiles[size]
+        if isinstance(made, UsageError):
+            raise made
+        return made
+
+    # ---------------------------------------------------------------- what is looked at
+
+    def _visited(self) -> Iterator[int]:
+        """The sizes in the order in which they are looked at, of each direction until one is of no use."""
+        order = by_distance(self.space.sizes, self.space.question.training.batch_size, max(self.space.stages))
+        given_up = {True: False, False: False}  # smaller sizes, and larger ones
+        for size in order:
+            smaller, looked_at = size < order[0], len(self._bounds)
+            if given_up[smaller]:
+                continue
+            yield size
+            useful = any(map(self._may_win, self._bounds[looked_at:]))
+            if self._spent_on_trying:
+                break
+            given_up[smaller] = not useful and size != order[0] and (self._fastest < _INFINITE or not smaller)
+
+    def _look_at(self, size: int) -> None:
+        """Search the arrangements of a size that may be the fastest, those of the most stages first."""
+        for stages in sorted(self.space.stages, reverse=True):
+            for schedule in self.space.schedules:
+                arrangement = Arrangement(schedule, stages, size)
+                try:
+                    bound = self._bound(arrangement)
+                except UsageError:
+                    continue
+                self._bounds.append(bound)
+                if self._may_win(bound) and not self._spent_on_trying:
+                    with suppress(UsageError):
+                        self._try(arrangement, bound)
+                elif self._may_win(bound):
+                    self._untried += 1
+
+    def _bound(self, arrangement: Arrangement) -> float:
+        """What no step of an arrangement is shorter than: all work in the best of parts, where that tells enough.
+
+        Raises:
+            UsageError: it cannot be asked for.
+        """
+        question = self.question(arrangement)
+        simple = simple_bound(question)
+        if self._spent_on_trying or not self._may_win(simple):
+            return simple
+        self._spent += _BOUND * arrangement.stages * question.blocks**2
+        return step_bound(question)
+
+    @property
+    def _spent_on_trying(self) -> bool:
+        """Whether the budget of short searches has ended."""
+        return self._spent > _TRYING * self.space.question.options.effort
+
+    def _may_win(self, bound: float) -> bool:
+        """Whether a plan with this bound may be visibly faster than those that are known."""
+        return bound < _INFINITE and bound < self._fastest * (1 - _GAIN)
+
+    @property
+    def _fastest(self) -> float:
+        """Seconds of the fastest plan that is known to fit."""
+        return min((t.searched.evaluation.seconds for t in self._known.values() if t.fits), default=_INFINITE)
+
+    @property
+    def _roomiest(self) -> Arrangement:
+        """The arrangement that is the most likely to fit where hardly anything does."""
+        sizes = self.sizes or self.space.sizes
+        return Arrangement(self.space.schedules[0], max(self.space.stages), sizes[0])
+
+    # ---------------------------------------------------------------- whole searches
+
+    def _longest(self, trials: Sequence[Trial]) -> Trial:
+        """The best of trials, those that may still become it searched as long as the question asks for."""
+        best: Trial | None = None
+        for trial in trials:
+            if best is not None and not self._may_win(trial.search.bound):
+                continue
+            if best is not None and self._spent > _SEARCHING * self.space.question.options.effort:
+                self._tried_shortly += 1
+                continue
+            longer = trial.longer()
+            self._known[trial.arrangement] = longer
+            self._spent += longer.actions - trial.actions
+            best = longer if best is None else min(best, longer, key=lambda one: one.order)
+        assert best is not None, "something was tried"
+        return best
+
+    @property
+    def _remarks(self) -> Iterator[str]:
+        """What was chosen from, and for what there was no time."""
+        space = self.space
+        if space.count == 1:
+            return
+        yield (
+            f"It is chosen from {_listed(space.stages)} stages, microbatches of {_listed(self.sizes)} samples and "
+            f"schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched"
+            f"{', the others cannot be faster' if not self._untried else ''}."
+        )
+        if self._untried or self._tried_shortly:
+            yield (
+                f"For {self._untried + self._tried_shortly} of them that may be faster the budget was too small: "
+                "pin what you know."
+            )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """`1`, `3 or 4`, `1, 2 or 4`; `1 to 8` where there are many."""
+    if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

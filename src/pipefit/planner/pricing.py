@@ -1,0 +1,94 @@
+"""Prices what one may want instead of the fastest plan: the fewest devices, and the leanest plan.
+
+The fewest devices are found by bisection over short searches, at the plan's own schedule and microbatch size. The
+leanest plan is the exact planner's, of all microbatch sizes that were looked at, as it is or with all stages
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from pipefit.alternatives import Alternative
+from pipefit.errors import UsageError
+from pipefit.planner.arrangements import Arrangement, Trial, Trials
+from pipefit.planner.driver import plan_of
+from pipefit.planner.exact import exact
+from pipefit.planner.joint import exact_in_time
+from pipefit.planner.question import Question
+from pipefit.planner.spaces import Space
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+
+
+def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
+    """The alternatives to the best plan of some trials, if that fits."""
+    if not best.fits:
+        return ()
+    return (*_fewest_devices(trials, best), *_leanest(trials, best))
+
+
+def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
+    """The plan on the fewest devices, if there are fewer than the best plan has."""
+    pinned = len(trials.space.stages) == 1
+    low, high, found = best.arrangement.stages - 1 if pinned else 0, best.arrangement.stages, best
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = trials.tried(best.arrangement._replace(stages=middle))
+        if trial is not None and trial.fits:
+            high, found = middle, trial
+        else:
+            low = middle
+    if found is not best:
+        pins = _pins(trials.space, found.question.training, stages=found.arrangement.stages)
+        yield _alternative("fewest devices", found.question, found.searched.evaluation.simulation, pins)
+
+
+def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
+    """The leanest plan, if it is leaner than the best."""
+    asked = trials.space.question.options
+    lean = min(_lean(trials), key=lambda one: max(one[1].peak_bytes), default=None)
+    if lean is not None and max(lean[1].peak_bytes) < max(best.searched.evaluation.peaks):
+        question, simulation = lean
+        again = question.options.recompute
+        recompute = f" --recompute {again}" if again != asked.recompute else ""
+        pins = f"--objective peak{recompute}{_pins(trials.space, question.training)}"
+        yield _alternative("leanest", question, simulation, pins)
+
+
+def _lean(trials: Trials) -> Iterator[tuple[Question, Simulation]]:
+    """The leanest splits of every microbatch size that was looked at, as asked for or with all recomputed."""
+    asked = trials.space.question.options.recompute
+    for size in trials.sizes:
+        first = trials.question(Arrangement(trials.space.schedules[0], max(trials.space.stages), size))
+        for recompute in dict.fromkeys((asked, "always" if asked == "never" else asked)):
+            question = replace(first, options=replace(first.options, recompute=recompute))
+            if exact_in_time(question):
+                with suppress(UsageError):  # layers that cannot run twice
+                    yield question, Simulation(plan_of(question, exact(question).split))
+
+
+def _pins(space: Space, training: Training, stages: int | None = None) -> str:
+    """The options that ask for this training and so many stages, as far as they were to be chosen."""
+    found = []
+    if stages is not None:
+        found.append(f"--stages {stages}")
+    if len(space.sizes) > 1:
+        found.append(f"--microbatches {training.microbatches}")
+    if len(space.schedules) > 1 and training.schedule != space.schedules[0]:
+        found.append(f"--schedule {training.schedule}")
+    return "".join(f" {pin}" for pin in found)
+
+
+def _alternative(what: str, question: Question, simulation: Simulation, asked_by: str) -> Alternative:
+    return Alternative(
+        what=what,
+        schedule=question.training.schedule,
+        stages=len(simulation.plan.stages),
+        microbatches=question.training.microbatches,
+        peak_bytes=max(simulation.peak_bytes),
+        step_seconds=simulation.step_seconds[-1],
+        asked_by=asked_by.strip(),
+    )

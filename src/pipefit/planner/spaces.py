@@ -1,0 +1,164 @@
+"""What a call of `plan` leaves open: its numbers, and the space of all that may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.planner.question import Options, Question
+from pipefit.profiles import ModelProfile
+from pipefit.training import Training, Versions
+from pipefit.validation import whole
+
+Profiles = Callable[[int], ModelProfile]  # the profile of a model for microbatches of so many samples
+
+SCHEDULES = "1f1b", "eager-1f1b"  # those that are chosen from
+_EACH = 4  # microbatches for each device
+_COUNTS = 8  # numbers of stages that are looked at, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """How a model is to be trained, as far as that was said."""
+
+    batch_size: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    clip_norm: float | None = None
+    versions: Versions = "weights"
+
+    def sizes(self, profile: ModelProfile | Profiles, *, chooses: bool) -> tuple[int, ...]:
+        """The microbatch sizes that this allows, of those that there are profiles for.
+
+        Raises:
+            UsageError: numbers that do not go together.
+        """
+        self._check()
+        measured = sorted(m.microbatch_size for m in profile.measurements) if isinstance(profile, ModelProfile) else []
+        first = profile.measurements[0].microbatch_size if isinstance(profile, ModelProfile) else 1
+        if self.microbatch_size is not None:
+            return (self.microbatch_size,)
+        if self.batch_size is None:
+            return (first,)
+        if self.microbatches is not None:
+            return (max(1, self.batch_size // self.microbatches),)
+        dividing = tuple(size for size in measured if self.batch_size % size == 0)
+        return ((dividing if measured else sizes_of(self.batch_size)) if chooses else ()) or (first,)
+
+    def training(self, size: int, profile: ModelProfile, cluster: Cluster) -> Training:
+        """The training with microbatches of `size` samples, unless their number was said.
+
+        Raises:
+            UsageError: numbers that do not go together.
+        """
+        count, batch = self.microbatches, self.batch_size
+        if count is None:
+            count = _EACH * len(cluster.devices) if batch is None else max(1, batch // size)
+        return Training(
+            batch_size=count * size if batch is None else batch,
+            microbatches=count,
+            schedule=self.schedule or SCHEDULES[0],
+            precision=profile.assumptions.precision,
+            clip_norm=self.clip_norm,
+            versions=self.versions,
+        )
+
+    def _check(self) -> None:
+        for name in ("batch_size", "microbatches", "microbatch_size"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+        given = self.batch_size, self.microbatches, self.microbatch_size
+        if None not in given and self.batch_size != (self.microbatches or 0) * (self.microbatch_size or 0):
+            raise UsageError(
+                f"{self.microbatches} microbatches of {self.microbatch_size} samples are no batch of "
+                f"{self.batch_size}: leave one of the three numbers out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be chosen for a question: `sizes` rise, and `profiles` are made when a size is tried.
+
+    The question is that of one of the sizes.
+    """
+
+    question: Question
+    schedules: tuple[str, ...]
+    stages: tuple[int, ...]
+    sizes: tuple[int, ...]
+    profiles: Profiles
+
+    @property
+    def count(self) -> int:
+        """The number of arrangements."""
+        return len(self.schedules) * len(self.stages) * len(self.sizes)
+
+
+def space_of(
+    profile: ModelProfile | Profiles, cluster: Cluster, how: Training | Numbers, options: Options, *, chooses: bool
+) -> Space:
+    """The space of a call of `plan`, of one arrangement unless its planner `chooses`.
+
+    Raises:
+        UsageError: numbers that do not go together, or no microbatch size that can be profiled.
+    """
+    sizes = how.sizes(profile, chooses=chooses) if isinstance(how, Numbers) else (how.microbatch_size,)
+    profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
+    size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
+    training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
+    question = Question(profile=made, cluster=cluster, training=training, options=options)
+    open_schedule = chooses and isinstance(how, Numbers) and how.schedule is None
+    return Space(
+        question=question,
+        schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
+        stages=_counts(question.stages) if chooses and options.stages is None else (question.stages,),
+        sizes=sizes,
+        profiles=profiles,
+    )
+
+
+def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]:
+    """The sizes in the order in which they are tried: the largest that makes four microbatches for each stage, the
+    smaller ones, and the larger ones.
+    """
+    enough = [n for n, size in enumerate(sizes) if batch_size >= _EACH * stages * size]
+    first = enough[-1] if enough else 0
+    return [*sizes[: first + 1][::-1], *sizes[first + 1 :]]
+
+
+def sizes_of(batch_size: int) -> tuple[int, ...]:
+    """The microbatch sizes worth a profile: divisors of the batch, each at least twice the one before."""
+    found = [1]
+    for size in range(2, batch_size + 1):
+        if batch_size % size == 0 and size >= 2 * found[-1]:
+            found.append(size)
+    return tuple(found)
+
+
+def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:
+    return how.batch_size or sizes[-1]
+
+
+def _first(profiles: Profiles, sizes: Sequence[int]) -> tuple[int, ModelProfile]:
+    """The first size that can be profiled, and its profile.
+
+    Raises:
+        UsageError: none can be; as the first of them says.
+    """
+    refusals = list[UsageError]()
+    for size in sizes:
+        try:
+            return size, profiles(size)
+        except UsageError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _counts(most: int) -> tuple[int, ...]:
+    """The numbers of stages that are looked at: all of few, and eighths of many."""
+    parts = min(most, _COUNTS)
+    return tuple(dict.fromkeys(ceil(most * part / parts) for part in range(1, parts + 1)))
