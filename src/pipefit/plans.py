@@ -248,8 +248,8 @@ class Plan:
         return [_head(self), self.stage_table, *freed, text, *paragraph(self.alternatives, step)]
 
     def __str__(self) -> str:
-        """The explanation as text."""
-        return plain(self.explanation)
+        """The explanation as text of 80 columns."""
+        return plain(self.explanation, 80)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:

@@ -1,6 +1,6 @@
 """Tables as data, and as text: aligned columns for a pipe, rich ones for a terminal.
 
-A terminal narrower than a table gets it without its spare columns, or in parts, each with the columns that name a row.
+What is narrower than a table gets it without its spare columns, or in parts, each with the columns that name a row.
 A report is a sequence of blocks, each a `Table` or a paragraph. Control characters are taken out of all of them here.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 from pipefit.texts import printable
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
+NO_BREAK = "\N{NO-BREAK SPACE}"  # a space at which no line is broken
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
 _FIGURE = re.compile(r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)")  # the space between a figure and its unit
+_OPTION = re.compile(r"(--[a-z-]+) (?=[^\s-])")  # an option and its value
+_ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
 
 
@@ -69,22 +74,23 @@ class Table:
 Block = Table | str
 
 
-def plain(blocks: Iterable[Block]) -> str:
-    """The blocks as text, with an empty line between them."""
-    return "\n\n".join(_plain_table(block) if isinstance(block, Table) else _plain_text(block) for block in blocks)
+def plain(blocks: Iterable[Block], width: int = _ENDLESS) -> str:
+    """The blocks as text, with an empty line between them; in lines of at most `width`, but for longer words."""
+    return "\n\n".join(_plain(block, width) for block in blocks)
 
 
-def write(blocks: Sequence[Block], stream: TextIO | None = None) -> None:
-    """Write the blocks to `stream`, by default stdout; if it is a terminal, in colour and fitted to its width."""
+def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _ENDLESS) -> None:
+    """Write the blocks to `stream`, by default stdout: in colour and fitted to a terminal, or to `width` elsewhere."""
     out = sys.stdout if stream is None else stream
     if not out.isatty():
-        out.write(plain(blocks) + "\n")
+        out.write(plain(blocks, width) + "\n")
         return
     from rich.console import Console  # half the start-up time of a command that prints nothing
     from rich.text import Text
 
     console = Console(file=out, highlight=False)
-    shown = [part for block in blocks for part in (_parts(block, console) if isinstance(block, Table) else [block])]
+    fitted = partial(_parts, width=console.width, measured=partial(_width, console=console))
+    shown = [part for block in blocks for part in (fitted(block) if isinstance(block, Table) else [block])]
     for number, block in enumerate(shown):
         if number:
             console.print()
@@ -101,45 +107,69 @@ def _plain_text(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width`, with figures beside their units; a longer word, such as a path, stays whole."""
-    together = _FIGURE.sub("\N{NO-BREAK SPACE}", text)
+    """Lines of at most `width`, with figures beside units and options beside values; longer words stay whole."""
+    together = _OPTION.sub(rf"\1{NO_BREAK}", _FIGURE.sub(NO_BREAK, text))
     lines = (
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in together.splitlines()
     )
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    return "\n".join(lines).replace(NO_BREAK, " ")
 
 
-def _plain_table(table: Table) -> str:
+def _plain(block: Block, width: int) -> str:
+    """A block as text of this width."""
+    if isinstance(block, str):
+        return wrapped(_plain_text(block), width) if width < _ENDLESS else _plain_text(block)
+    measured = partial(_plain_width, most=width // 2)
+    return "\n\n".join(_plain_table(part, width // 2) for part in _parts(block, width, measured))
+
+
+def _plain_table(table: Table, most: int) -> str:
+    """The table as aligned text; names of more than `most` characters go on in the next line."""
     rows = [tuple(printable(cell) for cell in row) for row in (table.columns, *table.rows)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
-    lines = [
+    names = [place for place, right in enumerate(table.numeric[: table.keys]) if not right]
+    lines = [line for row in rows for line in _folded(row, names, most)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(table.columns))]
+    text = [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, table.numeric, strict=True)
+            for cell, width, right in zip(line, widths, table.numeric, strict=True)
         ).rstrip()
-        for row in rows
+        for line in lines
     ]
-    return "\n".join([printable(table.title), *lines] if table.title else lines)
+    return "\n".join([printable(table.title), *text] if table.title else text)
 
 
-def _parts(table: Table, console: Console) -> list[Table]:
-    """The table without as few spare columns as make it fit the terminal; else in parts, of which one has the title."""
+def _folded(row: tuple[str, ...], names: Sequence[int], most: int) -> Iterator[tuple[str, ...]]:
+    """The lines of a row whose names are broken after so many characters."""
+    cells = [
+        [cell[at : at + most] for at in range(0, len(cell), most)] or [""] if place in names else [cell]
+        for place, cell in enumerate(row)
+    ]
+    yield from zip_longest(*cells, fillvalue="")
+
+
+def _plain_width(table: Table, most: int) -> int:
+    return max(map(len, _plain_table(table, most).splitlines()), default=0)
+
+
+def _parts(table: Table, width: int, measured: Callable[[Table], int]) -> list[Table]:
+    """The table without as few spare columns as make it fit the width; else in parts, of which one has the title."""
     for left_out in range(len(table.spare) + 1):
         without = table.spare[:left_out]
         narrow = table.part([place for place, name in enumerate(table.columns) if name not in without])
-        if _width(narrow, console) <= console.width:
+        if measured(narrow) <= width:
             return [narrow]
-    return _divided(narrow, console)
+    return _divided(narrow, width, measured)
 
 
-def _divided(table: Table, console: Console) -> list[Table]:
-    """The table in parts that fit the terminal, if its names and one more column do."""
+def _divided(table: Table, width: int, measured: Callable[[Table], int]) -> list[Table]:
+    """The table in parts that fit the width, if its names and one more column do."""
     keys = list(range(table.keys))
     parts = [table.part(keys)]
     taken = keys
     for place in range(len(keys), len(table.columns)):
         wider = table.part([*taken, place])
-        if len(taken) > len(keys) and _width(wider, console) > console.width:
+        if len(taken) > len(keys) and measured(wider) > width:
             taken, wider = keys, table.part([*keys, place])
             parts.append(wider)
         taken = [*taken, place]
@@ -149,7 +179,7 @@ def _divided(table: Table, console: Console) -> list[Table]:
 
 def _width(table: Table, console: Console) -> int:
     """Columns of a terminal that the table takes, if no cell is folded but a long name."""
-    endless = console.options.update(width=1 << 20)
+    endless = console.options.update(width=_ENDLESS)
     return console.measure(_rich_table(table, console.width), options=endless).maximum
 
 

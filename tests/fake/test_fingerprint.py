@@ -324,7 +324,7 @@ def test_lengths_are_told_and_checked() -> None:
     assert of(of_length(6, 4)).lengths == (4, 6)
     task = of_length(6, 6)
     plan = plan_of(task, [len(profile(task, microbatch_size=2).layers)])
-    assert "microbatches of 2 samples of length 6, float32" in str(plan)
+    assert "microbatches of 2 samples of length 6, float32" in " ".join(str(plan).split())
     for run in (certify, Trainer):
         with pytest.raises(FileError, match="it was made for samples of length 6, not lengths 4 and 6: profile and"):
             run(of_length(6, 4), plan)
@@ -337,7 +337,7 @@ def test_lengths_are_told_and_checked() -> None:
 def test_samples_without_lengths_are_counted_alone() -> None:
     """Numbers that are no sequence of whole numbers have no length."""
     plan = plan_of(BASE, [len(profile(BASE, microbatch_size=2).layers)])
-    assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in str(plan)
+    assert plan.profile.fingerprint.lengths == () and "microbatches of 2, float32" in " ".join(str(plan).split())
 
 
 def test_a_stage_trained_alone_belongs_to_its_task_too(tmp_path: Path) -> None:

@@ -27,8 +27,12 @@ def check_output(path: Path | None) -> None:
 def deliver(
     document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
 ) -> None:
-    """Saves `document` if asked to, then prints it: as JSON, or as `describe` has it (by default as `show` would)."""
+    """Saves `document` if asked to, then prints it: as JSON, or as `describe` has it (by default as `show` would).
+
+    A plan, which people read most of all, has lines of at most 80 columns in a pipe too.
+    """
     from pipefit.files import dumps, save
+    from pipefit.plans import Plan
 
     if output is not None:
         save(document, output)
@@ -38,6 +42,10 @@ def deliver(
     from pipefit.report.show import describe as show
     from pipefit.tables import write
 
-    write(show(document) if describe is None else describe())
+    blocks = show(document) if describe is None else describe()
+    if isinstance(document, Plan):
+        write(blocks, width=80)
+    else:
+        write(blocks)
     if output is not None:
         print(f"saved to {output}", file=sys.stderr)

@@ -15,6 +15,7 @@ Costs: a bound for each arrangement, some milliseconds, and short searches of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,6 @@ from pipefit.profiles import ModelProfile
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
-_INFINITE = float("inf")
 _BOUND = 0.15  # actions that take as long as a bound does for a range of blocks as one stage
 
 
@@ -76,6 +76,7 @@ class Trials:
         self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
         self._bounds: list[float] = []  # of all that were looked at
         self._spent = 0.0  # actions, or what takes as long
+        self._unseen: list[int] = []  # sizes for which it was too small
         self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
 
     @property
@@ -91,7 +92,9 @@ class Trials:
         """
         if self.space.count > 1:
             for size in self._visited():
-                self._look_at(size)
+                self._look_at(self._widest(size))
+            for arrangement in self._others():
+                self._look_at(arrangement)
         if not self._known:
             self._try(self._roomiest)
         return self._longest(sorted(self._known.values(), key=lambda trial: trial.order))
@@ -161,27 +164,36 @@ class Trials:
             smaller, looked_at = size < order[0], len(self._bounds)
             if given_up[smaller]:
                 continue
+            if self._spent_on_trying:
+                self._unseen.append(size)
+                continue
             yield size
             useful = any(map(self._may_win, self._bounds[looked_at:]))
-            if self._spent_on_trying:
-                break
-            given_up[smaller] = not useful and size != order[0] and (self._fastest < _INFINITE or not smaller)
+            given_up[smaller] = not useful and size != order[0] and (self._fastest < math.inf or not smaller)
 
-    def _look_at(self, size: int) -> None:
-        """Search the arrangements of a size that may be the fastest, those of the most stages first."""
-        for stages in sorted(self.space.stages, reverse=True):
-            for schedule in self.space.schedules:
-                arrangement = Arrangement(schedule, stages, size)
-                try:
-                    bound = self._bound(arrangement)
-                except UsageError:
-                    continue
-                self._bounds.append(bound)
-                if self._may_win(bound) and not self._spent_on_trying:
-                    with suppress(UsageError):
-                        self._try(arrangement, bound)
-                elif self._may_win(bound):
-                    self._untried += 1
+    def _widest(self, size: int) -> Arrangement:
+        """The arrangement of a size with the most stages."""
+        return Arrangement(self.space.schedules[0], max(self.space.stages), size)
+
+    def _others(self) -> Iterator[Arrangement]:
+        """The other arrangements of the sizes that were looked at, the best sizes first."""
+        known = {size: self._known.get(self._widest(size)) for size in self.sizes}
+        ranks = {size: (math.inf, math.inf, 0) if trial is None else trial.order for size, trial in known.items()}
+        for size in sorted(ranks, key=ranks.__getitem__):
+            for stages in sorted(self.space.stages, reverse=True):
+                for schedule in self.space.schedules:
+                    if (arrangement := Arrangement(schedule, stages, size)) != self._widest(size):
+                        yield arrangement
+
+    def _look_at(self, arrangement: Arrangement) -> None:
+        """Search an arrangement shortly, if it may be the fastest and can be carried out."""
+        with suppress(UsageError):
+            bound = self._bound(arrangement)
+            self._bounds.append(bound)
+            if self._may_win(bound) and self._spent_on_trying:
+                self._untried += 1
+            elif self._may_win(bound):
+                self._try(arrangement, bound)
 
     def _bound(self, arrangement: Arrangement) -> float:
         """What no step of an arrangement is shorter than: all work in the best of parts, where that tells enough.
@@ -203,18 +215,17 @@ class Trials:
 
     def _may_win(self, bound: float) -> bool:
         """Whether a plan with this bound may be visibly faster than those that are known."""
-        return bound < _INFINITE and bound < self._fastest * (1 - _GAIN)
+        return bound < math.inf and bound < self._fastest * (1 - _GAIN)
 
     @property
     def _fastest(self) -> float:
         """Seconds of the fastest plan that is known to fit."""
-        return min((t.searched.evaluation.seconds for t in self._known.values() if t.fits), default=_INFINITE)
+        return min((t.searched.evaluation.seconds for t in self._known.values() if t.fits), default=math.inf)
 
     @property
     def _roomiest(self) -> Arrangement:
         """The arrangement that is the most likely to fit where hardly anything does."""
-        sizes = self.sizes or self.space.sizes
-        return Arrangement(self.space.schedules[0], max(self.space.stages), sizes[0])
+        return self._widest((self.sizes or self.space.sizes)[0])
 
     # ---------------------------------------------------------------- whole searches
 
@@ -242,14 +253,13 @@ class Trials:
             return
         yield (
             f"It is chosen from {_listed(space.stages)} stages, microbatches of {_listed(self.sizes)} samples and "
-            f"schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched"
-            f"{', the others cannot be faster' if not self._untried else ''}."
+            f"schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."
         )
-        if self._untried or self._tried_shortly:
-            yield (
-                f"For {self._untried + self._tried_shortly} of them that may be faster the budget was too small: "
-                "pin what you know."
-            )
+        short = self._untried + self._tried_shortly
+        if short or self._unseen:
+            sizes = f"microbatches of {_listed(self._unseen)} samples" if self._unseen else ""
+            others = f"{short} arrangements that may be faster" if short else ""
+            yield f"The budget was too small for {' and '.join(filter(None, (sizes, others)))}: pin what you know."
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -77,7 +77,7 @@ def _pins(space: Space, training: Training, stages: int | None = None) -> str:
         found.append(f"--stages {stages}")
     if len(space.sizes) > 1:
         found.append(f"--microbatches {training.microbatches}")
-    if len(space.schedules) > 1 and training.schedule != space.schedules[0]:
+    if len(space.schedules) > 1 and training.schedule != space.schedules[0] and stages != 1:
         found.append(f"--schedule {training.schedule}")
     return "".join(f" {pin}" for pin in found)
 
