@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile and a plan, made by the commands."""
     here = tmp_path_factory.mktemp("folder")
     assert main(["profile", *MODEL, "--microbatch-size", "4", "-o", str(here / "profile.json")]) == 0
-    line = ["plan", str(here / "profile.json"), "--cluster", "emulated:2x64MiB", "--batch-size", "16"]
+    line = ["plan", str(here / "profile.json"), "--cluster", "emulated:2x64MiB", "--batch-size", "16", "--stages", "2"]
     assert main([*line, "-o", str(here / "plan.json")]) == 0
     return here
 
@@ -183,7 +183,7 @@ def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.Captur
     one, two = (load(Path(path), Plan) for path in plans)
     assert (one.stages, one.decisions, one.profile) == (two.stages, two.decisions, two.profile)
     capsys.readouterr()
-    assert main(["plan", profile, "--microbatch-size", "4", *ask]) == 2
+    assert main(["plan", profile, "--target", "cuda", *ask]) == 2
     assert "are for a MODEL to profile" in capsys.readouterr().err
 
 
