@@ -1,7 +1,8 @@
 """The meter of a CUDA device, which reads the figures of torch's caching allocator.
 
-`allocated` bytes are what pipefit predicts. What the allocator has `reserved`, and what the process takes in total with
-context, libraries and communicators, are other numbers; `memory_figures` gives all three.
+`requested` bytes, those of tensors, are what pipefit predicts. What the allocator has `allocated` for them, rounded,
+and `reserved`, and what the process takes in total with context, libraries and communicators, are other numbers;
+`memory_figures` gives all of them. cuBLAS's workspaces come from the allocator, and are requested bytes of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pipefit.trace import CATEGORIES, Category, MemorySample
 
 
 class CudaMeter:
-    """Peaks of every action from `torch.cuda.max_memory_allocated`. Costs a few microseconds an action, nothing an
-    operation.
+    """Peaks of every action: requested bytes, as the allocator counts them. Costs microseconds an action, nothing an
+    operation: its figures are read as they are, without the flat copy that `torch.cuda.memory_stats` makes.
 
     The allocator does not know what bytes are for: parameters and optimizer state are counted when they are tagged, and
     everything else is activations.
@@ -44,7 +45,7 @@ class CudaMeter:
     def end(self, step: int, seconds: float, category: Category = Category.TEMPORARY) -> MemorySample:
         """The action's peak."""
         known = {category: sum(storages.values()) for category, storages in self._tagged.items()}
-        rest = torch.cuda.max_memory_allocated(self.device) - sum(known.values())
+        rest = _peak(self.device, "requested_bytes") - sum(known.values())
         counted = tuple(known.get(c, rest if c is Category.ACTIVATIONS else 0) for c in CATEGORIES)
         return MemorySample(step=step, action=self.action, seconds=seconds, bytes=counted)  # type: ignore[arg-type]
 
@@ -71,10 +72,14 @@ class CudaMeter:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """The three numbers of a CUDA device, never to be mixed: peak allocated, peak reserved, process total now."""
+    """Numbers of a CUDA device that are never mixed: peaks of requested, allocated and reserved bytes, and what all of
+    its processes take now.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-        "process_total": total - free,
-    }
+    peaks = {name: _peak(device, f"{name}_bytes") for name in ("requested", "allocated", "reserved")}
+    return {**peaks, "process_total": total - free}
+
+
+def _peak(device: torch.device, what: str) -> int:
+    """The peak of one of the allocator's figures, over both of its pools."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)[what]["all"]["peak"])
