@@ -1,0 +1,317 @@
+"""The parts of the first hour on a GPU: each compares what is expected with what is found. Not a benchmark itself.
+
+A part is a function from a machine to rows. `small` is for a dry run: the same code on models of a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machines import Machine
+from torch import Tensor
+
+from pipefit.allocator import AllocatorSettings, replay
+from pipefit.capture import Task
+from pipefit.capture.model import built, capture
+from pipefit.capture.sample import sample
+from pipefit.errors import OutOfMemory
+from pipefit.layer_costs import LayerCost
+from pipefit.plans import Grid, Plan, Stage
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer, certify
+from pipefit.simulator import simulate
+from pipefit.training import Precision, Training
+from pipefit.zoo import build
+
+TINY_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 50, "sequence": 16}
+MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # samples a microbatch, and the sizes of a dry run
+    "gpt": (8, TINY_GPT),
+    "bert": (16, TINY_GPT),
+    "vgg11": (32, {"width": 4, "image_size": 32, "num_classes": 10}),
+    "resnet101": (16, {"width": 4, "image_size": 64, "num_classes": 10}),
+}
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "mixed-bfloat16")
+MICROBATCHES = 2
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A figure: what is expected, what is found, and how far apart they may be, as a part of what is found.
+
+    `within` None says that nothing is claimed, and `found` None that it is not measured here.
+    """
+
+    what: str
+    expected: float | None
+    found: float | None
+    unit: str = "bytes"
+    within: float | None = None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the claim holds; None where nothing is claimed or measured."""
+        if self.expected is None or self.found is None or self.within is None:
+            return None
+        return abs(self.expected - self.found) <= self.within * abs(self.found)
+
+
+Part = Callable[[Machine, bool], Iterator[Row]]
+
+
+def task_of(name: str, small: bool, precision: Precision = "float32") -> tuple[Task, int]:
+    """A model of the zoo and its microbatch size."""
+    size, tiny = MODELS[name]
+    task = build(name, **tiny) if small else build(name)
+    return replace(task, precision=precision), 2 if small else size
+
+
+def plan_on(machine: Machine, task: Task, size: int, memory_bytes: int | None = None) -> Plan:
+    """All layers on the one device, in two microbatches."""
+    found = profile(task, microbatch_size=size, target=machine.target)
+    return Plan(
+        profile=found,
+        cluster=machine.cluster(memory_bytes),
+        training=Training(batch_size=MICROBATCHES * size, microbatches=MICROBATCHES, precision=task.precision),
+        stages=(Stage(start=0, stop=len(found.layers), grid=Grid.of(0)),),
+    )
+
+
+# ---------------------------------------------------------------- what a process takes
+
+
+def constants(machine: Machine, small: bool) -> Iterator[Row]:
+    """The context, and the workspaces of cuBLAS for forwards and backwards: the lines of a device's kind."""
+    own = machine.cluster().devices[0].kind.overheads
+    total, reserved = (machine.figures()[name] for name in ("process_total", "reserved"))
+    context = None if total is None or reserved is None else total - reserved
+    machine.clear()
+    before = machine.held()
+    _multiply(machine.device, 64 if small else 4096)
+    after = machine.held()
+    workspaces = None if before is None or after is None else after - before
+    yield Row(what="context", expected=own.context_bytes, found=context, within=0.5)
+    yield Row(what="two workspaces of cuBLAS", expected=2 * own.cublas_workspace_bytes, found=workspaces, within=0.0)
+
+
+def _multiply(device: torch.device, side: int) -> None:
+    """A product and its backward, of which nothing is left but what libraries keep."""
+    weight = torch.zeros(side, side, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+
+# ---------------------------------------------------------------- peaks
+
+
+def peaks(name: str, machine: Machine, small: bool) -> Iterator[Row]:
+    """Requested, allocated and reserved bytes of a model's training beside its certificate, in each precision."""
+    for precision in PRECISIONS:
+        task, size = task_of(name, small, precision)
+        plan = plan_on(machine, task, size)
+        trace = certify(task, plan, target=machine.target, allocator=machine.allocator)
+        expected, what = trace.devices[0], f"{name}, {precision}"
+        machine.clear()
+        trainer = Trainer(task, plan, numbers=False)
+        for step in range(2):
+            torch.manual_seed(step)
+            trainer.step(task.batch(plan.training.batch_size))
+        found, own = machine.figures(trainer), expected.allocator
+        workspaces = own.workspaces * own.workspace_bytes if own else 0
+        yield Row(
+            what=f"{what}: requested",
+            expected=expected.peak_bytes + workspaces,
+            found=found["requested"],
+            within=0.01,
+        )
+        yield from _actions(what, trace.devices[0].memory, trainer.trace.devices[0].memory, workspaces)
+        if own:
+            yield Row(what=f"{what}: allocated", expected=own.allocated_bytes, found=found["allocated"], within=0.02)
+            yield Row(what=f"{what}: reserved", expected=own.reserved_bytes, found=found["reserved"], within=0.05)
+            yield Row(what=f"{what}: process", expected=own.process_bytes, found=found["process_total"], within=0.1)
+        del trainer
+
+
+def _actions(what: str, expected: Any, found: Any, workspaces: int) -> Iterator[Row]:
+    """Of the second step's actions, the one whose peak differs most."""
+    pairs = [(e, f) for e, f in zip(expected, found, strict=True) if e.step == 1]
+    one, other = max(pairs, key=lambda pair: abs(pair[0].total_bytes + workspaces - pair[1].total_bytes))
+    name = f"{what}: {other.action}, of all actions"
+    yield Row(what=name, expected=one.total_bytes + workspaces, found=other.total_bytes, within=0.02)
+
+
+# ---------------------------------------------------------------- what layers keep
+
+
+def saved(machine: Machine, small: bool) -> Iterator[Row]:
+    """What each kind of layer keeps for its backward, beside its profile."""
+    precision: Precision = "mixed-bfloat16" if machine.target == "cuda" else "float32"
+    for name in MODELS:
+        task, size = task_of(name, small, precision)
+        (costs,) = profile(task, microbatch_size=size, target=machine.target).measurements
+        chain = capture(built(task, seed=0, target=machine.target), *sample(task, size), target=machine.target)
+        values = tuple(value.to(machine.device) for value in chain.flatten(sample(task, size)[0]))
+        met = set[int]()
+        for layer, kind in zip(chain.layers, costs.layers, strict=True):
+            layer.module.to(machine.device)
+            values = tuple(
+                value.detach().requires_grad_(flag).clone()  # for layers that work in place
+                for value, flag in zip(values, (v.requires_grad for v in costs.kinds[kind].inputs), strict=True)
+            )
+            kept, values = _kept(layer.module, layer, values)
+            if kind not in met:
+                met.add(kind)
+                yield Row(what=f"{name}: {layer.name}", expected=_keeps(costs.kinds[kind]), found=kept, within=0.0)
+
+
+def _keeps(cost: LayerCost) -> int:
+    """Bytes of the storages that a layer's profile says it keeps: its own and its inputs, each once."""
+    held = {(one.origin.kind, one.origin.index) for one in cost.saved}
+    own = sum(nbytes for number, nbytes in enumerate(cost.storages) if ("own", number) in held)
+    return own + sum(value.nbytes for number, value in enumerate(cost.inputs) if ("input", number) in held)
+
+
+def _kept(module: torch.nn.Module, layer: Any, values: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """Bytes that the layer's forward really keeps, without parameters and buffers; and what it returns."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    kept = dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = layer(values)
+    return sum(kept.values()), outputs
+
+
+# ---------------------------------------------------------------- the largest that fits
+
+
+def largest(machine: Machine, small: bool) -> Iterator[Row]:
+    """The largest microbatch that a certificate allows in so much memory trains, and one of a quarter more does not."""
+    memory = None if small else 12 << 30
+    task, first = task_of("gpt", small)
+    if small:
+        memory = certify(task, plan_on(machine, task, 4)).peak_bytes[0] + 1
+    sizes = range(first, 64)
+    allowed = 0
+    for size in sizes:
+        plan = plan_on(machine, task, size, memory)
+        if certify(task, plan, target=machine.target, allocator=machine.allocator).devices[0].lack_bytes:
+            break
+        allowed = size
+    more = max(allowed + 1, round(1.25 * allowed))
+    yield Row(
+        what=f"{allowed} samples, allowed",
+        expected=1,
+        found=_trains(machine, task, allowed, memory),
+        unit="trains",
+        within=0,
+    )
+    yield Row(
+        what=f"{more} samples, refused", expected=0, found=_trains(machine, task, more, memory), unit="trains", within=0
+    )
+
+
+def _trains(machine: Machine, task: Task, size: int, memory: int | None) -> int:
+    """1 if two steps have room."""
+    machine.clear()
+    machine.cap(memory)
+    try:
+        trainer = Trainer(task, plan_on(machine, task, size, memory), numbers=False)
+        for _ in range(2):
+            trainer.step(task.batch(MICROBATCHES * size))
+    except OutOfMemory:
+        return 0
+    finally:
+        machine.cap(None)
+    return 1
+
+
+# ---------------------------------------------------------------- seconds
+
+
+def seconds(machine: Machine, small: bool) -> Iterator[Row]:
+    """A step's time: by estimates, by a measured profile, and as it was."""
+    for name in MODELS:
+        task, size = task_of(name, small)
+        plan = plan_on(machine, task, size)
+        measured = replace(plan, profile=profile(task, microbatch_size=size, device=machine.target))
+        machine.clear()
+        trainer, times = Trainer(task, plan, numbers=False), []
+        batch = task.batch(plan.training.batch_size)
+        for _ in range(3 if small else 20):
+            began = time.perf_counter()
+            trainer.step(batch)
+            times.append(time.perf_counter() - began)
+        found = statistics.median(times[1:])
+        claims = ((f"{name}: estimated", plan, None), (f"{name}: measured profile", measured, None if small else 0.25))
+        for what, of, within in claims:
+            yield Row(what=what, expected=simulate(of).step_seconds[-1], found=found, unit="seconds", within=within)
+
+
+# ---------------------------------------------------------------- the allocator itself
+
+
+def history(machine: Machine, small: bool) -> Iterator[Row]:
+    """A recorded history of the allocator, replayed in the simulated one: every block where it was."""
+    task, size = task_of("resnet101", small)
+    record = machine.target == "cuda"
+    machine.clear()
+    if record:
+        torch.cuda.memory._record_memory_history(max_entries=1 << 22, stacks="python")
+    trainer = Trainer(task, plan_on(machine, task, size), numbers=False)
+    for _ in range(2):
+        trainer.step(task.batch(MICROBATCHES * size))
+    entries = torch.cuda.memory._snapshot()["device_traces"][0] if record else _made_up()
+    if record:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    found = replay(entries, machine.allocator or AllocatorSettings())
+    told = f": {found.differences[0]}" if found.differences else ""
+    yield Row(
+        what=f"{found.allocations} allocations replayed{told}",
+        expected=found.peak.reserved_bytes,
+        found=found.recorded_reserved_bytes,
+        within=0.0,
+    )
+    yield Row(what="differences", expected=0, found=len(found.differences), unit="blocks", within=0.0)
+
+
+def _made_up() -> list[dict[str, Any]]:
+    """A history of one block, as torch records it."""
+    sizes = {"segment_alloc": 2 << 20, "alloc": 512, "free_requested": 512, "free_completed": 512}
+    return [{"action": action, "addr": 1 << 40, "size": size, "stream": 0} for action, size in sizes.items()]
+
+
+# ---------------------------------------------------------------- tests
+
+
+def tests(machine: Machine, small: bool) -> Iterator[Row]:
+    """The tests marked `gpu`; in a dry run they are collected."""
+    wanted = ["--collect-only"] if small else []
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *wanted, "tests/runtime"]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    print("\n".join((ended.stdout + ended.stderr).splitlines()[-15:]))
+    yield Row(what="pytest -m gpu", expected=0, found=ended.returncode, unit="exit code", within=0.0)
+
+
+PARTS: Mapping[str, Part] = {  # in the order of their value
+    "tests": tests,
+    **{f"peaks-{name}": partial(peaks, name) for name in MODELS},
+    "saved": saved,
+    "history": history,
+    "largest": largest,
+    "constants": constants,
+    "seconds": seconds,
+}
