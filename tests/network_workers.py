@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -10,18 +11,23 @@ import torch.distributed as dist
 
 from pipefit.actions import parse_action
 from pipefit.plans import Plan
+from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.transport import connect
 from pipefit.schedule import lower
 
 PATIENCE = timedelta(seconds=30)
 
 
-def talk(rank: int, plan: Plan, store: str, pipe: Connection) -> None:
-    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came."""
+def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host: bool) -> None:
+    """Join the others, cross messages in all channels before the first join, add up; tell the parent what came.
+
+    By way of the host, tensors are overwritten as soon as they are on their way, and are empty until they are joined.
+    """
     torch.set_num_threads(1)
     world = len(plan.stages)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=PATIENCE)
-    network = connect(plan, lower(plan), torch.device("cpu"), PATIENCE)
+    direct = connect(plan, lower(plan), torch.device("cpu"), PATIENCE)
+    network = HostBuffers(direct) if by_way_of_the_host else direct
     total = torch.tensor([float(rank)])
     sums = [(parse_action(f"{rank}AGREE"), network.collect(parse_action(f"{rank}AGREE"), total, tuple(range(world))))]
     sent, received, handles = [], {}, []
@@ -35,9 +41,14 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection) -> None:
                 tensors = [torch.full((size,), what_is_sent(rank, word, microbatch)), torch.tensor([microbatch])]
                 sent.append(tensors)
             else:
-                tensors = [torch.empty(size), torch.empty(1, dtype=torch.int64)]
+                tensors = [torch.zeros(size), torch.zeros(1, dtype=torch.int64)]
                 received[str(action)] = tensors
             handles.append((action, network.start(action, tensors, plan.stages[other].device)))
+            if by_way_of_the_host and word.startswith("SEND"):
+                tensors[0].fill_(-1)
+    if by_way_of_the_host:
+        time.sleep(0.2)
+        assert not any(big.any() for big, _ in received.values())
     for action, handle in [*handles, *sums]:
         network.join(action, handle)
     pipe.send((total.item(), {text: (big.unique().tolist(), small.item()) for text, (big, small) in received.items()}))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 from pipefit.capture import Task
 from pipefit.meter.cuda import CudaMeter, memory_figures
 from pipefit.plans import Plan
-from pipefit.runtime import Trainer, certify
+from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
 from pipefit.trace import Category
 from pipefit.zoo import build
@@ -129,6 +130,22 @@ def test_the_figures_are_ordered(device: torch.device) -> None:
     figures = memory_figures(device)
     sizes = [kept.nbytes, *(figures[name] for name in ("requested", "allocated", "reserved", "process_total"))]
     assert sizes == sorted(sizes)
+
+
+def test_stages_share_a_gpu() -> None:
+    """Three workers on the one GPU, with messages by way of the host, have the losses of one process."""
+    task = build("gpt", **MODELS["gpt"], dropout=0.0)
+    plan = plan_of(task, [2, 3, 2], size=SIZE, microbatches=MICROBATCHES, memory_bytes=1 << 34)
+    plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
+    make = partial(build, "gpt", **MODELS["gpt"], dropout=0.0)
+    losses, trace = train(make, plan, steps=2, share_device=True)
+    assert train(make, plan_on_cpu(plan), steps=2)[0] == pytest.approx(losses, rel=1e-3)
+    assert all(trace.peak_bytes)
+
+
+def plan_on_cpu(plan: Plan) -> Plan:
+    """The same plan for workers of the CPU."""
+    return replace(plan, cluster=replace(plan.cluster, backend="cpu"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,8 +15,12 @@ from torch import nn
 from pipefit.errors import UsageError
 from pipefit.fake.target import FakeTarget
 from pipefit.plans import Grid, Plan
-from pipefit.runtime.hardware import check_hosts, check_streams
+from pipefit.runtime import joining
+from pipefit.runtime.hardware import backend_of, check_hosts, check_streams
+from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.joining import device_of
+from pipefit.runtime.transport import Network
+from pipefit.schedule import lower
 from tiny import plan_of, task_of
 
 GPU = torch.device("cuda", 0)
@@ -100,6 +104,26 @@ def test_a_single_gpu_is_taken_where_the_launcher_shows_no_other() -> None:
     assert found(plan, shown=1) == [0, 0]
     with pytest.raises(UsageError, match="needs GPU 1 of this machine, which shows 1"):
         found(plan, local=2, shown=1)
+
+
+def test_all_devices_may_share_one_gpu() -> None:
+    """Every worker is on the first GPU then, whatever the plan, and talks over gloo, which NCCL would refuse."""
+    plan = on_hosts(0, 0, 1, order=(2, 0, 1))
+    with started(0, 3, 3, shown=1), mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert [device_of(plan, rank, share_device=True).index for rank in range(3)] == [0, 0, 0]
+        assert [backend_of(plan, share_device=shared) for shared in (True, False)] == ["gloo", "nccl"]
+        with pytest.raises(UsageError, match="--share-device"):
+            device_of(plan, 0)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", HostBuffers), ("cpu", Network)])
+def test_who_shares_a_gpu_talks_by_way_of_the_host(device: str, kind: type) -> None:
+    """The network below takes tensors on the host; workers of the CPU share nothing, and talk as ever."""
+    plan, made = on_hosts(0, 0, order=(0, 1)), mock.create_autospec(Network)
+    with mock.patch.object(joining, "connect", return_value=made) as connected:
+        transport = joining.transport_of(plan, lower(plan), torch.device(device), 1.0, share_device=True)
+    assert isinstance(transport, kind) or (transport is made and kind is Network)
+    assert connected.call_args.args[2] == torch.device("cpu")
 
 
 def test_without_fake_devices_any_stream_may_be_used() -> None:

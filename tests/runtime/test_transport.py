@@ -152,10 +152,12 @@ def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -
         connect(plan, lower(plan), torch.device("cuda", 0), timedelta(seconds=1))
 
 
-def test_channels_cross_and_keep_their_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_way_of_the_host", [False, True])
+def test_channels_cross_and_keep_their_order(by_way_of_the_host: bool, tmp_path: Path) -> None:
     """Three workers start 20 messages in every direction before they join one: each receive gets its own, in order.
 
-    Devices are not numbered as the stages are, messages hold two tensors, and an agreement is under way meanwhile.
+    Devices are not numbered as the stages are, messages hold two tensors, and an agreement is under way meanwhile. By
+    way of the host, what is sent may change at once, and nothing is received before it is joined.
     """
     stages = tuple(Stage(start=n, stop=n + 1, grid=Grid.of(device)) for n, device in enumerate((2, 0, 1)))
     training = Training(batch_size=4, microbatches=4, clip_norm=1.0)
@@ -164,7 +166,8 @@ def test_channels_cross_and_keep_their_order(tmp_path: Path) -> None:
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=talk, args=(rank, plan, str(tmp_path / "store"), theirs), daemon=True))
+        asked = rank, plan, str(tmp_path / "store"), theirs, by_way_of_the_host
+        processes.append(context.Process(target=talk, args=asked, daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)

@@ -40,6 +40,9 @@ def command(
         bool,
         typer.Option("--numbers/--no-numbers", help="Compare the numbers of a traced model's chain first, if cheap."),
     ] = True,
+    share_device: Annotated[
+        bool, typer.Option("--share-device", help="Run all of the plan's GPUs on the first one of this machine.")
+    ] = False,
     metrics: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
@@ -104,6 +107,7 @@ def command(
             timeout_seconds=timeout,
             start_seconds=max(timeout, START_SECONDS),
             numbers=numbers,
+            share_device=share_device,
             on_step=on_step,
             saving=saving,
             resume=told.resumed,

@@ -17,8 +17,8 @@ from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 
 
-def backend_of(plan: Plan) -> str:
-    """The backend of `torch.distributed` for the workers of a plan.
+def backend_of(plan: Plan, *, share_device: bool) -> str:
+    """The backend of `torch.distributed` for the workers of a plan, which NCCL is not for those that share a GPU.
 
     Raises:
         UsageError: the plan is for GPUs, and this machine has none.
@@ -30,24 +30,24 @@ def backend_of(plan: Plan) -> str:
             f"the plan is for {plan.cluster.name}, and this machine has no GPU: pipefit certify needs none; to train "
             f"here, plan for emulated devices, such as emulated:{len(plan.stages)}x256MiB"
         )
-    return "nccl"
+    return "gloo" if share_device else "nccl"
 
 
-def local_device(cluster: Cluster, number: int) -> torch.device:
-    """Where this machine runs one of the cluster's devices: on its GPU for it, or on the CPU.
+def local_device(cluster: Cluster, number: int, *, share_device: bool = False) -> torch.device:
+    """Where this machine runs one of the cluster's devices: on its GPU for it, on one that all share, or on the CPU.
 
     Raises:
         UsageError: it has no such GPU.
     """
     if cluster.backend != "cuda":
         return torch.device("cpu")
-    device = gpu(cluster, number)
+    device = gpu(cluster, number, share_device=share_device)
     torch.cuda.set_device(device)
     return device
 
 
-def gpu(cluster: Cluster, number: int) -> torch.device:
-    """This machine's GPU for one of the cluster's devices.
+def gpu(cluster: Cluster, number: int, *, share_device: bool = False) -> torch.device:
+    """This machine's GPU for one of the cluster's devices, which is the first for all where they share it.
 
     Its number is the device's, or, where workers run on several machines, the device's among those of its host. Where a
     launcher shows every worker a single GPU, it is that one.
@@ -55,13 +55,15 @@ def gpu(cluster: Cluster, number: int) -> torch.device:
     Raises:
         UsageError: it has no such GPU.
     """
+    if share_device:
+        return torch.device("cuda", 0)
     there, shown = _number_here(cluster, number), torch.cuda.device_count()
     if shown == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
         return torch.device("cuda", 0)  # as SLURM does; torchrun would tell how many workers see the same GPU
     if there >= shown:
         raise UsageError(
             f"{cluster.name} needs GPU {there} of this machine, which shows {shown}: choose a cluster of fewer "
-            "devices, or emulated ones"
+            "devices, or emulated ones, or let all share one GPU (--share-device)"
         )
     return torch.device("cuda", there)
 

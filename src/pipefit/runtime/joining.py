@@ -11,17 +11,20 @@ import torch.distributed as dist
 
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
+from pipefit.program import Program
 from pipefit.runtime.hardware import backend_of, check_hosts, local_device
+from pipefit.runtime.host_buffers import HostBuffers
+from pipefit.runtime.transport import Transport, connect
 
 
-def joins_workers(plan: Plan, timeout_seconds: float) -> bool:
+def joins_workers(plan: Plan, timeout_seconds: float, *, share_device: bool) -> bool:
     """Whether this process is one of several workers; joins their process group if a launcher has set one up.
 
     Raises:
         UsageError: there are not as many workers as the plan has devices in use, or not on the plan's hosts.
     """
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = backend_of(plan)
+        backend = backend_of(plan, share_device=share_device)
         # NCCL's timeout would end the process that waits, not the one that hangs (see `transport.connect`).
         dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
         atexit.register(_part)
@@ -32,13 +35,24 @@ def joins_workers(plan: Plan, timeout_seconds: float) -> bool:
             f"the plan uses {len(plan.ranks)} devices, but {dist.get_world_size()} workers were started: "
             f"start one for each device, as torchrun --nproc-per-node {len(plan.ranks)} does"
         )
-    check_hosts(plan, dist.get_rank())
+    if not share_device:
+        check_hosts(plan, dist.get_rank())
     return True
 
 
-def device_of(plan: Plan, rank: int) -> torch.device:
+def device_of(plan: Plan, rank: int, *, share_device: bool = False) -> torch.device:
     """Where this process runs a rank's stages: on the plan's device, in whatever order stages are on devices."""
-    return local_device(plan.cluster, plan.stages[plan.ranks[rank][0]].device)
+    return local_device(plan.cluster, plan.stages[plan.ranks[rank][0]].device, share_device=share_device)
+
+
+def transport_of(
+    plan: Plan, program: Program, here: torch.device, timeout_seconds: float, *, share_device: bool
+) -> Transport:
+    """How this worker, which computes `here`, exchanges tensors with the others. All must call it."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if share_device and here.type == "cuda":
+        return HostBuffers(connect(plan, program, torch.device("cpu"), timeout))
+    return connect(plan, program, here, timeout)
 
 
 def _part() -> None:

@@ -64,6 +64,7 @@ def train(
     timeout_seconds: float = 60.0,
     start_seconds: float = START_SECONDS,
     numbers: bool = True,
+    share_device: bool = False,
     on_step: OnStep | None = None,
     saving: Saving | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -80,6 +81,7 @@ def train(
             as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
         start_seconds: the longest that a worker may take to start, and to build its layers.
         numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
+        share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
         on_step: called with (step, mean loss) as each step ends.
         saving: where checkpoints go and when; None for none.
         resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on.
@@ -96,7 +98,16 @@ def train(
     """
     for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         number(what, seconds, below=LONGEST_SECONDS)
-    ordered = orders(plan, steps=steps, seed=seed, numbers=numbers, resume=resume, weights=weights, saving=saving)
+    ordered = orders(
+        plan,
+        steps=steps,
+        seed=seed,
+        numbers=numbers,
+        share_device=share_device,
+        resume=resume,
+        weights=weights,
+        saving=saving,
+    )
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor, pickled = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved), _pickled(task)

@@ -91,23 +91,26 @@ class Lending:
         return Lending(_checked(plan, program))
 
     @staticmethod
-    def within(plan: Plan, program: Program) -> Lending:
+    def within(plan: Plan, program: Program, *, share_device: bool = False) -> Lending:
         """The arenas of a run in one process. A GPU, or a device that has it to itself, copies beside computing."""
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            return _on_gpus(plan, arenas, partial(gpu, plan.cluster))
+            return _on_gpus(plan, arenas, partial(gpu, plan.cluster, share_device=share_device))
         memory, alone = HostMemory(plan.cluster, arenas), len(plan.ranks) == 1
         return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
 
     @staticmethod
-    def between(plan: Plan, program: Program, device: int, here: torch.device) -> Lending:
+    def between(
+        plan: Plan, program: Program, device: int, here: torch.device, *, share_device: bool = False
+    ) -> Lending:
         """The arenas of a run of one worker for each device, of which this one is for `device` and runs `here`.
 
         All must call it.
         """
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
-            lending = _on_gpus(plan, arenas, lambda number: here if number == device else gpu(plan.cluster, number))
+            others = partial(gpu, plan.cluster, share_device=share_device)
+            lending = _on_gpus(plan, arenas, lambda number: here if number == device else others(number))
         else:
             lending = Lending(arenas, lambda device: Beside(), HostMemory(plan.cluster, arenas))
         return replace(lending, mapped=_exchanged(lending.memory, device, _shared(plan, arenas)))

@@ -20,13 +20,15 @@ Path = str | os.PathLike[str]
 class Orders:
     """Train steps `first` to `steps - 1`, each with random draws by `seed`.
 
-    `numbers` says whether a traced model is compared with its chain at the start. `resume` is the folder of the
+    `numbers` says whether a traced model is compared with its chain at the start, `share_device` whether all workers
+    compute on one GPU. `resume` is the folder of the
     checkpoint after `first` steps, `weights` a safetensors file or sharded model, from which the training starts.
     """
 
     steps: int
     seed: int
     numbers: bool
+    share_device: bool = False
     first: int = 0
     resume: str | None = None
     weights: str | None = None
@@ -39,6 +41,7 @@ def orders(
     steps: int,
     seed: int | None,
     numbers: bool,
+    share_device: bool,
     resume: Path | None,
     weights: Path | None,
     saving: Saving | None,
@@ -62,6 +65,7 @@ def orders(
         steps=steps,
         seed=(seed or 0) if checkpoint is None else checkpoint.manifest.seed,
         numbers=numbers,
+        share_device=share_device,
         first=first,
         resume=None if checkpoint is None else str(checkpoint.folder),
         weights=None if weights is None else os.fspath(weights),

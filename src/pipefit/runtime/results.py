@@ -62,7 +62,8 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
         PeerLost: another worker is gone.
     """
     ranks, exchanged = plan.ranks, distributed and len(plan.ranks) > 1
-    device = next(iter(runners[0].stages.values())).device if exchanged else torch.device("cpu")
+    direct = exchanged and dist.get_backend() == "nccl"  # gloo takes tensors on the host
+    device = next(iter(runners[0].stages.values())).device if direct else torch.device("cpu")
     told = torch.zeros(1 + len(ranks), dtype=torch.float64, device=device)
     for runner in runners:
         told[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
-from pipefit.runtime.joining import device_of, joins_workers
+from pipefit.runtime.joining import device_of, joins_workers, transport_of
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model, target_of
@@ -55,7 +54,7 @@ from pipefit.runtime.saver import Saved
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
-from pipefit.runtime.transport import InProcess, Transport, connect
+from pipefit.runtime.transport import InProcess, Transport
 from pipefit.schedule import loss_delay, step_programs, updates_alone, whole_run
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
@@ -76,6 +75,7 @@ class Trainer:
         numbers: whether a traced model is compared with its chain at the start, if the host has the memory to spare and
             it takes no longer than ten seconds (`pipefit.runtime.comparison`). Of several workers the first compares,
             and `not_compared` says there why it did not.
+        share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
             supervision.
         on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
@@ -102,6 +102,7 @@ class Trainer:
         accumulate: int = 1,
         callbacks: Sequence[Callback] = (),
         numbers: bool = True,
+        share_device: bool = False,
         on_action: Callable[[int], None] | None = None,
         on_failed_save: OnFailedSave | None = None,
         on_wait: Callable[[], None] = lambda: None,
@@ -115,18 +116,20 @@ class Trainer:
         self._entered = 0  # microbatches since the pipeline was empty, under an endless schedule
         self._untold: deque[Untold] = deque()
         self._kernels = Kernels(torch.get_num_threads())
-        self.distributed = joins_workers(plan, timeout_seconds)
+        self.distributed = joins_workers(plan, timeout_seconds, share_device=share_device)
         self.rank = dist.get_rank() if self.distributed else 0
         if self.rank == 0:
             warn_elsewhere(plan.profile.assumptions, TRAINED, threads=torch.get_num_threads())
         program = step_programs(plan)[-1]
         transport: Transport = InProcess()
         if self.distributed:  # before building, which may take longer on one worker than on another
-            here = device_of(plan, self.rank)
-            transport = connect(plan, program, here, timedelta(seconds=timeout_seconds))
-            lending = Lending.between(plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here)
+            here = device_of(plan, self.rank, share_device=share_device)
+            transport = transport_of(plan, program, here, timeout_seconds, share_device=share_device)
+            lending = Lending.between(
+                plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here, share_device=share_device
+            )
         else:
-            lending = Lending.within(plan, whole_run(plan))
+            lending = Lending.within(plan, whole_run(plan), share_device=share_device)
         self._lending = lending  # what others have borrowed stays ours
         self.not_compared = ""
         self.chain = chain = self._captured(seed, numbers)
@@ -147,7 +150,7 @@ class Trainer:
             assemble(
                 site,
                 ranks[number],
-                device=(device := device_of(plan, number)),
+                device=(device := device_of(plan, number, share_device=share_device)),
                 meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
             )
             for number in ([self.rank] if self.distributed else range(len(ranks)))

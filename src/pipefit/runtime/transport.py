@@ -205,7 +205,7 @@ class Network:
 
 
 def connect(plan: Plan, program: Program, device: torch.device, timeout: timedelta) -> Network:
-    """The network of a plan's workers, one a device, of which this one computes on `device`. All must call it.
+    """The network of a plan's workers, one a device, of which this one sends tensors on `device`. All must call it.
 
     Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of stages
     that add something up.

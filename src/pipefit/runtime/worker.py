@@ -149,6 +149,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             seed=orders.seed,
             timeout_seconds=_FOREVER.total_seconds(),
             numbers=orders.numbers,
+            share_device=orders.share_device,
             on_action=heartbeat.at,
             on_failed_save=told.failed_save,
             on_wait=lambda: heartbeat.at(SAVING),
@@ -247,7 +248,7 @@ class _Rendezvous:
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.stages[plan.ranks[self.rank][0]].device)}
         os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
-        backend = backend_of(plan)
+        backend = backend_of(plan, share_device=assignment.orders.share_device)
         self.wait("here")
         try:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
