@@ -244,7 +244,7 @@ def test_stages_run_on_the_devices_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
     """In one process, GPU number `n` runs the stages that the plan puts on device `n`, whatever their order."""
     asked: list[int] = []
 
-    def note(cluster: Cluster, number: int) -> torch.device:
+    def note(cluster: Cluster, number: int, **_: bool) -> torch.device:
         asked.append(number)
         return torch.device("cpu")
 
