@@ -309,7 +309,7 @@ class StageAccount:
 
     def _new_gradients(self, flight: Flight, values: Sequence[Value]) -> list[Gradient | None]:
         return [
-            Gradient(self.device.new(v.nbytes, ("gradients", id(flight))), True) if v.requires_grad else None
+            Gradient(self.device.new(v.nbytes, ("gradients", id(flight))), True) if v.has_gradient else None
             for v in values
         ]
 
@@ -514,13 +514,13 @@ class StageAccount:
         self.born.add(layer)
 
     def _send_gradients(self, flight: Flight) -> None:
-        """Every input that needs a gradient gets one in one piece: zeros where there is none."""
+        """Every input that has a gradient gets it in one piece."""
         sending = (Kind.SEND_BACKWARD, id(flight))
         if self.start:
             for given, gradient in zip(self.costs[self.start].inputs, flight.gradients, strict=True):
                 if gradient is not None and gradient.contiguous:
                     self.device.hold(sending, [gradient.storage])
-                elif given.requires_grad:
+                elif given.has_gradient:
                     self.device.new(given.nbytes, sending)
         self.device.release(("gradients", id(flight)))
 

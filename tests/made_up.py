@@ -240,7 +240,21 @@ def chain(rng: Random, like: Settings) -> Measurement:
         _layer(rng, like, k, ends, early, [s for s in shared if k in s.users])
         for k, ends in enumerate(pairwise(boundaries))
     ]
-    return measurement(layers, _loss(rng, like, boundaries[-1]), shared=shared, shared_buffers=_buffers(rng, layers))
+    layers, loss = _knowing_unused(layers, _loss(rng, like, boundaries[-1]))
+    return measurement(layers, loss, shared=shared, shared_buffers=_buffers(rng, layers))
+
+
+def _knowing_unused(layers: Sequence[LayerCost], loss: LayerCost) -> tuple[list[LayerCost], LayerCost]:
+    """The same, where a value without a gradient counts as unused, and no gradient of such a one is passed on."""
+    found, outputs = list[LayerCost](), loss.outputs
+    for cost in (loss, *reversed(layers)):
+        none = GradientOrigin(kind="none")
+        origins = [none if o.kind == "output" and not outputs[o.index].has_gradient else o for o in cost.input_gradients]
+        unused = [v.requires_grad and o.kind == "none" for v, o in zip(cost.inputs, origins, strict=True)]
+        inputs = tuple(replace(v, unused=flag) for v, flag in zip(cost.inputs, unused, strict=True))
+        found.append(replace(cost, inputs=inputs, outputs=outputs, input_gradients=tuple(origins)))
+        outputs = inputs[: len(layers[-1].outputs)] if cost is loss else inputs
+    return found[:0:-1], found[0]
 
 
 def _odd(rng: Random, like: Settings) -> bool:

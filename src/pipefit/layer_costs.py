@@ -31,7 +31,8 @@ class Origin:
 class Value:
     """A tensor that crosses a layer boundary.
 
-    `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates.
+    `nbytes` is its size when contiguous, which a transfer moves and a receiver allocates. An `unused` value requires a
+    gradient, because it was computed from parameters, and gets none, because the loss does not depend on it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -40,6 +41,12 @@ class Value:
     dtype: str
     nbytes: int
     requires_grad: bool
+    unused: bool = False
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.requires_grad and not self.unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,15 +229,8 @@ class StageStorages:
 
     @cached_property
     def made_gradient_bytes(self) -> int:
-        """Gradients of the inputs that are allocated in order to be sent.
-
-        They are contiguous copies of those that are not contiguous, and zeros for inputs that no layer of the stage
-        used.
-        """
-        if not self.start:
-            return 0
-        unused = tuple(v for v, found in zip(self.inputs, self._gradient_values[0], strict=True) if found is None)
-        return gradient_bytes(unused) + sum(g.nbytes for g in self._present(0) if not g.contiguous)
+        """Gradients of the inputs that are allocated in order to be sent: copies of those that are not contiguous."""
+        return sum(g.nbytes for g in self._present(0) if not g.contiguous) if self.start else 0
 
     def gradients(self, boundary: int) -> int:
         """Bytes of the gradients of the values at a boundary; the first stage's inputs have none."""
@@ -261,9 +254,9 @@ class StageStorages:
     def unlike_gradients(self) -> list[tuple[int, int]]:
         """Boundaries at which a gradient has other bytes than a whole gradient for each value would have.
 
-        There the gradient of a value is a slice of a larger one, or there is none because a later layer drops the
-        value. Each comes with the boundary at which that gradient is made, or the value is dropped: only a stage that
-        holds both boundaries meets the exception, because one that ends between them receives whole gradients.
+        There the gradient of a value is a slice of a larger one. Each comes with the boundary at which that gradient is
+        made, because only a stage that holds both boundaries meets the exception: one that ends between them receives
+        whole gradients.
         """
         born = {g.storage: n for n in range(self.count + 1) for g in self._present(n)}
         found = dict[tuple[int, int], None]()
@@ -272,17 +265,7 @@ class StageStorages:
             for g in self._present(number):
                 if not g.contiguous or self._gradient_sizes[g.storage] != g.nbytes or holders[g.storage] > 1:
                     found[number, born[g.storage]] = None
-        for number, cost in enumerate(self.costs):
-            for index, value in enumerate(cost.inputs):
-                if value.requires_grad and self._gradient_values[number][index] is None:
-                    found[number, self._dropped(number, index)] = None
         return list(found)
-
-    def _dropped(self, position: int, index: int) -> int:
-        """The position that drops a value without a gradient, followed through the layers from `position` on."""
-        while position < self.count - 1 and (o := self.costs[position].input_gradients[index]).kind == "output":
-            position, index = position + 1, o.index
-        return position
 
     @property
     def _gradient_sizes(self) -> list[int]:
@@ -296,8 +279,8 @@ class StageStorages:
     def _gradients_traced(self) -> tuple[list[list[GradientValue | None]], list[int]]:
         """The gradients of the values at every boundary, and the bytes of the storages that they live in.
 
-        Followed from the last layer to the first: a layer may pass on the gradient of an output, or slices of it, or
-        have none for a value. The gradient that the backward of a loss starts from is counted like any other.
+        Followed from the last layer to the first: a layer may pass on the gradient of an output, or slices of it. The
+        gradient that the backward of a loss starts from is counted like any other.
         """
         sizes: list[int] = []
 
@@ -306,7 +289,7 @@ class StageStorages:
             return len(sizes) - 1
 
         leaving = self.costs[-1].outputs
-        values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.requires_grad else None for v in leaving]
+        values = [GradientValue(new(v.nbytes), True, v.nbytes) if v.has_gradient else None for v in leaving]
         boundaries = [values]
         for cost in reversed(self.costs):
             own = [new(nbytes) for nbytes in cost.gradient_storages]
@@ -341,8 +324,8 @@ class StageStorages:
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:
-    """Bytes of the gradients of `values`, of those that require one; a gradient is as large as its value."""
-    return sum(value.nbytes for value in values if value.requires_grad)
+    """Bytes of the gradients of `values`, of those that have one; a gradient is as large as its value."""
+    return sum(value.nbytes for value in values if value.has_gradient)
 
 
 def _gradient(

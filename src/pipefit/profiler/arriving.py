@@ -7,7 +7,7 @@ gradients that lie as the next layer, or the loss, hands them on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,13 @@ def _layout(gradient: Tensor, numbers: dict[int, int]) -> GradientLayout:
 def dense(values: Sequence[Tensor]) -> Layouts:
     """How gradients lie that a stage receives, or that are measured first: each alone, in the order of its value."""
     return layouts_of(gradients_like(values))
+
+
+def dense_alike(layouts: Layouts, dense_ones: Layouts) -> Layouts:
+    """Those of the `dense_ones` whose value has a gradient in `layouts` too: what a stage that ends there receives."""
+    left = [one if layout is not None else None for layout, one in zip(layouts, dense_ones, strict=True)]
+    numbers = {one.storage: number for number, one in enumerate(filter(None, left))}
+    return tuple(None if one is None else replace(one, storage=numbers[one.storage]) for one in left)
 
 
 def gradients_like(values: Sequence[Tensor]) -> list[Tensor | None]:

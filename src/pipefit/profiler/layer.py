@@ -23,7 +23,7 @@ from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, Sa
 from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
-from pipefit.profiler.arriving import Layouts, gradients_in, gradients_like, layouts_of
+from pipefit.profiler.arriving import Layouts, dense, gradients_in, layouts_of
 from pipefit.profiler.feedback import feedback
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter
@@ -70,6 +70,7 @@ class _Microbatch(NamedTuple):
     forward: Work
     spans: tuple[Span, ...]  # of the backward
     backward: Work
+    arriving: Layouts
     gradients: Gradients
     layouts: Layouts
 
@@ -89,7 +90,8 @@ class LayerMeter:
 
     `shared` are those of its trained parameters that other layers have too. `owner` has the plain attributes that a
     call may change; by default it is `module`. After a measurement `changed_buffers` are the names of the buffers that
-    a forward changes, and `layouts` tells how the gradients of the inputs lie.
+    a forward changes, `changed_inputs` the numbers of the inputs on which it works in place, and `layouts` tells how
+    the gradients of the inputs lie.
     """
 
     def __init__(
@@ -106,19 +108,24 @@ class LayerMeter:
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
-        self.changed_buffers = frozenset[str]()
+        self.changed_buffers, self.changed_inputs = frozenset[str](), frozenset[int]()
         self.layouts: Layouts = ()
         device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
-    def measure(self, optimizer: MakeOptimizer, groups: LayerGroups = ()) -> tuple[LayerCost, Values]:
-        """The cost of the layer with these parameter groups, and tensors like those that it returned."""
+    def measure(
+        self, optimizer: MakeOptimizer, groups: LayerGroups = (), *, arriving: Layouts | None = None
+    ) -> tuple[LayerCost, Values]:
+        """The cost of the layer with these parameter groups, and tensors like those that it returned.
+
+        Its backward starts from gradients of the outputs that lie as `arriving` says, by default a dense one for each.
+        """
         attributes, shapes = plain_attributes(self.owner), _buffer_shapes(self.module)
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
-            checkpoint, mutates = self._checkpoint()
-            first, later = self._microbatch(None), self._microbatch(None)
+            checkpoint = self._checkpoint()
+            first, later = self._microbatch(arriving), self._microbatch(arriving)
             gradient_bytes = self._gradient_bytes()
             updates = self._update(optimizer, groups)
             self._drop_gradients()
@@ -132,8 +139,8 @@ class LayerMeter:
             parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
             buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
-            inputs=tuple(map(_value, self.like)),
-            outputs=tuple(map(_value, kept.outputs)),
+            inputs=tuple(map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))),
+            outputs=tuple(map(_value, kept.outputs, (gradient is not None for gradient in first.arriving))),
             output_origins=kept.output_origins,
             storages=kept.storages,
             saved=kept.saved,
@@ -141,7 +148,7 @@ class LayerMeter:
             forward_workspace_bytes=first.forward_peak.workspace,
             checkpoint_peak_bytes=checkpoint.nbytes,
             checkpoint_workspace_bytes=checkpoint.workspace,
-            mutates_inputs=mutates,
+            mutates_inputs=bool(self.changed_inputs),
             fed_back=second.fed_back,
             fed_back_bytes=second.fed_back_bytes,
             unrepeatable=second.unrepeatable,
@@ -162,11 +169,16 @@ class LayerMeter:
         )
         return cost, kept.outputs
 
-    def measure_again(self, arriving: Layouts) -> tuple[tuple[Span, ...], tuple[Span, ...], Gradients]:
-        """The spans of a first and of a later backward from gradients that lie so, and the gradients of the inputs."""
+    def measure_again(
+        self, arriving: Layouts, usual: Sequence[GradientOrigin]
+    ) -> tuple[tuple[Span, ...], tuple[Span, ...], Gradients]:
+        """The spans of a first and of a later backward from gradients that lie so, and the gradients of the inputs.
+
+        The origins of these are `usual` where each gradient that arrives is in a storage of its own.
+        """
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
-            first, later = self._microbatch(arriving), self._microbatch(arriving)
+            first, later = self._microbatch(arriving), self._microbatch(arriving, usual)
             self._drop_gradients()
         self.layouts = later.layouts
         return first.spans, later.spans, later.gradients
@@ -237,17 +249,19 @@ class LayerMeter:
         if any(isinstance(leaf, nn.Parameter) and id(leaf) not in own for leaf in leaves):
             raise Refusal(*STRANGER)
 
-    def _checkpoint(self) -> tuple[Peak, bool]:
-        """The peak of a forward that saves nothing, and whether it changes its inputs in place."""
+    def _checkpoint(self) -> Peak:
+        """The peak of a forward that saves nothing. Sees which inputs it changes in place."""
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
         self.meter.start()
         versions = [value._version for value in inputs]
         with saving_nothing():
             self.call(self._enter(GraphEnds(), list(inputs)))
         self.meter.drop_graph()
-        return self._peak(), versions != [value._version for value in inputs]
+        changed = (number for number, value in enumerate(inputs) if value._version != versions[number])
+        self.changed_inputs = frozenset(changed)
+        return self._peak()
 
-    def _microbatch(self, arriving: Layouts | None) -> _Microbatch:
+    def _microbatch(self, arriving: Layouts | None, usual: Sequence[GradientOrigin] = ()) -> _Microbatch:
         """Run a forward and its backward, from gradients of the outputs that lie as `arriving` says, or dense ones."""
         graph = GraphEnds()
         inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
@@ -257,7 +271,8 @@ class LayerMeter:
         values = self.call(values)
         peak, forward = self._peak(), self.meter.work
         device = values[0].device
-        incoming = gradients_like(values) if arriving is None else gradients_in(arriving, device)
+        arriving = dense(values) if arriving is None else arriving
+        incoming = gradients_in(arriving, device)
         leave(graph, values)
         del values
         self.meter.start(arrived)
@@ -267,18 +282,28 @@ class LayerMeter:
         backward(graph)
         work, spans = self.meter.work, self.meter.spans
         outgoing = graph.outgoing or (None,) * len(self.like)
-        return _Microbatch(peak, forward, spans, work, self._gradients(outgoing, given), layouts_of(outgoing))
+        gradients = self._gradients(outgoing, given, usual)
+        return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
 
-    def _gradients(self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None]) -> Gradients:
-        """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`."""
+    def _gradients(
+        self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None], usual: Sequence[GradientOrigin]
+    ) -> Gradients:
+        """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`.
+
+        Several of these may share a storage; then `usual` tells which of them is passed on.
+        """
         own: list[Tracked] = []
         origins = []
-        for gradient in outgoing:
+        for number, gradient in enumerate(outgoing):
             if gradient is None:
                 origins.append(GradientOrigin(kind="none"))
                 continue
             tracked, contiguous = self.meter.storages([gradient])[0], gradient.is_contiguous()
-            passed = next((number for number, known in enumerate(given) if known is tracked), None)
+            known = usual[number] if usual else None
+            if known is not None and known.kind == "output" and given[known.index] is tracked:
+                origins.append(known)
+                continue
+            passed = next((place for place, other in enumerate(given) if other is tracked), None)
             if passed is not None:
                 origins.append(GradientOrigin(kind="output", index=passed, contiguous=contiguous))
                 continue
@@ -332,10 +357,13 @@ def _like(value: Tensor) -> Tensor:
     return torch.empty_like(value, requires_grad=False).requires_grad_(value.requires_grad)
 
 
-def _value(tensor: Tensor) -> Value:
-    nbytes = tensor.numel() * tensor.element_size()
+def _value(tensor: Tensor, has_gradient: bool) -> Value:
     return Value(
-        shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), nbytes=nbytes, requires_grad=tensor.requires_grad
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        nbytes=tensor.numel() * tensor.element_size(),
+        requires_grad=tensor.requires_grad,
+        unused=tensor.requires_grad and not has_gradient,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -81,12 +81,11 @@ class _Clock:
 
     def _time(self, cost: LayerCost, call: Callable[[Values], Values], module: nn.Module, values: Values) -> LayerCost:
         """`cost` with the median seconds of each pass."""
-        flags = tuple(value.requires_grad for value in cost.inputs)
         trainable = [p for p in module.parameters() if p.requires_grad]
         stepper = make_optimizer(self.task, [[{"params": trainable}]]) if trainable else None
         rows: list[tuple[float, float, float]] = []
         for repeat in range(_WARM_UPS + _MOST_REPEATS):
-            row = self._once(call, values, flags, stepper)
+            row = self._once(call, values, cost, stepper)
             if repeat >= _WARM_UPS:
                 rows.append(row)
             if len(rows) >= _LEAST_REPEATS and sum(map(sum, rows)) > _LEAST_SECONDS:
@@ -104,17 +103,18 @@ class _Clock:
         self,
         call: Callable[[Values], Values],
         values: Values,
-        flags: Sequence[bool],
+        cost: LayerCost,
         stepper: torch.optim.Optimizer | MasterWeights | None,
     ) -> tuple[float, float, float]:
         """Seconds of one forward, backward and update."""
-        graph = GraphEnds()
+        graph, flags = GraphEnds(), tuple(value.requires_grad for value in cost.inputs)
         fresh = tuple(value.clone() for value in values)  # a layer may work on its inputs in place
         began = self._now()
-        entered = enter(graph, fresh, tuple(flags), self.anchor) if any(flags) else fresh
+        entered = enter(graph, fresh, flags, self.anchor) if any(flags) else fresh
         outputs = call(entered)
         forwarded = self._now()
-        graph.incoming = [_gradient(value) if value.requires_grad else None for value in outputs]
+        wanted = (value.has_gradient for value in cost.outputs)
+        graph.incoming = [_gradient(value) if has else None for value, has in zip(outputs, wanted, strict=True)]
         leave(graph, outputs)
         ready = self._now()
         backward(graph)

@@ -1,7 +1,8 @@
 """A survey of a model's layers: each kind of layer is measured once, however often the model repeats it.
 
 Layers are met in order, each on fake tensors like those that the one before returned. Then gradients are followed from
-the loss back to the first layer: where one does not lie dense in memory, the layer's backward is measured again.
+the loss back to the first layer: where there is none for a value, the layer is measured again without, and where one
+does not lie dense in memory, so is the layer's backward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from pipefit.fake.by_value import Reading, reading
 from pipefit.fake.fingerprint import options
 from pipefit.layer_costs import LayerCost, Packing
 from pipefit.meter.kernels import Kernels
-from pipefit.profiler.arriving import Layouts, dense
+from pipefit.profiler.arriving import Layouts, dense, dense_alike
 from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.runtime.master_weights import make_optimizer
@@ -43,6 +44,15 @@ _ASSUMED = (
 )
 
 
+class _Metered(NamedTuple):
+    """The meter of a kind, with the layer that was measured, and how gradients lay that arrived and that were left."""
+
+    layer: ChainLayer
+    meter: LayerMeter
+    arriving: Layouts = ()
+    left: Layouts = ()
+
+
 class Survey:
     """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order."""
 
@@ -51,8 +61,9 @@ class Survey:
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
-        self._meters: list[tuple[LayerMeter, Layouts, Layouts]] = []  # by kind, with layouts that arrive and are left
-        self._again: dict[tuple[int, Layouts, bool], tuple[int, Layouts]] = {}
+        self._meters: list[_Metered] = []  # by kind
+        self._fewer: dict[tuple[int, Layouts], int] = {}
+        self._again: dict[tuple[int, Layouts, bool], int] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
 
@@ -79,28 +90,43 @@ class Survey:
 
         shared = [p for p in layer.module.parameters() if id(p) in self._shared]
         meter = LayerMeter(call, layer.module, values, self.kernels, shared)
-        with _named(f"layer {layer.name} ({type(layer.module).__name__})", values), unchanged_constants(layer.module):
-            cost, outputs = meter.measure(self.optimizer, parameter_groups([layer], self.task.groups))
-        self._meters.append((meter, dense(outputs), meter.layouts))
+        return *self._add(_Metered(layer, meter), None), packing
+
+    def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
+        """Measure a new kind, with gradients of its outputs that lie so: its number, and what it returns."""
+        layer, meter = metered.layer, metered.meter
+        what = f"layer {layer.name} ({type(layer.module).__name__})"
+        with _named(what, meter.like), unchanged_constants(layer.module):
+            groups = parameter_groups([layer], self.task.groups)
+            cost, outputs = meter.measure(self.optimizer, groups, arriving=arriving)
+        self._meters.append(metered._replace(arriving=arriving or dense(outputs), left=meter.layouts))
         self.kinds.append(replace(cost, packing=layer.packing))
         self._changed.append(meter.changed_buffers)
-        return len(self.kinds) - 1, outputs, packing
+        return len(self.kinds) - 1, outputs
 
     def backward(self, arriving: Layouts) -> None:
-        """Measure again, from the last layer to the first, the backwards of layers to which the next one hands on
-        gradients that are not dense. `arriving` are those that the loss hands on.
+        """Measure again, from the last layer to the first, layers to which the next one hands on fewer gradients than
+        they have outputs that require one, or such as are not dense. `arriving` are those that the loss hands on.
         """
         for number in reversed(range(len(self.layers))):
-            kind = self.layers[number]
-            _, usual, left = self._meters[kind]
-            if arriving == usual:
-                arriving = left
-                continue
-            key = kind, arriving, self._passes_on(number + 1)
-            if key not in self._again:
-                self._again[key] = self._measure_again(*key)
-            self.layers[number], arriving = self._again[key]
+            kind = self._with_fewer(self.layers[number], arriving)
+            if arriving != self._meters[kind].arriving:
+                key = kind, arriving, self._passes_on(number + 1)
+                if key not in self._again:
+                    self._again[key] = self._measure_again(*key)
+                kind = self._again[key]
+            self.layers[number], arriving = kind, self._meters[kind].left
         self._forget_unused()
+
+    def _with_fewer(self, kind: int, arriving: Layouts) -> int:
+        """The kind with dense gradients for those outputs alone that have one among `arriving`."""
+        metered = self._meters[kind]
+        fewer = dense_alike(arriving, metered.arriving)
+        if fewer == metered.arriving:
+            return kind
+        if (kind, fewer) not in self._fewer:
+            self._fewer[kind, fewer], _ = self._add(metered, fewer)
+        return self._fewer[kind, fewer]
 
     def _passes_on(self, number: int) -> bool:
         """Whether layer `number` hands on a gradient as it arrives, which is dense where a stage ends behind it."""
@@ -114,15 +140,14 @@ class Survey:
         self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
         self.layers = [used.index(kind) for kind in self.layers]
 
-    def _measure_again(self, kind: int, arriving: Layouts, either: bool) -> tuple[int, Layouts]:
-        """A kind with its backward measured from gradients as they arrive: its number, and how those it leaves lie.
+    def _measure_again(self, kind: int, arriving: Layouts, either: bool) -> int:
+        """A kind with its backward measured from gradients as they arrive: its number.
 
         A stage that ends with such a layer receives dense ones. They may be dense inside a stage too, if `either`: then
         the higher peak of both counts.
         """
-        meter, usual, _ = self._meters[kind]
-        first, later, gradients = meter.measure_again(arriving)
-        cost = self.kinds[kind]
+        metered, cost = self._meters[kind], self.kinds[kind]
+        first, later, gradients = metered.meter.measure_again(arriving, cost.input_gradients)
         self.kinds.append(
             replace(
                 cost,
@@ -133,8 +158,8 @@ class Survey:
             )
         )
         self._changed.append(self._changed[kind])
-        self._meters.append((meter, usual, meter.layouts))
-        return len(self.kinds) - 1, meter.layouts
+        self._meters.append(metered._replace(left=metered.meter.layouts))
+        return len(self.kinds) - 1
 
     def _options(self, layer: ChainLayer) -> object:
         """The options of a layer's parameter groups, and which of its parameters each is for."""

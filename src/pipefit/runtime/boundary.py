@@ -10,6 +10,9 @@ and a `leave`:
   holds them, and frees each as soon as it is used up.
 - `enter` passes the inputs on as aliases and, in the backward, puts their gradients into the `GraphEnds`. The inputs
   are no leaves of the graph, so that it does not keep them alive, and layers may work on them in place.
+
+Within a piece, `apart` does the same for what a layer works on in place and the one before returned as a view.
+Otherwise autograd would rewrite the graph of what it is a view of, and copy its gradient twice in the backward.
 """
 
 from __future__ import annotations
@@ -62,6 +65,16 @@ class _Leave(torch.autograd.Function):
         return (None, *incoming)
 
 
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def enter(graph: GraphEnds, values: Values, differentiable: tuple[bool, ...], anchor: Tensor) -> Values:
     """`values` as the start of a graph; its backward puts gradients of the `differentiable` ones into `graph.outgoing`.
 
@@ -69,6 +82,14 @@ def enter(graph: GraphEnds, values: Values, differentiable: tuple[bool, ...], an
     """
     entered: Values = _Enter.apply(graph, differentiable, anchor, *values)  # type: ignore[no-untyped-call]
     return entered
+
+
+def apart(values: Values) -> Values:
+    """`values`, with aliases in place of those that are views in a graph, for a layer that works on them in place.
+
+    Numbers and memory are shared, and gradients pass; nothing else may read what shares the memory of such a value.
+    """
+    return tuple(_Apart.apply(v) if v._is_view() and v.requires_grad else v for v in values)  # type: ignore[no-untyped-call]
 
 
 def leave(graph: GraphEnds, outputs: Values) -> None:

@@ -219,21 +219,21 @@ class DeviceRunner:
         self.transfers.receive(action, buffers, self._peer(action))
 
     def _values(self, action: Action) -> Sequence[Value]:
-        """The tensors of a message by the plan: the values at the boundary, or those of them that need gradients."""
+        """The tensors of a message by the plan: the values at the boundary, or those of them that have gradients."""
         stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0].boundaries
         values = known[stage.stop if action.neighbour > action.stage else stage.start]
         if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
             return values
-        return [value for value in values if value.requires_grad]
+        return [value for value in values if value.has_gradient]
 
     def _received(self, action: Action) -> None:
-        """Keep received tensors for the stage; gradients have an entry for every output, None where it needs none."""
+        """Keep received tensors for the stage; gradients have an entry for every output, None where it has none."""
         tensors, flight = self.transfers.join(action), self._flight(action)
         if action.kind is Kind.RECV_FORWARD:
             flight.values = tensors
         else:
             outputs = flight.boundaries[self.stages[action.stage].stop]
-            flight.gradients = [tensors.pop(0) if value.requires_grad else None for value in outputs]
+            flight.gradients = [tensors.pop(0) if value.has_gradient else None for value in outputs]
 
     def _sent(self, action: Action) -> None:
         # Tensors that a layer has saved stay, as activations; the others are freed here.

@@ -23,7 +23,7 @@ from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
-from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
+from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, take
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
@@ -221,13 +221,17 @@ class StageRunner:
 
     def _layer(self, flight: Flight, number: int, values: Values) -> Values:
         self._seed(flight, number)
-        return flight.layers[number - self.start](values)
+        return flight.layers[number - self.start](self._given(number, values))
+
+    def _given(self, number: int, values: Values) -> Values:
+        """`values` as the layer of that number, or the loss, takes them."""
+        return apart(values) if self.storages.costs[number - self.start].mutates_inputs else values
 
     def _loss(self, flight: Flight, values: Values, targets: list[Tensor]) -> Values:
         """The loss alone; it is also kept for the step's mean."""
         assert self.losses is not None
         self._seed(flight, self.stop)
-        values = (self.loss(values, take(targets)),)
+        values = (self.loss(self._given(self.stop, values), take(targets)),)
         self.losses[flight.microbatch].copy_(values[0].detach())
         return values
 
@@ -294,13 +298,24 @@ class StageRunner:
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
 
     def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:
-        """A contiguous gradient for every value that requires one; zeros for those that no layer used."""
+        """A contiguous gradient for every value that has one by the plan; zeros for those that got none.
+
+        Raises:
+            UsageError: a value has a gradient that the plan does not know of.
+        """
+        for gradient, value in zip(gradients, values, strict=True):
+            if gradient is not None and not value.has_gradient:
+                raise UsageError(
+                    f"layer {self.layers[0].name} has a gradient for a value of shape {value.shape} that the loss did "
+                    "not depend on when the model was profiled, so that no stage expects it: what is computed must not "
+                    "depend on numbers in tensors; use the value always, as with a weight of zero"
+                )
         return [
             torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
             if gradient is None
             else gradient.contiguous()
             for gradient, value in zip(gradients, values, strict=True)
-            if value.requires_grad
+            if value.has_gradient
         ]
 
     # ---------------------------------------------------------------- the step's end
