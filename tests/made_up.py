@@ -249,7 +249,9 @@ def _knowing_unused(layers: Sequence[LayerCost], loss: LayerCost) -> tuple[list[
     found, outputs = list[LayerCost](), loss.outputs
     for cost in (loss, *reversed(layers)):
         none = GradientOrigin(kind="none")
-        origins = [none if o.kind == "output" and not outputs[o.index].has_gradient else o for o in cost.input_gradients]
+        origins = [
+            none if o.kind == "output" and not outputs[o.index].has_gradient else o for o in cost.input_gradients
+        ]
         unused = [v.requires_grad and o.kind == "none" for v, o in zip(cost.inputs, origins, strict=True)]
         inputs = tuple(replace(v, unused=flag) for v, flag in zip(cost.inputs, unused, strict=True))
         found.append(replace(cost, inputs=inputs, outputs=outputs, input_gradients=tuple(origins)))

@@ -38,3 +38,15 @@ def step_peaks(task: Task, plan: Plan, *, steps: int = 2) -> StepPeaks:
         trainer.step(task.batch(plan.training.batch_size))
     predicted, dry = simulate(plan, steps=steps), certify(task, plan, steps=steps)
     return StepPeaks(of(predicted), of(dry), of(trainer.trace), measured_peaks(task, plan, steps=steps))
+
+
+def too_low(task: Task, plan: Plan, *, steps: int = 2) -> list[str]:
+    """The actions of which the dry run needs more than was simulated."""
+    dry, virtual = certify(task, plan, steps=steps), simulate(plan, steps=steps)
+    told = {(n, s.step, s.action): s.total_bytes for n, device in enumerate(virtual.devices) for s in device.memory}
+    return [
+        f"step {s.step} {s.action}: {s.total_bytes} instead of {told[n, s.step, s.action]}"
+        for n, device in enumerate(dry.devices)
+        for s in device.memory
+        if s.total_bytes > told.get((n, s.step, s.action), s.total_bytes)
+    ]

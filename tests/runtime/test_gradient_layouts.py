@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipefit.capture import Task
 from pipefit.profiler import profile
-from step_peaks import step_peaks
+from step_peaks import step_peaks, too_low
 from tiny import plan_of, task_of
 
 WIDTH, SIZE = 64, 32
@@ -95,3 +97,56 @@ def test_gradients_that_are_not_dense_change_no_peak_unforeseen(name: str) -> No
             assert all(told >= seen for both in pairs for told, seen in zip(*both, strict=True))
         else:
             assert found.simulated == found.allocated, split
+
+
+class Triple(nn.Module):
+    """Three results of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Parts:
+        return tuple(F.gelu(part(x)) for part in self.parts)
+
+
+class Last(nn.Module):
+    """A layer for the last of several values; the others pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Parts) -> Parts:
+        return (*values[:-1], self.linear(values[-1]))
+
+
+def assert_never_too_low(task: Task, splits: Sequence[Sequence[int]]) -> None:
+    """By each of these splits, no action needs more than was simulated."""
+    profiled = profile(task, microbatch_size=SIZE, threads=torch.get_num_threads())
+    for split in splits:
+        assert too_low(task, plan_of(task, split, size=SIZE, profiled=profiled)) == [], split
+
+
+def test_gradients_that_are_parts_of_one_may_come_each_alone() -> None:
+    """Values pass a layer, and their gradients are parts of one; where a stage ends behind it, each comes alone."""
+    task = task_of(
+        lambda: [nn.Linear(WIDTH, WIDTH), Triple(), Last(), Apply(joined_rows), nn.Linear(3 * WIDTH, 4)], inputs=WIDTH
+    )
+    assert_never_too_low(task, [[3, 2], [2, 1, 2]])
+
+
+def joined_rows(parts: Parts) -> Tensor:
+    return torch.cat(parts, 1)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous()
+
+
+def test_gradients_may_lie_otherwise_because_of_where_a_stage_ends() -> None:
+    """A gradient is transposed twice on its way to a linear layer, or once where a stage ends between."""
+    functions = [turned, torch.neg, turned]
+    rows = task_of(lambda: [nn.Linear(8, 8), *map(Apply, functions), nn.Linear(8, 8)])
+    task = replace(rows, batch=lambda size: (torch.randn(size, 8, 8), torch.randn(size, 8, 8)))
+    assert_never_too_low(task, [[5], [2, 3]])

@@ -20,11 +20,11 @@ from pipefit.capture.refusals import Refusal
 from pipefit.capture.stand_ins import STRANGER
 from pipefit.capture.structure import Values
 from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, SavedTensor, Span, Value
-from pipefit.meter.cpu import Tracked
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, dense, gradients_in, layouts_of
 from pipefit.profiler.feedback import feedback
+from pipefit.profiler.gradients import BackwardPass, Gradients, gradients_of
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter
 from pipefit.profiler.plain import changed_name, plain_attributes
@@ -54,13 +54,6 @@ class _Kept(NamedTuple):
     saved: tuple[SavedTensor, ...]
     output_origins: tuple[Origin, ...]
     outputs: Values
-
-
-class Gradients(NamedTuple):
-    """The origins of the inputs' gradients, and the bytes of the storages among them that are the layer's own."""
-
-    origins: tuple[GradientOrigin, ...]
-    storages: tuple[int, ...]
 
 
 class _Microbatch(NamedTuple):
@@ -169,19 +162,16 @@ class LayerMeter:
         )
         return cost, kept.outputs
 
-    def measure_again(
-        self, arriving: Layouts, usual: Sequence[GradientOrigin]
-    ) -> tuple[tuple[Span, ...], tuple[Span, ...], Gradients]:
-        """The spans of a first and of a later backward from gradients that lie so, and the gradients of the inputs.
+    def measure_again(self, arriving: Layouts, usual: Sequence[GradientOrigin]) -> BackwardPass:
+        """Backwards from gradients that lie so.
 
-        The origins of these are `usual` where each gradient that arrives is in a storage of its own.
+        The origins of those that they leave are `usual` where each that arrives is in a storage of its own.
         """
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)
             first, later = self._microbatch(arriving), self._microbatch(arriving, usual)
             self._drop_gradients()
-        self.layouts = later.layouts
-        return first.spans, later.spans, later.gradients
+        return BackwardPass(first.spans, later.spans, later.gradients, later.layouts)
 
     def _gradient_bytes(self) -> int:
         """Bytes of the parameters' gradients that exist when a step is made."""
@@ -282,35 +272,8 @@ class LayerMeter:
         backward(graph)
         work, spans = self.meter.work, self.meter.spans
         outgoing = graph.outgoing or (None,) * len(self.like)
-        gradients = self._gradients(outgoing, given, usual)
+        gradients = gradients_of(self.meter, outgoing, given, usual)
         return _Microbatch(peak, forward, spans, work, arriving, gradients, layouts_of(outgoing))
-
-    def _gradients(
-        self, outgoing: Sequence[Tensor | None], given: Sequence[Tracked | None], usual: Sequence[GradientOrigin]
-    ) -> Gradients:
-        """Whether inputs' gradients are in storages of their own, or in those of the outputs' gradients, `given`.
-
-        Several of these may share a storage; then `usual` tells which of them is passed on.
-        """
-        own: list[Tracked] = []
-        origins = []
-        for number, gradient in enumerate(outgoing):
-            if gradient is None:
-                origins.append(GradientOrigin(kind="none"))
-                continue
-            tracked, contiguous = self.meter.storages([gradient])[0], gradient.is_contiguous()
-            known = usual[number] if usual else None
-            if known is not None and known.kind == "output" and given[known.index] is tracked:
-                origins.append(known)
-                continue
-            passed = next((place for place, other in enumerate(given) if other is tracked), None)
-            if passed is not None:
-                origins.append(GradientOrigin(kind="output", index=passed, contiguous=contiguous))
-                continue
-            if tracked not in own:
-                own.append(tracked)
-            origins.append(GradientOrigin(kind="own", index=own.index(tracked), contiguous=contiguous))
-        return Gradients(tuple(origins), tuple(tracked.nbytes for tracked in own))
 
     def _update(self, optimizer: MakeOptimizer, groups: LayerGroups) -> _Updates:
         """Make two optimizer steps."""

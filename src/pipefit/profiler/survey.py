@@ -2,7 +2,7 @@
 
 Layers are met in order, each on fake tensors like those that the one before returned. Then gradients are followed from
 the loss back to the first layer: where there is none for a value, the layer is measured again without, and where one
-does not lie dense in memory, so is the layer's backward.
+may not lie dense in memory, so is the layer's backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from pipefit.layer_costs import LayerCost, Packing
 from pipefit.meter.kernels import Kernels
 from pipefit.profiler.arriving import Layouts, dense, dense_alike
 from pipefit.profiler.cost_key import cost_key
+from pipefit.profiler.gradients import BackwardPass, Gradients
 from pipefit.profiler.layer import LayerMeter, state_bytes
+from pipefit.profiler.value_memory import ValueMemory
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter
@@ -63,9 +65,10 @@ class Survey:
         self._shared = {id(found.parameter) for found in shared if found.parameter.requires_grad}
         self._meters: list[_Metered] = []  # by kind
         self._fewer: dict[tuple[int, Layouts], int] = {}
-        self._again: dict[tuple[int, Layouts, bool], int] = {}
+        self._again: dict[tuple[int, tuple[Layouts, ...]], tuple[int, tuple[Layouts, ...]]] = {}
         self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
+        self._memory = ValueMemory()  # of the values before the next layer
 
     def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
         """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
@@ -75,6 +78,8 @@ class Survey:
         if key not in self._known:
             self._known[key] = self._measure(layer, values)
         kind, outputs, packing = self._known[key]
+        self._memory.check(self._meters[kind].meter.changed_inputs, f"layer {layer.name}")
+        self._memory.go_on(self.kinds[kind].output_origins)
         self.layers.append(kind)
         return outputs, packing
 
@@ -107,15 +112,15 @@ class Survey:
     def backward(self, arriving: Layouts) -> None:
         """Measure again, from the last layer to the first, layers to which the next one hands on fewer gradients than
         they have outputs that require one, or such as are not dense. `arriving` are those that the loss hands on.
+
+        How gradients lie inside a stage may depend on where it ends, as it receives dense ones there.
         """
+        ways: tuple[Layouts, ...] = (arriving,)
         for number in reversed(range(len(self.layers))):
-            kind = self._with_fewer(self.layers[number], arriving)
-            if arriving != self._meters[kind].arriving:
-                key = kind, arriving, self._passes_on(number + 1)
-                if key not in self._again:
-                    self._again[key] = self._measure_again(*key)
-                kind = self._again[key]
-            self.layers[number], arriving = kind, self._meters[kind].left
+            kind = self._with_fewer(self.layers[number], ways[0])
+            self.layers[number], left = self._inside(kind, ways)
+            is_end = number + 1 < len(self.layers)
+            ways = tuple(dict.fromkeys((*left, self._meters[kind].left) if is_end else left))
         self._forget_unused()
 
     def _with_fewer(self, kind: int, arriving: Layouts) -> int:
@@ -128,38 +133,47 @@ class Survey:
             self._fewer[kind, fewer], _ = self._add(metered, fewer)
         return self._fewer[kind, fewer]
 
-    def _passes_on(self, number: int) -> bool:
-        """Whether layer `number` hands on a gradient as it arrives, which is dense where a stage ends behind it."""
-        if number == len(self.layers):
-            return False
-        return any(origin.kind == "output" for origin in self.kinds[self.layers[number]].input_gradients)
-
     def _forget_unused(self) -> None:
         """Leave out the kinds that no layer is of any more."""
         used = sorted(set(self.layers))
         self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
         self.layers = [used.index(kind) for kind in self.layers]
 
-    def _measure_again(self, kind: int, arriving: Layouts, either: bool) -> int:
-        """A kind with its backward measured from gradients as they arrive: its number.
+    def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
+        """The kind for gradients that arrive in one of several `ways`, and how those lie that it leaves in each."""
+        metered = self._meters[kind]
+        if ways == (metered.arriving,):
+            return kind, (metered.left,)
+        if (kind, ways) not in self._again:
+            self._again[kind, ways] = self._measure_inside(kind, ways)
+        return self._again[kind, ways]
 
-        A stage that ends with such a layer receives dense ones. They may be dense inside a stage too, if `either`: then
-        the higher peak of both counts.
-        """
+    def _measure_inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
+        """A kind whose backward inside a stage has the highest of the peaks that it has in each way."""
         metered, cost = self._meters[kind], self.kinds[kind]
-        first, later, gradients = metered.meter.measure_again(arriving, cost.input_gradients)
+        dense_one = BackwardPass(
+            cost.backward_first,
+            cost.backward_later,
+            Gradients(cost.input_gradients, cost.gradient_storages),
+            metered.left,
+        )
+        found = [
+            dense_one if way == metered.arriving else metered.meter.measure_again(way, cost.input_gradients)
+            for way in ways
+        ]
+        gradients = found[0].gradients.also_as([one.gradients for one in (dense_one, *found)])
         self.kinds.append(
             replace(
                 cost,
-                inner_first=(*cost.backward_first, *first) if either else first,
-                inner_later=(*cost.backward_later, *later) if either else later,
+                inner_first=tuple(span for one in found for span in one.first),
+                inner_later=tuple(span for one in found for span in one.later),
                 input_gradients=gradients.origins,
                 gradient_storages=gradients.storages,
             )
         )
         self._changed.append(self._changed[kind])
-        self._meters.append(metered._replace(left=metered.meter.layouts))
-        return len(self.kinds) - 1
+        self._meters.append(metered)
+        return len(self.kinds) - 1, tuple(one.left for one in found)
 
     def _options(self, layer: ChainLayer) -> object:
         """The options of a layer's parameter groups, and which of its parameters each is for."""
@@ -219,6 +233,7 @@ class Survey:
         meter = LayerMeter(call, nn.Module(), [*values, *targets], self.kernels, owner=chain.criterion)
         with _named(f"the loss of {self.task.name}", [*values, *targets]):
             cost, (found,) = meter.measure(self.optimizer)
+        self._memory.check(meter.changed_inputs, f"the loss of {self.task.name}")
         if not found.requires_grad and _is_trained(chain):
             raise UsageError(
                 f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "

@@ -1,0 +1,57 @@
+"""Random chains of odd layers: no peak is above what the simulator has foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+
+from odd_chains import odd_chain
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from random_cases import random_plan
+from step_peaks import too_low
+from tiny import plan_of
+
+SIZE, PLANS = 2, 3
+REFUSED = ("in place", "requires no gradient")  # what no plan can train
+
+
+def plans(seed: int, *, traced: bool) -> Iterator[tuple[str, Plan, list[str]]]:
+    """Random plans of a random chain under every schedule that flushes, one of a single stage among them, each with the
+    actions whose peak in the dry run is above the simulator's.
+    """
+    rng = Random(f"{seed} {traced}")
+    task = odd_chain(rng, traced=traced)
+    found = profile(task, microbatch_size=SIZE, threads=torch.get_num_threads())
+    whole = plan_of(task, [len(found.layers)], size=SIZE, microbatches=3, profiled=found)
+    for plan in (whole, *(random_plan(found, rng) for _ in range(PLANS))):
+        yield task.name, plan, too_low(task, plan)
+
+
+def assert_never_above(seed: int, *, traced: bool) -> None:
+    """The case is refused for a reason that is known, or no action needs more than was simulated."""
+    try:
+        for name, plan, above in plans(seed, traced=traced):
+            assert not above, f"{name}; {plan.split} {plan.training.schedule} {plan.decisions}"
+    except UsageError as error:
+        if not any(words in str(error) for words in REFUSED):
+            raise
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("traced", [False, True], ids=["chain", "traced"])
+def test_no_action_needs_more_than_was_simulated(seed: int, traced: bool) -> None:
+    """Under random plans, in every action of the first two steps, the dry run is at most the simulator."""
+    assert_never_above(seed, traced=traced)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(3, 203))
+@pytest.mark.parametrize("traced", [False, True], ids=["chain", "traced"])
+def test_nor_in_many_more_chains(seed: int, traced: bool) -> None:
+    """The same of many more."""
+    assert_never_above(seed, traced=traced)
