@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipefit.capture.chain import ChainLayer
+from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.moving import Luggage
@@ -83,4 +84,28 @@ def on_device(tensors: Sequence[Tensor], values: Sequence[Value], device: torch.
     return [
         tensor.to(device, getattr(torch, value.dtype), non_blocking=True, copy=True)
         for tensor, value in zip(tensors, values, strict=True)
+    ]
+
+
+def gradients_to_send(
+    gradients: Sequence[Tensor | None], values: Sequence[Value], layer: str, device: torch.device
+) -> list[Tensor]:
+    """A contiguous gradient for each of the values before `layer` that has one by the plan; zeros where there is none.
+
+    Raises:
+        UsageError: a value has a gradient that the plan does not know of.
+    """
+    for gradient, value in zip(gradients, values, strict=True):
+        if gradient is not None and not value.has_gradient:
+            raise UsageError(
+                f"layer {layer} has a gradient for a value of shape {value.shape} on which the loss did not depend "
+                "when the model was profiled, so that no stage expects it: the layers that use a value must not depend "
+                "on numbers in tensors; multiply by zero instead of leaving a value out"
+            )
+    return [
+        torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+        if gradient is None
+        else gradient.contiguous()
+        for gradient, value in zip(gradients, values, strict=True)
+        if value.has_gradient
     ]

@@ -20,12 +20,11 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.layer_costs import Value
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
-from pipefit.runtime.flight import Flight, Piece, take
+from pipefit.runtime.flight import Flight, Piece, gradients_to_send, take
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.states import NEEDS_STATE, StateMover
 from pipefit.runtime.updates import Updates, own_parameters
@@ -273,7 +272,7 @@ class StageRunner:
             self.weights.give_back(flight.version)
             flight.version = flight.luggage.weights = None
         gradients, flight.gradients = flight.gradients, []
-        return self._to_send(gradients, flight.boundaries[self.start])
+        return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name, self.device)
 
     def _backward_of(self, flight: Flight, piece: Piece) -> None:
         """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
@@ -296,27 +295,6 @@ class StageRunner:
         scale = self.agreement.scale if self.agreement is not None else None
         part = flight.weight * (scale.value if scale else 1.0)
         return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
-
-    def _to_send(self, gradients: list[Tensor | None], values: Sequence[Value]) -> list[Tensor]:
-        """A contiguous gradient for every value that has one by the plan; zeros for those that got none.
-
-        Raises:
-            UsageError: a value has a gradient that the plan does not know of.
-        """
-        for gradient, value in zip(gradients, values, strict=True):
-            if gradient is not None and not value.has_gradient:
-                raise UsageError(
-                    f"layer {self.layers[0].name} has a gradient for a value of shape {value.shape} that the loss did "
-                    "not depend on when the model was profiled, so that no stage expects it: what is computed must not "
-                    "depend on numbers in tensors; use the value always, as with a weight of zero"
-                )
-        return [
-            torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
-            if gradient is None
-            else gradient.contiguous()
-            for gradient, value in zip(gradients, values, strict=True)
-            if value.has_gradient
-        ]
 
     # ---------------------------------------------------------------- the step's end
 
