@@ -15,6 +15,7 @@ from pipefit.work import Work
 
 OriginKind = Literal["own", "input", "parameter", "constant"]
 Packing = Literal["bare", "tuple", "list"]
+Order = tuple[int, ...]  # of a value's dimensions in memory; empty where it is their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ class LayerCost:
     backward: Work
     update: Work
     packing: Packing = "bare"  # how it takes inputs (a loss: the outputs); bare is one as itself, several as a tuple
+    orders: tuple[Order, ...] = ()  # in which the dimensions of inputs arrive; empty where each is as it was made
     unrepeatable: str = ""  # why no second forward is like the first, such as "counts its calls"; empty if it can be
     constant_bytes: int = 0  # tensors that are plain attributes, which no recomputation copies
     # How much of each peak one kernel took for itself and gave back before it returned

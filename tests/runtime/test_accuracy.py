@@ -57,7 +57,7 @@ class Halves(nn.Module):
         self.linear = nn.Linear(8, 8192)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.linear(x).chunk(2, dim=1))
+        return self.linear(x).unflatten(1, (2, 4096)).transpose(0, 1).contiguous().unbind(0)
 
 
 class Sines(nn.Module):

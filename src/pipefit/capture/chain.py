@@ -1,6 +1,8 @@
 """A chain of layers: what every other part of pipefit means by a model.
 
-Layers are run one after the other; each takes what the one before returned, a tensor or a tuple of tensors.
+Layers are run one after the other; each takes what the one before returned, a tensor or a tuple of tensors. Between
+layers every value is contiguous. One that is laid out otherwise, as after a transpose, crosses with its dimensions in
+the order of memory, and the next layer sees it as it was; one that is not dense, as a slice, is copied.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipefit.capture.orders import Orders, as_made, contiguous
 from pipefit.capture.shared import Shared, shared_parameters
 from pipefit.capture.stand_ins import standing_in
 from pipefit.capture.structure import Tree, Values
@@ -27,7 +30,8 @@ class ChainLayer:
     """One layer: its name in the model, the module, and what names in its state dict are called in the model's.
 
     `autocast` is the dtype of autocast while it runs; None without. `packing` is the form in which the module takes its
-    inputs: bare, or in a tuple or list.
+    inputs: bare, or in a tuple or list. Its inputs arrive with their dimensions in these `orders`, and what it returns
+    `leaves` in others; None where that is as the module made it, as behind the last layer.
     """
 
     name: str
@@ -35,15 +39,19 @@ class ChainLayer:
     originals: Mapping[str, str] = field(default_factory=dict)
     autocast: torch.dtype | None = None
     packing: Packing = "bare"
+    orders: Orders = ()
+    leaves: Orders | None = None
 
     def outputs(self, values: Values) -> Any:
         """What the module returns for the values from the layer before, as it is."""
+        values = as_made(values, self.orders)
         with autocasting(self.autocast, values):
             return self.module(packed(values, self.packing))
 
     def __call__(self, values: Values) -> Values:
         """What the layer makes of the values from the layer before."""
-        return as_values(self.outputs(values), self.name)
+        found = as_values(self.outputs(values), self.name)
+        return found if self.leaves is None else contiguous(found, self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +74,12 @@ class Chain:
     packing: Packing = field(kw_only=True, default="bare")
 
     def measured(self, measurement: Measurement) -> Chain:
-        """The chain with the packings that profiling found: the form in which modules, and the loss, take inputs."""
+        """The chain with what profiling found: how modules, and the loss, take inputs, and how those are laid out."""
+        costs = measurement.costs
+        left = (*(cost.orders for cost in costs[1:]), None)
         layers = tuple(
-            replace(layer, packing=cost.packing) for layer, cost in zip(self.layers, measurement.costs, strict=True)
+            replace(layer, packing=cost.packing, orders=cost.orders, leaves=leaves)
+            for layer, cost, leaves in zip(self.layers, costs, left, strict=True)
         )
         return replace(self, layers=layers, packing=measurement.loss.packing)
 

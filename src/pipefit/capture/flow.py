@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from pipefit.capture.aliases import groups, mutated_arguments
 from pipefit.capture.flat import draws, nbytes, role, value
+from pipefit.capture.orders import dense_order
 from pipefit.capture.refusals import line_of, refuse_value
 
 
@@ -216,19 +217,6 @@ def _repeatable(node: fx.Node) -> bool:
 def _can_cross(node: fx.Node) -> bool:
     found = value(node)
     return isinstance(found, Tensor) and (role(node) is not None or dense_order(found) is not None)
-
-
-def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions in which `tensor` is contiguous; None where none is, as in a slice."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda d: (-strides[d], d))
-    expected = 1
-    for dimension in reversed(order):
-        if tensor.shape[dimension] != 1:
-            if strides[dimension] != expected:
-                return None
-            expected *= tensor.shape[dimension]
-    return tuple(range(tensor.ndim)) if tensor.is_contiguous() else tuple(order)
 
 
 def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:

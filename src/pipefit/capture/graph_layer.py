@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipefit.capture.flat import Context, context, role, value
-from pipefit.capture.flow import Flow, dense_order
+from pipefit.capture.flow import Flow
+from pipefit.capture.orders import dense_order
 from pipefit.capture.structure import Values
 
 Entered = list[AbstractContextManager[Any]]

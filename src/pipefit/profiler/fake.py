@@ -43,16 +43,14 @@ def profile_fake(
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         made = fingerprint(task, chain)
-        survey = Survey(task, kernels, chain.shared)
+        survey = Survey(task, kernels, chain.shared, packing=chain.layers[0].packing)
         values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
-        packing = chain.layers[0].packing
         for number, layer in enumerate(chain.layers):
             if progress is not None:
                 progress(number, len(chain.layers), layer.name)
-            values, packing = survey.layer(replace(layer, packing=packing), values)
-        loss, layouts = survey.loss(
-            replace(chain, packing=packing), values, [fake.fake(value) for value in chain.flatten_targets(like[1])]
-        )
+            values = survey.layer(layer, values, is_last=number + 1 == len(chain.layers))
+        targets = [fake.fake(value) for value in chain.flatten_targets(like[1])]
+        loss, layouts = survey.loss(chain, values, targets)
         survey.backward(layouts)
         measurement = Measurement(
             microbatch_size=microbatch_size,

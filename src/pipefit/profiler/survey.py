@@ -19,6 +19,7 @@ from pipefit.capture.chain import Chain, ChainLayer, as_values, packing_of
 from pipefit.capture.constants import unchanged_constants
 from pipefit.capture.foreign_draws import torch_draws_alone
 from pipefit.capture.held import SharedStorage, shared_storages
+from pipefit.capture.orders import Orders, contiguous, orders_of
 from pipefit.capture.refusals import Refusal
 from pipefit.capture.refused_calls import refusing
 from pipefit.capture.refused_runs import why
@@ -46,6 +47,13 @@ _ASSUMED = (
 )
 
 
+class _Form(NamedTuple):
+    """How values cross to the next layer."""
+
+    packing: Packing = "bare"
+    orders: Orders = ()
+
+
 class _Metered(NamedTuple):
     """The meter of a kind, with the layer that was measured, and how gradients lay that arrived and that were left."""
 
@@ -56,9 +64,12 @@ class _Metered(NamedTuple):
 
 
 class Survey:
-    """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order."""
+    """The kinds of layers met so far: `kinds` has what each costs, `layers` the kind of every layer in order.
 
-    def __init__(self, task: Task, kernels: Kernels | None, shared: Sequence[Shared]) -> None:
+    `packing` is that of the model's inputs.
+    """
+
+    def __init__(self, task: Task, kernels: Kernels | None, shared: Sequence[Shared], *, packing: Packing) -> None:
         self.task, self.optimizer, self.kernels = task, partial(make_optimizer, task), kernels
         self.kinds: list[LayerCost] = []
         self.layers: list[int] = []
@@ -66,36 +77,41 @@ class Survey:
         self._meters: list[_Metered] = []  # by kind
         self._fewer: dict[tuple[int, Layouts], int] = {}
         self._again: dict[tuple[int, tuple[Layouts, ...]], tuple[int, tuple[Layouts, ...]]] = {}
-        self._known: dict[object, tuple[int, Sequence[Tensor], Packing]] = {}
+        self._known: dict[object, tuple[int, Sequence[Tensor], _Form]] = {}
         self._changed: list[frozenset[str]] = []  # by kind, the buffers that a forward changes
+        self.form = _Form(packing)
         self._memory = ValueMemory()  # of the values before the next layer
 
-    def layer(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Packing]:
-        """What the layer returns for `values`, and in which packing; its kind is measured unless it is known."""
+    def layer(self, layer: ChainLayer, values: Sequence[Tensor], *, is_last: bool) -> Sequence[Tensor]:
+        """What the layer returns for `values`, in the `form` of the survey; its kind is measured unless it is known."""
+        layer = replace(layer, packing=self.form.packing, orders=self.form.orders)
         given = tuple((v.shape, v.stride(), v.dtype, v.requires_grad) for v in values)
         shared = tuple(name for name, p in layer.module.named_parameters() if id(p) in self._shared)
-        key = cost_key(layer.module), layer.packing, given, self._options(layer), shared
+        key = cost_key(layer.module), self.form, is_last, given, self._options(layer), shared
         if key not in self._known:
-            self._known[key] = self._measure(layer, values)
-        kind, outputs, packing = self._known[key]
+            self._known[key] = self._measure(layer, values, is_last=is_last)
+        kind, outputs, self.form = self._known[key]
         self._memory.check(self._meters[kind].meter.changed_inputs, f"layer {layer.name}")
         self._memory.go_on(self.kinds[kind].output_origins)
         self.layers.append(kind)
-        return outputs, packing
+        return outputs
 
-    def _measure(self, layer: ChainLayer, values: Sequence[Tensor]) -> tuple[int, Sequence[Tensor], Packing]:
-        """Measure a new kind: its number, what it returns, and in which packing."""
-        packing: Packing = "bare"
+    def _measure(
+        self, layer: ChainLayer, values: Sequence[Tensor], *, is_last: bool
+    ) -> tuple[int, Sequence[Tensor], _Form]:
+        """Measure a new kind: its number, what it returns, and in which form."""
+        form = _Form()
 
         def call(values: Values) -> Values:
-            nonlocal packing
+            nonlocal form
             outputs = layer.outputs(values)
-            packing = packing_of(outputs)
-            return as_values(outputs, layer.name)
+            found = as_values(outputs, layer.name)
+            form = _Form(packing_of(outputs), () if is_last else orders_of(found))
+            return found if is_last else contiguous(found, form.orders)
 
         shared = [p for p in layer.module.parameters() if id(p) in self._shared]
         meter = LayerMeter(call, layer.module, values, self.kernels, shared)
-        return *self._add(_Metered(layer, meter), None), packing
+        return *self._add(_Metered(layer, meter), None), form
 
     def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
         """Measure a new kind, with gradients of its outputs that lie so: its number, and what it returns."""
@@ -105,7 +121,7 @@ class Survey:
             groups = parameter_groups([layer], self.task.groups)
             cost, outputs = meter.measure(self.optimizer, groups, arriving=arriving)
         self._meters.append(metered._replace(arriving=arriving or dense(outputs), left=meter.layouts))
-        self.kinds.append(replace(cost, packing=layer.packing))
+        self.kinds.append(replace(cost, packing=layer.packing, orders=layer.orders))
         self._changed.append(meter.changed_buffers)
         return len(self.kinds) - 1, outputs
 
@@ -225,7 +241,7 @@ class Survey:
 
     def loss(self, chain: Chain, values: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[LayerCost, Layouts]:
         """The cost of the loss on the last layer's outputs, and how the gradients lie that it hands on."""
-        count = len(values)
+        count, chain = len(values), replace(chain, packing=self.form.packing)
 
         def call(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (chain.loss(inputs[:count], inputs[count:]),)
@@ -239,7 +255,7 @@ class Survey:
                 f"the loss of {self.task.name} requires no gradient, so that nothing can be trained: it was detached "
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
             )
-        return replace(cost, packing=chain.packing), meter.layouts[:count]
+        return replace(cost, packing=self.form.packing), meter.layouts[:count]
 
 
 def _name(chain: Chain, shared: SharedStorage) -> str:

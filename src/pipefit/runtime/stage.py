@@ -158,7 +158,7 @@ class StageRunner:
             for layer in flight.layers:
                 values = layer(values)
             if self.losses is None:
-                return tuple(value.contiguous() for value in values)
+                return values
             self.losses[flight.microbatch].copy_(self.loss(values, take(flight.targets)))
             return ()
 
@@ -238,11 +238,11 @@ class StageRunner:
         seed_layer(self.device, self.seed, flight.batch_number, flight.microbatch, number)
 
     def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
-        """Pass values on: to the next piece through the flight, or out of the stage, each contiguous."""
+        """Pass values on: to the next piece through the flight, or out of the stage."""
         if self._has_loss(end):
             return ()
         if end == self.stop:
-            return tuple(value.detach().contiguous() for value in values)
+            return tuple(value.detach() for value in values)
         flight.values = [value.detach() for value in values]
         return ()
 

@@ -1,0 +1,73 @@
+"""Values that a layer by hand hands on as they are not usually laid out: transposed, as slices, expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.profiler import profile
+from step_peaks import step_peaks
+from tiny import alone, batch_of, plan_of, task_of, trainer_of
+
+ROWS, WIDTH, SIZE = 6, 16, 4
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "transposed": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous().tanh()),
+    "transposed and kept so": (lambda x: x.transpose(1, 2), lambda x: x.exp().transpose(1, 2)),
+    "every other row": (lambda x: x[:, ::2], lambda x: x.contiguous().repeat(1, 2, 1)),
+    "a slice": (lambda x: x[:, :, 4:], lambda x: torch.cat([x.tanh(), x[:, :, :4].sin()], 2)),
+    "expanded": (lambda x: x[:, :1].expand(x.shape), lambda x: x.cos()),
+}
+
+
+def task_with(name: str) -> Task:
+    """A task with a value of that layout between its second layer and its third."""
+    before, behind = LAYOUTS[name]
+    ends = [nn.Linear(WIDTH, WIDTH), Apply(before), Apply(behind), nn.Linear(WIDTH, WIDTH)]
+    batches = replace(
+        task_of(list),
+        batch=lambda size: (torch.randn(size, ROWS, WIDTH), torch.randn(size, ROWS, WIDTH)),
+    )
+    return replace(batches, module=nn.Sequential(*ends))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_peaks_are_exact_wherever_a_stage_ends(name: str) -> None:
+    """In one stage, and with such a value or its gradient sent: simulator, dry run and meter equal the allocator."""
+    found = profile(task_with(name), microbatch_size=SIZE, threads=torch.get_num_threads())
+    for split in ([4], [2, 2], [1, 3]):
+        peaks = step_peaks(task_with(name), plan_of(task_with(name), split, size=SIZE, profiled=found))
+        assert peaks.dry == peaks.metered == peaks.allocated, split
+        assert peaks.simulated == peaks.allocated, split
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("split", [[4], [2, 2]])
+def test_numbers_are_plain_trainings(name: str, split: list[int]) -> None:
+    """Loss and weights after a step are those of plain training, but for the order in which a kernel sums."""
+    torch.manual_seed(0)
+    task = task_with(name)
+    trainer = trainer_of(task, split, size=SIZE)
+    loss = trainer.step(batch_of(task, trainer.plan))
+    torch.manual_seed(0)
+    (expected,), state = alone(task_with(name), trainer.plan)
+    found = trainer.state_dict()
+    torch.testing.assert_close(loss, expected)
+    assert all(torch.allclose(found[key], tensor, atol=1e-6) for key, tensor in state.items())
