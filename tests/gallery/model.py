@@ -20,7 +20,6 @@ TIED = "gradients of a parameter with users on several stages are summed in anot
 SENT = "values and gradients between layers are contiguous, and kernels sum in another order where they are not"
 # Why the simulator's peaks may be too high
 SHARED = "simulator too high: a shared parameter with two users on one stage"
-CUT = "simulator too high: what was sent is contiguous, so that a layer makes no copy of it"
 # Why those of the dry run and of emulated devices may be above the allocator's
 COPIED = "under a meter, backward of indexing and of several uses takes one copy more"
 

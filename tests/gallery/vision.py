@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gallery.model import ADAM, COPIED, CUT, Model
+from gallery.model import ADAM, COPIED, Model
 
 
 def images(size: int, side: int = 16) -> tuple[Tensor, Tensor]:
@@ -314,7 +314,7 @@ VISION = (
     ),
     Model(
         name="mixer", special="transposes between layers that are written as a chain",
-        module=mixer, batch=images, loss=F.cross_entropy, above=CUT,
+        module=mixer, batch=images, loss=F.cross_entropy,
     ),
     Model(
         name="googlenet", special="parallel branches, local response norm, a second output half-way",
