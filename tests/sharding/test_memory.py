@@ -1,0 +1,61 @@
+"""What a rank holds, from one process without values: parameters, and what a forward saves, against a closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipefit.capture import Task, capture
+from pipefit.sharding import Alone, RankStage, shard_stage
+from pipefit.zoo import build
+from sharded import CHEAP
+
+BATCH, SEQUENCE, HIDDEN, HEADS, FLOAT = 2, 16, 64, 8, 4
+
+
+def block(ranks: int, rank: int) -> RankStage:
+    """One rank's part of a block of GPT, on fake tensors."""
+    task = build("gpt", layers=1, hidden=HIDDEN, heads=HEADS, vocabulary=32, sequence=SEQUENCE, dropout=0.0)
+    inputs, targets = task.batch(BATCH)
+    chain = capture(Task(task.build(), batch=task.batch, loss=task.loss), inputs, targets)
+    hidden = torch.empty(BATCH, SEQUENCE, HIDDEN)
+    return shard_stage(chain.layers[1:2], ranks, (hidden,), prices=CHEAP).rank(Alone(rank=rank, size=ranks))
+
+
+def saved_bytes(stage: RankStage) -> int:
+    """Bytes of the storages that autograd keeps, without parameters."""
+    own = {p.untyped_storage()._cdata for layer in stage.layers for p in layer.module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    hidden = torch.empty(BATCH, SEQUENCE, HIDDEN, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (out,) = stage((hidden,))
+    assert out.shape == hidden.shape
+    return sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
+    """Two norms keep inputs and outputs whole; queries, keys, values, attention, and both sides of GELU are divided."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = [saved_bytes(block(ranks, rank)) for rank in (0, ranks - 1)]
+    tokens = BATCH * SEQUENCE
+    whole = 4 * tokens * HIDDEN + 4 * tokens  # and a mean and a deviation for each token and norm
+    divided = (3 + 1 + 4 + 4) * tokens * HIDDEN + tokens * HEADS  # and a sum for each token and head
+    assert found == [FLOAT * (whole + divided // ranks)] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_has_its_share_of_the_weights(ranks: int) -> None:
+    """All matrices and the biases before a division are divided; norms and the biases behind a sum are whole."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        held = sum(p.nbytes for layer in block(ranks, 0).layers for p in layer.module.parameters())
+    divided = 12 * HIDDEN**2 + 3 * HIDDEN + 4 * HIDDEN
+    whole = 2 * HIDDEN + 4 * HIDDEN
+    assert held == FLOAT * (divided // ranks + whole)
