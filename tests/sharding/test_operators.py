@@ -167,6 +167,25 @@ def test_one_head_of_keys_for_all_queries() -> None:
     assert stage.choice.home[attention] == Split(1)
 
 
+class Summed(nn.Module):
+    """Experts of two weights, in Einstein sums, all of which every word goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, WIDTH, 12)), nn.Parameter(torch.randn(3, 12, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("blef,efd->bld", torch.einsum("bld,edf->blef", x, self.up).tanh(), self.down)
+
+
+def test_einstein_sums_are_divided_by_letters() -> None:
+    """Along a letter of both weights, so that one sum is sent."""
+    stage = check(task(Summed()))
+    assert stage.shares.of_bytes == stage.shares.of_flops == 1
+    assert [each.kind for each in stage.collectives] == ["all_reduce"]
+    assert stage.shares.flops == 2 * (2 * 2 * LENGTH * 3 * WIDTH * 12)
+
+
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_is_between_two_linear_layers_is_divided(name: str) -> None:
     """Numbers are those of the module, each rank has its part of both weights, and one sum each way is sent."""
@@ -186,6 +205,34 @@ def test_an_unknown_operator_is_whole() -> None:
     """A Fourier transform has no rule: numbers stay right, and the report names it."""
     stage = check(of(lambda x: torch.fft.fft(x, dim=1).abs()))
     assert stage.shares.divided_bytes > 0  # what is before and behind it is divided all the same
+
+
+class Reversed(torch.autograd.Function):
+    """Nothing forwards; backwards the gradient has the other sign."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+class Adversary(nn.Module):
+    """Not a chain: the model is traced before its stage is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Of(Reversed.apply)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_custom_function_keeps_its_backward() -> None:
+    """It is replicated, with the gradient that its author wrote, in a layer that was itself made by tracing."""
+    check(Task(Adversary(), batch=sequences, loss=F.mse_loss))
 
 
 class Words(nn.Module):

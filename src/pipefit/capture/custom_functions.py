@@ -37,7 +37,7 @@ class CustomFunction:
         self.__module__ = f"{__name__}.{function.__module__}"  # code of a layer would call one of torch's by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        results = _APPLY(self.function, *args, **kwargs)
+        results = applied(self.function, args, kwargs)  # a layer may be traced again
         return tuple(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
 
 

@@ -8,7 +8,7 @@ in the forms proposed, and one value is needed in one form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from pipefit.capture.flat import operator_name, value
+from pipefit.sharding.equations import Equation
 from pipefit.sharding.forms import C, Form, R, Split, divides, local_shape
 
 GROUP: Final = "<the rank's end of its group>"  # stands in a call for the collectives
@@ -164,6 +165,13 @@ def _attended(node: fx.Node) -> int:
     return 2 * shape(node.args[1])[-2]
 
 
+def _summed(node: fx.Node) -> int:
+    """Terms of an Einstein sum; of an equation that no rule reads, none."""
+    equation = Equation.of(str(node.args[0]))
+    tensors: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    return equation.terms([shape(tensor) for tensor in tensors]) if equation else 0
+
+
 _INNER: dict[str, Callable[[fx.Node], int]] = {
     "linear": lambda node: shape(node.args[0])[-1],
     "matmul": lambda node: shape(node.args[0])[-1],
@@ -175,6 +183,7 @@ _INNER: dict[str, Callable[[fx.Node], int]] = {
     "conv2d": lambda node: math.prod(shape(node.args[1])[1:]),
     "conv3d": lambda node: math.prod(shape(node.args[1])[1:]),
     "scaled_dot_product_attention": _attended,
+    "einsum": _summed,
     "_grouped_mm": lambda node: shape(node.args[0])[-1],
     "grouped_mm_fallback": lambda node: shape(node.args[0])[-1],
 }

@@ -21,6 +21,7 @@ from pipefit.sharding.rules import (
     random,
     reductions,
     reshaping,
+    sums,
 )
 
 RULES: Mapping[str, Rule] = {
@@ -33,6 +34,7 @@ RULES: Mapping[str, Rule] = {
     "_grouped_mm": products.grouped_mm,
     "grouped_mm_fallback": products.grouped_mm,
     "scaled_dot_product_attention": attention.attention,
+    "einsum": sums.einsum,
     "embedding": embedding.embedding,
     "cross_entropy_loss": losses.cross_entropy,
     "dropout": random.dropout,

@@ -16,7 +16,7 @@ from pipefit.sharding.seams import reduced
 CHANNELWISE = {
     "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
     "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "upsample_nearest1d": 1,
-    "upsample_nearest2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2,
+    "upsample_nearest2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "tril": 2, "triu": 2,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def _by_rows(op: Operation) -> Call:
 
 
 def channelwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
-    """Pooling and resizing: any dimension before those that it looks across."""
+    """Pooling, resizing and triangles: any dimension before those that it looks across."""
     for s in wishes:
         if s.dim <= op.last - CHANNELWISE[op.name] and not s.padded:
             yield op.way(s, (op.node.args[0], s))
