@@ -143,14 +143,109 @@ def _kept(action: Action, subjects: Iterable[Subject], stage: Layers) -> Kept:
     return Kept(kinds.pop(), (start, stop))
 
 
+class Conditions:
+    """Where every state of one stage is, as its program goes on: what ledger and runtime agree on."""
+
+    def __init__(self, moves: StateMoves) -> None:
+        self._moves = moves
+        self.of: dict[Home, Condition] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Everything is where it is between steps."""
+        for home, kept in self._moves.homes.items():
+            self.of[home] = Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE
+
+    def behind(self, action: Action) -> Condition:
+        """Where a state is behind an OFFLOAD, a RELOAD or the join of one.
+
+        Raises:
+            UsageError: it is elsewhere than the action needs it, or the program does not move it.
+        """
+        home = home_of(action)
+        if home not in self.of:
+            raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
+        condition, (needed, after) = self.of[home], _COPIES[action.kind, action.wait]
+        if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
+            raise UsageError(f"{action} moves {self._moves.homes[home]}, which is {condition}")
+        return after
+
+    def check_here(self, action: Action, layers: Layers) -> None:
+        """Check that what an action of these layers needs is on the device, and up to date.
+
+        Raises:
+            UsageError: a state is not; says what has to come before the action.
+        """
+        kinds = _NEEDS.get(action.kind, ())
+        for home, kept in self._moves.homes.items() if kinds else ():
+            apart = kept.layers[0] >= layers[1] or layers[0] >= kept.layers[1]
+            if kept.kind in kinds and not apart:
+                self._check(action, home)
+
+    def _check(self, action: Action, home: Home) -> None:
+        """Refuse an action if what it needs of a home is not on the device, and up to date."""
+        if (condition := self.of[home]) is not Condition.HERE:
+            reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
+            raise UsageError(
+                f"{action} needs {self._moves.homes[home]}, which is {condition} (@{home.place}): {reload.join} must "
+                "come before it"
+            )
+
+    def update(self, action: Action, layers: Layers) -> None:
+        """An update of these layers on the device.
+
+        Raises:
+            UsageError: what it needs is not there, or another place updates some of them.
+        """
+        if self._moves.updated_elsewhere(layers):
+            raise UsageError(f"{action} updates layers that another place updates in this program")
+        self.check_here(action, layers)
+
+    def update_elsewhere(self, action: Action, layers: Layers) -> None:
+        """An update of these layers begins at another place, or has ended there.
+
+        Raises:
+            UsageError: their gradients are not there, or their parameters are not on the device.
+        """
+        gradients, parameters = (self._home(action, layers, kind) for kind in ("gradients", "parameters"))
+        if action.wait:
+            self.of[gradients], self.of[parameters] = Condition.HERE, Condition.STALE
+            return
+        if self.of[gradients] is not Condition.AWAY:
+            offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
+            raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
+        self._check(action, parameters)
+        self.of[gradients] = self.of[parameters] = Condition.UPDATING
+
+    def _home(self, action: Action, layers: Layers, kind: str) -> Home:
+        """The home of a state of just these layers, at the place of their update."""
+        for home, kept in self._moves.homes.items():
+            if kept == Kept(kind, layers) and home.place == action.place:
+                return home
+        needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
+        raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
+
+
+_COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs, and the one that it leaves
+    (Kind.OFFLOAD, False): (Condition.HERE, Condition.LEAVING),
+    (Kind.OFFLOAD, True): (Condition.LEAVING, Condition.AWAY),
+    (Kind.RELOAD, False): (Condition.AWAY, Condition.RETURNING),
+    (Kind.RELOAD, True): (Condition.RETURNING, Condition.HERE),
+}
+assert {kind for kind, _ in _COPIES} == COPIES
+_NEEDS = {  # by kind of action, the states that it needs on the device
+    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE), ("parameters",)),
+    Kind.BACKWARD: ("parameters", "gradients"),
+    **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
+    Kind.STEP: ("parameters", "gradients", "optimizer"),
+}
+
+
 class StageStates:
-    """Where the state of one stage is, as its program goes on."""
+    """What copies of the state of one stage take and free, as its program goes on."""
 
     def __init__(self, rest: StageRest, moves: StateMoves) -> None:
-        self._rest, self._moves = rest, moves
-        self._conditions = {
-            home: Condition.AWAY if moves.begins_away(kept) else Condition.HERE for home, kept in moves.homes.items()
-        }
+        self._rest, self._moves, self.conditions = rest, moves, Conditions(moves)
 
     @property
     def watches(self) -> bool:
@@ -160,7 +255,7 @@ class StageStates:
     @property
     def state(self) -> object:
         """Equal at two moments at which everything is at the same places."""
-        return tuple(self._conditions.values())
+        return tuple(self.conditions.of.values())
 
     @property
     def away(self) -> Away:
@@ -173,8 +268,6 @@ class StageStates:
             sum(self._rest.bytes_of("early optimizer", *layers) for layers in early),
         )
 
-    # ---------------------------------------------------------------- copies
-
     def move(self, action: Action, *, born: set[int], stepped: set[int]) -> Effect | None:
         """The effect of an OFFLOAD, a RELOAD or the join of one; `born` layers have gradients, `stepped` ones have
         optimizer state.
@@ -183,13 +276,10 @@ class StageStates:
             UsageError: what it moves is elsewhere, or does not exist.
         """
         home = home_of(action)
-        kept, condition = self._moves.homes[home], self._conditions[home]
+        kept = self._moves.homes[home]
         if kept.kind == "gradients" and not action.wait and not born.issuperset(range(*kept.layers)):
             raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
-        needed, after = _COPIES[action.kind, action.wait]
-        if condition is not needed and not (condition is Condition.STALE and needed is Condition.AWAY):
-            raise UsageError(f"{action} moves {kept}, which is {condition}")
-        self._conditions[home] = after
+        self.conditions.of[home] = self.conditions.behind(action)
         if action.wait != (action.kind is Kind.OFFLOAD):
             return None
         nbytes = self._bytes(kept, stepped) * (1 if action.kind is Kind.RELOAD else -1)
@@ -205,76 +295,6 @@ class StageStates:
             self._rest.bytes_of("optimizer" if layer in stepped else "early optimizer", layer, layer + 1)
             for layer in range(*kept.layers)
         )
-
-    # ---------------------------------------------------------------- passes and updates
-
-    def check_pass(self, action: Action, layers: Layers) -> None:
-        """Check that a forward or a backward of these layers finds their parameters, and gradients to add to.
-
-        Raises:
-            UsageError: they are not on the device.
-        """
-        kinds = ("parameters", "gradients") if action.kind is Kind.BACKWARD else ("parameters",)
-        self.check_here(action, layers, kinds)
-
-    def update(self, action: Action, layers: Layers) -> None:
-        """An update of these layers on the device.
-
-        Raises:
-            UsageError: what it needs is not there, or another place updates some of them.
-        """
-        if self._moves.updated_elsewhere(layers):
-            raise UsageError(f"{action} updates layers that another place updates in this program")
-        self.check_here(action, layers, ("optimizer", "gradients", "parameters"))
-
-    def update_elsewhere(self, action: Action, layers: Layers) -> None:
-        """An update of these layers begins at another place, or has ended there.
-
-        Raises:
-            UsageError: their gradients are not there, or their parameters are not on the device.
-        """
-        gradients, parameters = (self._home(action, layers, kind) for kind in ("gradients", "parameters"))
-        if action.wait:
-            self._conditions[gradients], self._conditions[parameters] = Condition.HERE, Condition.STALE
-            return
-        if self._conditions[gradients] is not Condition.AWAY:
-            offload = Action(Kind.OFFLOAD, action.stage, subject=gradients.subject, place=gradients.place)
-            raise UsageError(f"{action} needs gradients that are not there: {offload.join} must come before it")
-        self.check_here(action, layers, ("parameters",))
-        self._conditions[gradients] = self._conditions[parameters] = Condition.UPDATING
-
-    def _home(self, action: Action, layers: Layers, kind: str) -> Home:
-        """The home of a state of just these layers, at the place of their update."""
-        for home, kept in self._moves.homes.items():
-            if kept == Kept(kind, layers) and home.place == action.place:
-                return home
-        needed = "OFFLOAD of their gradients" if kind == "gradients" else "RELOAD of their parameters"
-        raise UsageError(f"{action} needs an {needed} with {action.place}, of just these layers, in its program")
-
-    def check_here(self, action: Action, layers: Layers, kinds: Iterable[str]) -> None:
-        """Check that states of these layers are on the device, and up to date.
-
-        Raises:
-            UsageError: one is not; says what has to come before the action.
-        """
-        for home, kept in self._moves.homes.items():
-            condition = self._conditions[home]
-            apart = kept.layers[0] >= layers[1] or layers[0] >= kept.layers[1]
-            if kept.kind not in kinds or apart or condition is Condition.HERE:
-                continue
-            reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place)
-            raise UsageError(
-                f"{action} needs {kept}, which is {condition} (@{home.place}): {reload.join} must come before it"
-            )
-
-
-_COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs, and the one that it leaves
-    (Kind.OFFLOAD, False): (Condition.HERE, Condition.LEAVING),
-    (Kind.OFFLOAD, True): (Condition.LEAVING, Condition.AWAY),
-    (Kind.RELOAD, False): (Condition.AWAY, Condition.RETURNING),
-    (Kind.RELOAD, True): (Condition.RETURNING, Condition.HERE),
-}
-assert {kind for kind, _ in _COPIES} == COPIES
 
 
 def unchanged(program: Program, actions: Sequence[Action]) -> frozenset[int]:

@@ -26,7 +26,7 @@ from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, gradients_to_send, take
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
-from pipefit.runtime.states import NEEDS_STATE, StateMover
+from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
 from pipefit.runtime.weights import Weights
 
@@ -322,8 +322,8 @@ class StageRunner:
         Raises:
             UsageError: some are away.
         """
-        if self.states is not None and action.kind in NEEDS_STATE and action.place is None:
-            self.states.check_here(action, action.layers or (self.start, self.stop))
+        if self.states is not None and action.place is None:
+            self.states.conditions.check_here(action, action.layers or (self.start, self.stop))
 
     def move(self, action: Action) -> None:
         """An OFFLOAD or RELOAD of the stage's state, or the join of one."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.rest import StageRest
-from pipefit.cost.states import Condition, Home, Kept, Layers, StateMoves, home_of
+from pipefit.cost.states import Condition, Conditions, Home, Kept, Layers, StateMoves, home_of
 from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.runtime.copying import Slot
@@ -28,22 +28,15 @@ from pipefit.runtime.updates import Updates
 from pipefit.schedule.arenas import slots
 
 Storages = list[tuple[torch.UntypedStorage, int]]
-NEEDS_STATE = {  # by kind of action, the states that it needs on the device
-    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE), ("parameters",)),
-    Kind.BACKWARD: ("parameters", "gradients"),
-    **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
-    Kind.STEP: ("parameters", "gradients", "optimizer"),
-}
 
 
 @dataclass(slots=True)
 class _Content:
-    """What a home keeps, its slots there, and where it is now; the storages are known while they are not in use."""
+    """What a home keeps, and its slots there; the storages are known while they are not in use."""
 
     kept: Kept
     slots: Sequence[tuple[Member, Slot]]
     planned: int  # bytes
-    condition: Condition = Condition.HERE
     storages: Storages = field(default_factory=list)
     copy: Any = None
     changed: bool = True  # since it was last at its home
@@ -62,6 +55,7 @@ class StateMover:
         self, moves: StateMoves, rest: StageRest, mover: Mover, host: int, seconds: Mapping[Layers, float]
     ) -> None:
         self._moves, self._mover, self._seconds = moves, mover, seconds
+        self.conditions = Conditions(moves)
         self._contents: dict[Home, _Content] = {}
         for home, kept in moves.homes.items():
             planned = sum(rest.state_bytes_of(Subject(layer, kept.kind)) for layer in range(*kept.layers))
@@ -95,17 +89,17 @@ class StateMover:
                 self._write(home, self._tensors(content.kept, updates))
             if self._moves.begins_away(content.kept):
                 self._free(content)
-                content.condition = Condition.AWAY
+        self.conditions.reset()
 
     @contextmanager
     def all_here(self, updates: Updates) -> Iterator[None]:
         """Inside, everything is on the device, outside of its account; afterwards all is where it was."""
-        for content in self._contents.values():
-            if content.condition is Condition.AWAY:
+        for home, content in self._contents.items():
+            if self.conditions.of[home] is Condition.AWAY:
                 for storage, nbytes in content.storages:
                     storage.resize_(nbytes)
                 self._copy_at_once(content, outward=False)
-                content.condition, content.storages = Condition.HERE, []
+                self.conditions.of[home], content.storages = Condition.HERE, []
         try:
             yield
         finally:
@@ -114,8 +108,8 @@ class StateMover:
     def reader(self) -> Callable[[Tensor], Tensor]:
         """A function of a tensor of the state that gives it, or a copy of it if its memory is away."""
         copies: dict[int, torch.UntypedStorage] = {}
-        for content in self._contents.values():
-            if content.condition is Condition.AWAY:
+        for home, content in self._contents.items():
+            if self.conditions.of[home] is Condition.AWAY:
                 copies |= self._copies_of(content)
 
         def read(tensor: Tensor) -> Tensor:
@@ -141,34 +135,25 @@ class StateMover:
         Raises:
             UsageError: the action does not fit what has been done with the state, or the state is not as planned.
         """
-        home = home_of(action)
-        content = self._contents.get(home)
-        if content is None:
-            raise UsageError(f"{action} moves what this run has no memory for: lower the plan again")
+        after, home = self.conditions.behind(action), home_of(action)
+        content = self._contents[home]
         match action.kind, action.wait:
             case Kind.OFFLOAD, False:
-                self._expect(action, content, Condition.HERE)
                 self._gather(action, content, updates)
                 content.copy = None
                 if content.changed or content.kept.kind != "parameters":
                     content.copy = self._mover.copy(content.storages, content.slots, outward=True)
-                content.condition = Condition.LEAVING
             case Kind.OFFLOAD, True:
-                self._expect(action, content, Condition.LEAVING)
                 if content.copy is not None:
                     self._mover.join(content.copy)
                 self._leave(content, updates)
-                content.condition, content.changed = Condition.AWAY, False
+                content.changed = False
             case Kind.RELOAD, False:
-                self._reload(action, content, updates)
+                self._reload(action, content, updates, stale=self.conditions.of[home] is Condition.STALE)
             case _:
-                self._expect(action, content, Condition.RETURNING)
                 self._mover.join(content.copy)
-                content.condition, content.storages = Condition.HERE, []
-
-    def _expect(self, action: Action, content: _Content, *expected: Condition) -> None:
-        if content.condition not in expected:
-            raise UsageError(f"{action} moves {content.kept}, which is {content.condition}")
+                content.storages = []
+        self.conditions.of[home] = after
 
     def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
         """Find the storages of a state, each once, and check that they are as it was planned."""
@@ -207,44 +192,25 @@ class StateMover:
         else:
             self._free(content)
 
-    def _reload(self, action: Action, content: _Content, updates: Updates) -> None:
-        """Give a state memory, unless it has kept it, and start copying back."""
-        self._expect(action, content, Condition.AWAY, Condition.STALE)
-        if content.condition is Condition.STALE:
+    def _reload(self, action: Action, content: _Content, updates: Updates, *, stale: bool) -> None:
+        """Give a state memory, unless it has kept it because it is only `stale`, and start copying back."""
+        if stale:
             content.storages = storages_of(self._tensors(content.kept, updates), str(action))
         for storage, nbytes in content.storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
                 self._mover.resized(storage)
         content.copy = self._mover.copy(content.storages, content.slots, outward=False)
-        content.condition = Condition.RETURNING
 
     # ---------------------------------------------------------------- updates
-
-    def check_here(self, action: Action, layers: Layers) -> None:
-        """Refuse an action that needs what is not on the device.
-
-        Raises:
-            UsageError: a state of these layers is away; says what has to come before the action.
-        """
-        needed = NEEDS_STATE[action.kind]
-        for home, content in self._contents.items():
-            start, stop = content.kept.layers
-            apart = content.kept.kind not in needed or start >= layers[1] or layers[0] >= stop
-            if not apart and content.condition is not Condition.HERE:
-                reload = Action(Kind.RELOAD, home.stage, subject=home.subject, place=home.place, wait=True)
-                raise UsageError(
-                    f"{action} needs {content.kept}, which is {content.condition}: {reload} must come before it"
-                )
 
     def update(self, action: Action, layers: Layers) -> None:
         """These layers are updated on the device.
 
         Raises:
-            UsageError: another place updates some of them.
+            UsageError: another place updates some of them, or what they need is not on the device.
         """
-        if self._moves.updated_elsewhere(layers):
-            raise UsageError(f"{action} updates layers that another place updates in this program")
+        self.conditions.update(action, layers)
         for content in self._contents.values():
             start, stop = content.kept.layers
             content.changed |= start < layers[1] and layers[0] < stop
@@ -253,24 +219,14 @@ class StateMover:
         """Begin an update at a place, or join it.
 
         Raises:
-            UsageError: the gradients are not there.
+            UsageError: the gradients are not there, or the parameters are not on the device.
         """
-        gradients, parameters = (self._content(Kept(kind, layers), action) for kind in ("gradients", "parameters"))
+        self.conditions.update_elsewhere(action, layers)
         if action.wait:
             updates.end_elsewhere(layers, self._started.pop(layers))
-            gradients.condition, parameters.condition = Condition.HERE, Condition.STALE
-            return
-        self._expect(action, gradients, Condition.AWAY)
-        self._expect(action, parameters, Condition.HERE)
-        seconds = self._seconds.get(layers, 0.0)
-        self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers), seconds)
-        gradients.condition = parameters.condition = Condition.UPDATING
-
-    def _content(self, kept: Kept, action: Action) -> _Content:
-        for home, content in self._contents.items():
-            if content.kept == kept and home.place == action.place:
-                return content
-        raise UsageError(f"{action} needs {kept} at {action.place}, which this program does not move there")
+        else:
+            seconds = self._seconds.get(layers, 0.0)
+            self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers), seconds)
 
     # ---------------------------------------------------------------- after a failed step
 
@@ -280,18 +236,17 @@ class StateMover:
         self._started.clear()
         self._layouts.clear()
         for home, content in self._contents.items():
-            condition = content.condition
+            condition, kind = self.conditions.of[home], content.kept.kind
             if self._moves.begins_away(content.kept):
                 if condition in (Condition.HERE, Condition.LEAVING):
                     self._write(home, self._tensors(content.kept, updates))
                 self._free(content)
-                content.condition = Condition.AWAY
-            elif content.kept.kind == "parameters" and condition is not Condition.HERE:
+                continue
+            if kind == "parameters" and condition is not Condition.HERE:
                 content.storages = storages_of(updates.parameters(content.kept.layers), "")
                 self._copy_at_once(content, outward=False)
-                content.condition, content.storages = Condition.HERE, []
-            else:
-                content.condition, content.storages = Condition.HERE, []
+            content.storages = []
+        self.conditions.reset()
 
     # ---------------------------------------------------------------- bytes
 

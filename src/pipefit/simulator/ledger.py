@@ -142,7 +142,7 @@ class Ledger:
         residency = self._flights.get(key, stage.flights.start)
         try:
             if action.stage in self._watched and action.kind in COMPUTE:
-                self._states[action.stage].check_pass(action, action.layers or (stage.start, stage.stop))
+                self._states[action.stage].conditions.check_here(action, action.layers or (stage.start, stage.stop))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
@@ -234,7 +234,7 @@ class Ledger:
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         try:
             for number, states in self._states.items():
-                states.check_here(action, (self._stages[number].start, self._stages[number].stop), ("gradients",))
+                states.conditions.check_here(action, (self._stages[number].start, self._stages[number].stop))
         except UsageError as error:
             self._refuse(str(error))
 
@@ -266,13 +266,13 @@ class Ledger:
         if action.place is not None:
             self._update_elsewhere(action, layers)
             return None
-        self._states[action.stage].update(action, layers)
+        self._states[action.stage].conditions.update(action, layers)
         self._use_gradients(action, layers)
         return stage.rest.update(start, stop, first=self._is_first_update(action, layers))
 
     def _update_elsewhere(self, action: Action, layers: tuple[int, int]) -> None:
         """An update at a place begins there, or has ended; nothing changes here."""
-        self._states[action.stage].update_elsewhere(action, layers)
+        self._states[action.stage].conditions.update_elsewhere(action, layers)
         if not action.wait:
             self._use_gradients(action, layers)
 
