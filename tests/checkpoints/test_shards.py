@@ -47,6 +47,13 @@ def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
     assert sum(progress) == len(content)
 
 
+def test_what_was_written_can_still_be_moved_away(tmp_path: Path) -> None:
+    """A storage of which somebody has an array would have to keep its memory."""
+    tensor = torch.randn(4)
+    write_shard(tmp_path / "worker-00000.safetensors", {"a": tensor, "b": tensor[1:]})
+    assert tensor.untyped_storage().resizable()
+
+
 def test_a_shard_is_read_slice_by_slice(tmp_path: Path) -> None:
     """Only the tensors that are wanted are returned, as they were."""
     shard = write_shard(tmp_path / "worker-00000.safetensors", tensors())

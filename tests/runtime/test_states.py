@@ -255,6 +255,7 @@ def test_training_goes_on_from_a_checkpoint_whatever_is_away(decisions: tuple[De
     expected = [whole.step(batch) for batch in batches]
     assert [first.step(batch) for batch in batches[:2]] == expected[:2]
     first.save(tmp_path, background=False)
+    assert [first.step(batch) for batch in batches[2:]] == expected[2:]
     for other in (plan, replace(plan, decisions=())):
         trainer = Trainer(task, other)
         trainer.load(tmp_path)
@@ -444,6 +445,24 @@ def test_state_that_is_not_where_it_belongs_is_refused() -> None:
     words = r"0OFFLOAD\[1.optimizer\]@host: the optimizer state of layer 1 takes 0 bytes, but by the plan 288"
     with pytest.raises(UsageError, match=words):
         Trainer(task, plan).step(batch_of(task, plan))
+
+
+def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() -> None:
+    """A model whose weights are arrays of numpy: its parameters cannot be away, but the host may update them."""
+    plain = task_named("adamw")
+
+    def build() -> nn.Module:
+        model = plain.build()
+        for parameter in model.parameters():
+            parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+        return model
+
+    task = replace(plain, module=build)
+    with pytest.raises(UsageError, match="the plan moves the parameters of layer 0: its memory belongs to something"):
+        Trainer(task, one_stage(away(0, 0, 1, kind="parameters")))
+    one, other = (Trainer(task, one_stage(*decisions)) for decisions in ((away(0, 0, 1, What.UPDATE),), ()))
+    for step in range(2):
+        assert one.step(batch_of(task, one.plan, step)) == other.step(batch_of(task, one.plan, step))
 
 
 def test_another_host_is_refused() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy import from_dlpack
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -99,11 +100,14 @@ def _header(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in the order of its indices."""
+    """The bytes of a tensor in the order of its indices.
+
+    Not by `Tensor.numpy`, behind which its storage could not lose its memory any more, as it does where state moves.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
-    raw: Any = flat.to("cpu").view(torch.uint8).numpy()
+    raw: Any = from_dlpack(flat.to("cpu").view(torch.uint8))
     return memoryview(raw)
 
 

@@ -195,7 +195,7 @@ class StateMover:
     def _reload(self, action: Action, content: _Content, updates: Updates, *, stale: bool) -> None:
         """Give a state memory, unless it has kept it because it is only `stale`, and start copying back."""
         if stale:
-            content.storages = storages_of(self._tensors(content.kept, updates), str(action))
+            content.storages = storages_of(self._tensors(content.kept, updates))
         for storage, nbytes in content.storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
@@ -243,7 +243,7 @@ class StateMover:
                 self._free(content)
                 continue
             if kind == "parameters" and condition is not Condition.HERE:
-                content.storages = storages_of(updates.parameters(content.kept.layers), "")
+                content.storages = storages_of(updates.parameters(content.kept.layers))
                 self._copy_at_once(content, outward=False)
             content.storages = []
         self.conditions.reset()
@@ -253,7 +253,8 @@ class StateMover:
     def _write(self, home: Home, tensors: Sequence[Tensor]) -> None:
         """Copy tensors to their home, in no time of a link."""
         content = self._contents[home]
-        content.storages = storages_of(tensors, f"the plan moves {content.kept}")
+        refusal = f"the plan moves {content.kept}" if self._moves.begins_away(content.kept) else ""
+        content.storages = storages_of(tensors, refusal)
         if sum(nbytes for _, nbytes in content.storages) > content.planned:
             raise UsageError(
                 f"{content.kept} takes more than the {content.planned} bytes of the plan: profile and plan it again"
@@ -272,22 +273,23 @@ class StateMover:
     def _views(self, content: _Content, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """Tensors like these over the memory of a home on one host; None where it has no memory, as in a dry run."""
         places, at = dict[int, tuple[int, int]](), 0
-        for storage, nbytes in storages_of(tensors, ""):
+        for storage, nbytes in storages_of(tensors):
             places[storage._cdata] = at, nbytes
             at += nbytes
         return [_view(content.slots[0][1], *places[t.untyped_storage()._cdata], t) for t in tensors]
 
 
-def storages_of(tensors: Sequence[Tensor], refusal: str) -> Storages:
+def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
     """The storages of tensors with their bytes, each once.
 
     Raises:
-        UsageError: the memory of one belongs to something else than torch.
+        UsageError: the memory of one could not be freed, because it belongs to something else than torch; it begins
+            with the `refusal`. Without one, nothing is to be freed.
     """
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if not storage.resizable():
+        if refusal and not storage.resizable():
             raise UsageError(
                 f"{refusal}: its memory belongs to something else than torch, such as an array of numpy; leave it "
                 "where it is"
