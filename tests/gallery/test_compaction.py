@@ -1,25 +1,28 @@
-"""Models of all kinds, trained by plans with random decisions about their memory under every synchronous schedule, are
-trained as a plain loop trains them, and need the memory that was predicted.
+"""Models of all kinds, trained by plans with random decisions about their memory, need the memory that was predicted.
+Under every synchronous schedule they are trained as a plain loop trains them, under every endless one as by the same
+split without decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import ge
 from random import Random
 
 import pytest
+import torch
 
 from compaction import compacted
 from gallery import MODELS
 from gallery.plain import Step
-from gallery.planned import STEPS, Prepared, Run, prepared, train
+from gallery.planned import SEED, STEPS, Prepared, Run, prepared, train
 from gallery.test_gallery import EXACT, describe, differences, plainly
 from oracle import measured_peaks
 from pipefit.places import Member
 from pipefit.plans import Plan
-from pipefit.runtime import certify
-from pipefit.schedule import SCHEDULES, lower
+from pipefit.runtime import Trainer, certify
+from pipefit.schedule import ENDLESS, SCHEDULES, distinct_steps, lower
 from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
@@ -108,3 +111,46 @@ def test_decisions_change_no_number_and_take_the_bytes_foretold(name: str, sched
 def test_so_do_decisions_about_every_model_under_every_schedule(name: str, schedule: str) -> None:
     """The same of the whole gallery."""
     assert_as_foretold(name, schedule)
+
+
+# -------------------------------------------------------------------- schedules without end
+
+
+def endless_plan(found: Prepared, schedule: str) -> Plan:
+    """A random plan with random decisions, also about older weights, optimizer state and gradients."""
+    rng = Random(f"{found.model.name} {schedule}")
+    plan = random_plan(found.profile, rng, microbatches=rng.randint(4, 5), schedule="1f1b")
+    plan = replace(plan, training=replace(plan.training, schedule=schedule), decisions=())
+    if plan.summed:  # a parameter of several stages is refused
+        plan = replace(plan, stages=(replace(plan.stages[0], start=0, stop=len(found.profile.layers)),))
+    return compacted(plan, rng)
+
+
+def assert_endless_as_foretold(name: str, schedule: str) -> None:
+    """Losses, parameters and buffers do not depend on decisions; bytes are the dry run's, at most the simulator's."""
+    found = prepared(name)
+    plan = endless_plan(found, schedule)
+    still, one = (Trainer(found.copied(), each, seed=SEED) for each in (replace(plan, decisions=()), plan))
+    steps = distinct_steps(plan)
+    torch.manual_seed(SEED)
+    batches = [found.model.batch(plan.training.batch_size) for _ in range(steps)]
+    expected, losses = ([*map(trainer.step, batches)] for trainer in (still, one))
+    assert samples(one.trace) == samples(dry := certify(found.copied(), plan, steps=steps))
+    assert all(map(ge, simulate(plan, steps=steps).peak_bytes, dry.peak_bytes)) or name in TOO_LOW
+    late = one.late
+    assert [*losses, *one.finish()][late:] == [*expected, *still.finish()][late:], str(describe(found, plan))
+    assert all(map(torch.equal, one.state_dict().values(), still.state_dict().values())), str(describe(found, plan))
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("encoder", "pipedream")])
+def test_decisions_change_no_number_under_an_endless_schedule(name: str, schedule: str) -> None:
+    """Losses, parameters and buffers are those of the split alone, bit by bit, and bytes those that were foretold."""
+    assert_endless_as_foretold(name, schedule)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("name", MODELS, scope="module")
+def test_so_do_no_decisions_about_every_model_under_every_endless_schedule(name: str, schedule: str) -> None:
+    """The same of the whole gallery."""
+    assert_endless_as_foretold(name, schedule)
