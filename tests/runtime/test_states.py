@@ -545,6 +545,29 @@ def update_seconds(trace: Trace) -> float:
     return end - begin
 
 
+class Growing(dict[Any, Any]):
+    """A state to which somebody adds whenever it is gone through."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            self[torch.zeros(1)] = {}
+            yield item
+
+
+def test_what_a_host_adds_to_the_state_meanwhile_is_in_nobodys_way() -> None:
+    """The first update of a layer on the host makes state for it, while the device looks for that of its own layers."""
+    task, plan = task_named("adamw"), one_stage(*UPDATED)
+    trainer = Trainer(task, plan)
+    trainer.step(batch_of(task, plan))
+    (stage,) = trainer.stages
+    assert stage.optimizer is not None
+    found = stage.optimizer_state()
+    here = *stage.layers[3:5], stage.layers[6], *stage.layers[7:9]
+    assert len(found) == 3 * len([p for layer in here for p in layer.module.parameters()])
+    stage.optimizer.state = Growing(stage.optimizer.state)  # type: ignore[assignment]
+    assert [*map(id, stage.optimizer_state())] == [*map(id, found)]
+
+
 def test_a_failed_step_does_not_wait_for_the_host() -> None:
     """An update that would take an hour keeps no time once its step has failed."""
     task, plan = slow_host(3600.0)

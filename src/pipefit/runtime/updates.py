@@ -62,20 +62,20 @@ class Updates:
         return copies_of(self.optimizer).get(found, found)
 
     def state_here(self) -> list[Tensor]:
-        """All of the optimizer's tensors but those of parameters that are updated at a place."""
-        if self.optimizer is None:
-            return []
-        copies = copies_of(self.optimizer)
-        there = {id(self.worked_on(parameter)) for parameter in self._elsewhere}
-        states = (state for key, state in self.optimizer.state.items() if id(key) not in there)
-        kept = [item for state in states for item in state.values() if isinstance(item, Tensor)]
-        return [*(copy for copy in copies.values() if id(copy) not in there), *kept]
+        """The optimizer's tensors for all parameters but those that are updated at a place.
+
+        It asks for these parameters one by one, since a thread may add state for others meanwhile.
+        """
+        return self._kept([p for own in self._own for p in own if p not in self._elsewhere])
 
     def state(self, layers: Layers) -> list[Tensor]:
         """The optimizer's tensors for these layers, float32 copies included."""
+        return self._kept(self.parameters(layers))
+
+    def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         known, copies = self.optimizer.state if self.optimizer else {}, copies_of(self.optimizer)
         found: list[Tensor] = []
-        for parameter in self.parameters(layers):
+        for parameter in parameters:
             trained = self.worked_on(parameter)
             found += [copy for copy in (copies.get(parameter),) if copy is not None]
             kept = known[trained].values() if trained in known else ()
