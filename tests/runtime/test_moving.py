@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from movable import movable
 from moving_plans import Attention, make_batch, make_chain, moving, with_disk
 from oracle import measured_peaks
 from pipefit.actions import Kind, Subject
@@ -313,6 +315,23 @@ def test_a_smaller_last_batch_moves_less() -> None:
         assert moving_one.step(batch) == still.step(batch)
         assert moving_one.evaluate(batch) == still.evaluate(batch)
     assert all(torch.equal(a, b) for a, b in zip(*(t.state_dict().values() for t in (moving_one, still)), strict=True))
+
+
+def test_a_sample_alone_that_keeps_other_tensors_is_told() -> None:
+    """Attention over one sample makes no copy of what it transposes, so that its saved tensors are others."""
+    task = task_of(lambda: [nn.Linear(8, 16), Attention(16), nn.Linear(16, 4)])
+    still, refused = plan_of(task, [2, 1], devices=2), list[str]()
+    tensors = [name for name in movable(still, 0) if name[0] == 1]
+    for name in tensors:
+        move = Decision(stage=0, subject=SavedTensors(tensors=(name,)), what=What.OFFLOAD, place=parse_place("host"))
+        trainer = Trainer(task, replace(still, decisions=(replace(move, behind=0),)))
+        trainer.step(batch_of(task, still))
+        try:
+            trainer.step(task.batch(3))
+        except UsageError as error:
+            refused.append(str(error))
+    assert 0 < len(refused) < len(tensors)
+    assert all(re.search(r"bytes, but by the plan .*: a microbatch of fewer samples keeps", text) for text in refused)
 
 
 @pytest.mark.parametrize("bundle", [1, 2])

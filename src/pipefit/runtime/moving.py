@@ -299,10 +299,12 @@ class Mover:
         saved = next(t for t in stage.costs[subject.layer - stage.start].saved if t.index == subject.what)
         like = found.dtype == saved.dtype and (found.shape == saved.shape or smaller)
         if not like or (nbytes != planned and not (smaller and nbytes < planned)):
+            why = "the model keeps other tensors than when it was profiled; profile and plan it again"
+            if smaller:
+                why = "a microbatch of fewer samples keeps other tensors; leave it out, or keep what its layer saves"
             raise UsageError(
                 f"{action}: saved tensor {subject} is {list(found.shape)} of {found.dtype} in {nbytes} bytes, but by "
-                f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: the model keeps other tensors than when "
-                "it was profiled; profile and plan it again"
+                f"the plan {list(saved.shape)} of {saved.dtype} in {planned}: {why}"
             )
 
     def _present(self, action: Action, move: Move) -> list[tuple[torch.UntypedStorage, int]]:
