@@ -136,7 +136,7 @@ def assert_endless_as_foretold(name: str, schedule: str) -> None:
     batches = [found.model.batch(plan.training.batch_size) for _ in range(steps)]
     expected, losses = ([*map(trainer.step, batches)] for trainer in (still, one))
     assert samples(one.trace) == samples(dry := certify(found.copied(), plan, steps=steps))
-    assert all(map(ge, simulate(plan, steps=steps).peak_bytes, dry.peak_bytes)) or name in TOO_LOW
+    assert all(map(ge, simulate(plan, steps=steps).peak_bytes, dry.peak_bytes))
     late = one.late
     assert [*losses, *one.finish()][late:] == [*expected, *still.finish()][late:], str(describe(found, plan))
     assert all(map(torch.equal, one.state_dict().values(), still.state_dict().values())), str(describe(found, plan))
