@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, combinations, pairwise
 from math import isnan
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -19,22 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compaction import compacted
+from endless_mixed import mixed, moved
 from endless_training import MOMENTUM, SEED, TASKS, batches_of, differences, skipping, trained
 from moving_plans import make_chain, movable
 from oracle import measured_peaks
-from pipefit.actions import Action, Kind
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.places import Member, parse_place
+from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.endless_folding import fewer
-from pipefit.runtime.runner import DeviceRunner
 from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
 from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.schedule.endless import period
@@ -161,39 +158,6 @@ def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> 
 # -------------------------------------------------------------------- one plan with everything
 
 
-def mixed(schedule: str, microbatches: int = 4) -> Plan:
-    """Three stages and a lender: tensors, optimizer state and gradients move to peers and the host, runs are recomputed
-    early, the host updates layers, weights move too.
-    """
-    plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
-    decisions = [
-        Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahead=2),
-        moved(0, SavedTensors(tensors=((1, 0),)), "device3*2+host*1", behind=2),
-        moved(1, SavedTensors(tensors=((3, 0),)), "device2", ahead=1, microbatches=Microbatches(1, 2)),
-        moved(0, State(start=0, stop=1, kind="optimizer"), "device3*1+host*1", ahead=1, behind=0),
-        moved(0, State(start=0, stop=1, kind="gradients"), "host", behind=0),
-        updated_on_the_host(1, 2, 3),
-        updated_on_the_host(2, 4, 6),
-    ]
-    if schedule == "pipedream":
-        decisions += [
-            moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
-            moved(1, State(start=2, stop=3, kind="versions"), "device0"),
-        ]
-    return replace(plan, decisions=tuple(decisions))
-
-
-def moved(stage: int, subject: SavedTensors | State, place: str, **when: Any) -> Decision:
-    """Something is offloaded."""
-    return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
-
-
-def updated_on_the_host(stage: int, start: int, stop: int) -> Decision:
-    """Layers are updated on the host."""
-    subject = State(start=start, stop=stop, kind="optimizer")
-    return Decision(stage=stage, subject=subject, what=What.UPDATE, place=parse_place("host"))
-
-
 @pytest.mark.parametrize("schedule", ENDLESS)
 def test_workers_do_what_one_process_does(schedule: str) -> None:
     """Over shared memory and beside computing: all losses, and every sample of memory, that of the drain included."""
@@ -265,69 +229,6 @@ def test_after_a_failed_step_everything_is_where_it_was() -> None:
     assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
     assert isnan(trainer.step(batch_of(task, plan, 5)))
     assert len(trainer.finish()) == 1
-
-
-@pytest.mark.parametrize("word", ["STEP", "WAIT_STEP", "RELOAD", "WAIT_RELOAD", "OFFLOAD", "WAIT_OFFLOAD"])
-@pytest.mark.parametrize("schedule", ENDLESS)
-def test_after_an_update_that_failed_training_goes_on_with_what_it_has_reached(schedule: str, word: str) -> None:
-    """Wherever in the update of a stage: no slot is in use and nothing else held, and what all stages have reached by
-    then can be read, and trains on as it does in a trainer that begins with it.
-    """
-    task, plan = make_chain(), mixed(schedule)
-    trainer, fresh = Trainer(task, plan), Trainer(task, replace(plan, decisions=()))
-    trainer.step(batch_of(task, plan))
-    trainer.finish()
-    settled = [runner.meter.total for runner in trainer.runners if runner.meter]
-    failed = [fail_at(runner, word) for runner in trainer.runners[:2]]
-    with pytest.raises(RuntimeError, match="it failed"):
-        all(trainer.step(batch_of(task, plan, step)) for step in range(1, 4))
-    for mend in failed:
-        mend()
-    gc.collect()
-    assert [runner.meter.total for runner in trainer.runners if runner.meter] == settled
-    assert not any(runner.mover.borrowed.in_use for runner in trainer.runners)
-    trainer.state.load_into(list(fresh.stages))
-    for stage, other in zip(trainer.stages, fresh.stages, strict=True):
-        other.batch_number = stage.batch_number
-    batch = batch_of(task, plan, 5)
-    assert [trainer.step(batch), *trainer.finish()][-1] == [fresh.step(batch), *fresh.finish()][-1]
-    assert all(map(torch.equal, trainer.state_dict().values(), fresh.state_dict().values()))
-
-
-def fail_at(runner: DeviceRunner, word: str) -> Callable[[], None]:
-    """Let the second action of this kind about state or an update fail; what lets it work again."""
-    execute, met = runner._execute, Counter[str]()
-
-    def failing(action: Action) -> None:
-        about_state = action.moves_state or action.kind is Kind.STEP
-        met[word] += about_state and f"{'WAIT_' * action.wait}{action.kind}" == word
-        if met[word] == 2:
-            raise RuntimeError("it failed")
-        execute(action)
-
-    runner._execute = failing  # type: ignore[method-assign]
-    return lambda: setattr(runner, "_execute", execute)
-
-
-@pytest.mark.parametrize("schedule", ENDLESS)
-def test_a_checkpoint_has_what_is_away(schedule: str, tmp_path: Path) -> None:
-    """It is saved from an empty pipeline. Under the same plan and under one that moves nothing, training goes on from
-    it as the training that saved it does.
-    """
-    task, plan = make_chain(), mixed(schedule)
-    first = Trainer(task, plan)
-    for step in range(2):
-        first.step(batch_of(task, plan, step))
-    first.save(tmp_path, background=False)
-    batches = [batch_of(task, plan, step) for step in (2, 3)]
-    others = [Trainer(task, plan), Trainer(task, replace(plan, decisions=()))]
-    for trainer in others:
-        assert trainer.load(tmp_path) == 2
-    first.finish()
-    losses = [[*map(trainer.step, batches), *trainer.finish()][first.late :] for trainer in (first, *others)]
-    assert losses[0] == losses[1] == losses[2]
-    for trainer in others:
-        assert all(map(torch.equal, first.state_dict().values(), trainer.state_dict().values()))
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)

@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from moving_plans import make_chain, moving
 from moving_states import moving_states
 from oracle import measured_peaks
-from pipefit.actions import Action, Kind
+from pipefit.actions import Action
 from pipefit.capture import Task
-from pipefit.cost.time import HOST_BANDWIDTH_REACHED
 from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.devices import Host
 from pipefit.errors import OutOfMemory, UsageError
@@ -504,82 +503,3 @@ def test_workers_move_state_and_update_on_the_host_as_one_process_does() -> None
         expected.append(alone.step(task.batch(plan.training.batch_size)))
     assert losses == expected
     assert samples(trace) == samples(alone.trace)
-
-
-# -------------------------------------------------------------------- how long the host takes
-
-
-def slow_host(seconds: float) -> tuple[Task, Plan]:
-    """A device whose host takes so long to update its last two layers."""
-    plan = one_stage(away(0, 7, 9, What.UPDATE))
-    costs = plan.measurement.costs[7:9]
-    moved = sum(2 * (cost.trained_bytes + cost.state_bytes) + cost.gradient_bytes for cost in costs)
-    host = Host(memory_bytes=1 << 30, memory_bandwidth=moved / seconds / HOST_BANDWIDTH_REACHED)
-    return task_named("adamw"), replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
-
-
-def test_an_update_on_the_host_takes_the_time_of_its_memory() -> None:
-    """Beside an emulated device it ends no earlier than what it reads and writes would take, and as the simulator says;
-    a process that runs several devices in turn does not wait for it.
-    """
-    task, plan = slow_host(0.3)
-    trainer = Trainer(task, plan)
-    trainer.step(batch_of(task, plan))
-    assert update_seconds(trainer.trace) > 0.3
-    (told,) = [e for e in simulate(plan).devices[0].events if e.step == 1 and e.action == "0STEP[7:9]@host"]
-    assert told.end_seconds - told.start_seconds == pytest.approx(0.3)
-    task, plan = make_chain(), plan_of(make_chain(), [3, 3])
-    slow = Host(memory_bytes=1 << 30, memory_bandwidth=1.0)
-    plan = replace(plan, cluster=replace(plan.cluster, hosts=(slow,)), decisions=(away(0, 0, 1, What.UPDATE),))
-    trainer = Trainer(task, plan)
-    trainer.step(batch_of(task, plan))
-    assert update_seconds(trainer.trace) < 60
-
-
-def update_seconds(trace: Trace) -> float:
-    """From the begin of an update on the host to the end of its join."""
-    (begin, *_), (*_, end) = zip(
-        *((e.start_seconds, e.end_seconds) for e in trace.devices[0].events if "STEP" in e.action and "@" in e.action),
-        strict=True,
-    )
-    return end - begin
-
-
-class Growing(dict[Any, Any]):
-    """A state to which somebody adds whenever it is gone through."""
-
-    def items(self) -> Any:
-        for item in super().items():
-            self[torch.zeros(1)] = {}
-            yield item
-
-
-def test_what_a_host_adds_to_the_state_meanwhile_is_in_nobodys_way() -> None:
-    """The first update of a layer on the host makes state for it, while the device looks for that of its own layers."""
-    task, plan = task_named("adamw"), one_stage(*UPDATED)
-    trainer = Trainer(task, plan)
-    trainer.step(batch_of(task, plan))
-    (stage,) = trainer.stages
-    assert stage.optimizer is not None
-    found = stage.optimizer_state()
-    here = *stage.layers[3:5], stage.layers[6], *stage.layers[7:9]
-    assert len(found) == 3 * len([p for layer in here for p in layer.module.parameters()])
-    stage.optimizer.state = Growing(stage.optimizer.state)  # type: ignore[assignment]
-    assert [*map(id, stage.optimizer_state())] == [*map(id, found)]
-
-
-def test_a_failed_step_does_not_wait_for_the_host() -> None:
-    """An update that would take an hour keeps no time once its step has failed."""
-    task, plan = slow_host(3600.0)
-    trainer = Trainer(task, plan)
-    runner = trainer.runners[0]
-    execute = runner._execute
-
-    def failing(action: Action) -> None:
-        if action.kind is Kind.STEP and action.wait:
-            raise RuntimeError("it failed")
-        execute(action)
-
-    runner._execute = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="it failed"):
-        trainer.step(batch_of(task, plan))

@@ -8,7 +8,8 @@ the steps around the own one too, and the step takes the part that stands next t
     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
 
 A drain finds some of that done, and does the rest: copies on their way out are joined first, so that what is away never
-takes more than in a full pipeline; then everything comes back just before the backward that needs it.
+takes more than in a full pipeline; then everything comes back just before the backward that needs it. Gradients leave
+again between backwards of the drain, as they do in steps.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ of the next one are on their way to it and the parameters of the one before are 
     WAIT_OFFLOAD[6.gradients] STEP[6:7]@host WAIT_STEP[5:6]@host RELOAD[5.parameters]
     WAIT_STEP[6:7]@host RELOAD[6.parameters] WAIT_RELOAD[5.parameters] WAIT_RELOAD[6.parameters]
 
-(ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
+Under an endless schedule all of this stands in the place of every STEP (`update_of`), so that nothing of an update is
+under way where a step ends. (ZeRO-Offload, Ren et al., USENIX ATC 2021, updates on the CPU.)
 """
 
 from __future__ import annotations

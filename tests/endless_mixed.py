@@ -1,0 +1,45 @@
+"""One plan for endless schedules with decisions of all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moving_plans import make_chain
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from tiny import plan_of
+
+
+def mixed(schedule: str, microbatches: int = 4) -> Plan:
+    """Three stages and a lender: tensors, optimizer state and gradients move to peers and the host, runs are recomputed
+    early, the host updates layers, weights move too.
+    """
+    plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
+    decisions = [
+        Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE, ahead=2),
+        moved(0, SavedTensors(tensors=((1, 0),)), "device3*2+host*1", behind=2),
+        moved(1, SavedTensors(tensors=((3, 0),)), "device2", ahead=1, microbatches=Microbatches(1, 2)),
+        moved(0, State(start=0, stop=1, kind="optimizer"), "device3*1+host*1", ahead=1, behind=0),
+        moved(0, State(start=0, stop=1, kind="gradients"), "host", behind=0),
+        updated_on_the_host(1, 2, 3),
+        updated_on_the_host(2, 4, 6),
+    ]
+    if schedule == "pipedream":
+        decisions += [
+            moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
+            moved(1, State(start=2, stop=3, kind="versions"), "device0"),
+        ]
+    return replace(plan, decisions=tuple(decisions))
+
+
+def moved(stage: int, subject: SavedTensors | State, place: str, **when: Any) -> Decision:
+    """Something is offloaded."""
+    return Decision(stage=stage, subject=subject, what=What.OFFLOAD, place=parse_place(place), **when)
+
+
+def updated_on_the_host(stage: int, start: int, stop: int) -> Decision:
+    """Layers are updated on the host."""
+    subject = State(start=start, stop=stop, kind="optimizer")
+    return Decision(stage=stage, subject=subject, what=What.UPDATE, place=parse_place("host"))
