@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task, capture
 from pipefit.sharding import Prices
-from pipefit.sharding.forms import R, Split
+from pipefit.sharding.forms import Form, R, Split
 from pipefit.sharding.operations import Strategy
 from pipefit.sharding.prices import Costs
+from pipefit.sharding.saved import keeps_operands, keeps_result
 from pipefit.sharding.search import _options, _trained, choose
 from pipefit.sharding.tracing import TracedStage, is_stored, trace
 
@@ -64,7 +65,17 @@ def staged(module: nn.Module, tokens: int) -> TracedStage:
 
 
 def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> float:
-    """What one choice costs: every value is had in a form once, from its replicated form if that is had."""
+    """What one choice costs: every value is had in a form once, from its replicated form if that is had, and kept once
+    whole and once in each split.
+    """
+    kept = set()
+
+    def keep(node: fx.Node, form: Form) -> float:
+        form = form if isinstance(form, Split) else R
+        is_new = (node, form) not in kept and not is_stored(node)
+        kept.add((node, form))
+        return costs.kept(node, form) if is_new else 0.0
+
     had, total = {node: [R] for node in stage.inputs}, 0.0
     needs = [(node, way.operands.items()) for node, way in ways.items()]
     output = stage.graph.output_node()
@@ -76,7 +87,11 @@ def price(stage: TracedStage, ways: dict[fx.Node, Strategy], costs: Costs) -> fl
             if form not in had[source]:
                 total += costs.conversion(source, R if R in had[source] else had[source][0], form)
                 had[source].append(form)
+            if node in costs.trained and keeps_operands(node):
+                total += keep(source, form)
         if node in ways:
+            if node in costs.trained and keeps_result(node):
+                total += keep(node, ways[node].result)
             had[node] = [ways[node].result]
             total += costs.done(node, ways[node])
     return total

@@ -52,10 +52,13 @@ Rule = Callable[["Operation", Wishes], Iterator[Strategy | None]]
 
 
 class Operation:
-    """An operation among `ranks`; `trained` are the values that need a gradient."""
+    """An operation among `ranks`; `trained` are the values that need a gradient.
 
-    def __init__(self, node: fx.Node, ranks: int, trained: frozenset[fx.Node]) -> None:
-        self.node, self.ranks, self.trained = node, ranks, trained
+    By `sequences`, norms are divided along positions though nobody wishes it.
+    """
+
+    def __init__(self, node: fx.Node, ranks: int, trained: frozenset[fx.Node], *, sequences: bool = False) -> None:
+        self.node, self.ranks, self.trained, self.sequences = node, ranks, trained, sequences
         self.name = operator_name(node)
         self.shape = shape(node)
         self.last = len(self.shape) - 1

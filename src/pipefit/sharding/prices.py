@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from pipefit.capture.flat import operator_name, value
+from pipefit.capture.flat import value
 from pipefit.sharding.forms import C, Form, Split
 from pipefit.sharding.operations import Strategy, flops, nbytes
-from pipefit.sharding.rules.pieces import CUTS
-from pipefit.sharding.rules.reshaping import VIEWS
 
-_LOOKS = VIEWS | CUTS | {"transpose", "permute", "t", "expand", "select", "slice", "alias", "detach", "getitem"}
 _STATES = 4  # a parameter's gradient and two states of an optimizer are divided with it
 
 
@@ -31,7 +28,10 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of a stage among `ranks`, at these prices; `trained` are the values that need a gradient."""
+    """The costs of a stage among `ranks`, at these prices.
+
+    `trained` are the values that need a gradient.
+    """
 
     ranks: int
     prices: Prices
@@ -53,14 +53,14 @@ class Costs:
         return times * self._sent * nbytes(node)
 
     def stored(self, node: fx.Node, form: Form) -> float:
-        """To keep a parameter or buffer in a form."""
-        return _STATES * self._kept(node, form)
+        """To have a parameter or buffer in a form, with all that an optimizer has for it."""
+        return _STATES * self.kept(node, form)
 
     def done(self, node: fx.Node, way: Strategy) -> float:
         """To do an operation."""
         computed = flops(node) / (self.ranks if way.divides else 1) / self.prices.flops
-        kept = 0.0 if operator_name(node) in _LOOKS else self._kept(node, way.result)
-        return 2 * self._sent * way.summed + computed + kept
+        return 2 * self._sent * way.summed + computed
 
-    def _kept(self, node: fx.Node, form: Form) -> float:
+    def kept(self, node: fx.Node, form: Form) -> float:
+        """To keep a value in a form until the backward."""
         return self.prices.stored * nbytes(node) / (self.ranks if isinstance(form, Split) else 1)

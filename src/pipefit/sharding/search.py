@@ -22,10 +22,24 @@ from pipefit.sharding.forms import Form, R, Split
 from pipefit.sharding.operations import Operation, Strategy
 from pipefit.sharding.prices import Costs, Prices
 from pipefit.sharding.rules import rule_of
+from pipefit.sharding.saved import keeps_operands, keeps_result
 from pipefit.sharding.tracing import TracedStage, is_stored
 
 _MOST = 200
-State = dict[fx.Node, tuple[Form, ...]]
+
+
+class Kept(NamedTuple):
+    """A value is kept for the backward, in this form; a partial gradient is no form of its own there."""
+
+    form: Form
+
+    @staticmethod
+    def of(form: Form) -> Kept:
+        """For a value that is used in a form."""
+        return Kept(form if isinstance(form, Split) else R)
+
+
+State = dict[fx.Node, tuple[Form | Kept, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +66,10 @@ class _Record(NamedTuple):
     way: Strategy | None
 
 
-def choose(stage: TracedStage, ranks: int, prices: Prices, *, states: int = _MOST) -> Choice:
-    """The cheapest forms that the search finds."""
+def choose(stage: TracedStage, ranks: int, prices: Prices, *, sequences: bool = False, states: int = _MOST) -> Choice:
+    """The cheapest forms that the search finds; by `sequences` norms and what is around them may be divided too."""
     trained, changed = _trained(stage), _changed(stage.graph)
-    options = _options(stage, ranks, trained, changed)
+    options = _options(stage, ranks, trained, changed, sequences=sequences)
     search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained))
     ways, cost = search.run(states)
     home: dict[fx.Node, Form] = dict.fromkeys(stage.inputs, R)
@@ -105,7 +119,12 @@ def _is_numeric(node: fx.Node) -> bool:
 
 
 def _options(
-    stage: TracedStage, ranks: int, trained: frozenset[fx.Node], changed: frozenset[fx.Node]
+    stage: TracedStage,
+    ranks: int,
+    trained: frozenset[fx.Node],
+    changed: frozenset[fx.Node],
+    *,
+    sequences: bool = False,
 ) -> dict[fx.Node, list[Strategy]]:
     """The strategies of every operation, replicated first; found backwards, as users know what they need."""
     wishes: dict[fx.Node, dict[Split, None]] = {}
@@ -114,7 +133,7 @@ def _options(
     for node in reversed(stage.graph.nodes):
         if node.op != "call_function":
             continue
-        op, rule = Operation(node, ranks, trained), rule_of(node)
+        op, rule = Operation(node, ranks, trained, sequences=sequences), rule_of(node)
         found[node] = [op.replicated()]
         if rule and node in derived and changed.isdisjoint((node, *node.all_input_nodes)):
             found[node] += [way for way in rule(op, wishes.get(node, {})) if way is not None]
@@ -140,8 +159,8 @@ class _Search:
         self.nodes = list(stage.graph.nodes)
         self.number = {node: number for number, node in enumerate(self.nodes)}
         self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
-        self._stored: dict[tuple[fx.Node, Form], float] = {}
-        self._converted: dict[tuple[fx.Node, Form, Form], float] = {}
+        self.trained = costs.trained
+        self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
         self.fixed = {target for node in self.nodes for target in mutated_arguments(node)}
 
     def run(self, states: int) -> tuple[dict[fx.Node, Strategy], float]:
@@ -160,11 +179,15 @@ class _Search:
         following: dict[object, tuple[State, _Record]] = {}
         ending = [source for source in (node, *node.all_input_nodes) if self.ends.get(source, -1) <= self.number[node]]
         done = [(way, self.costs.done(node, way)) for way in self.options[node]]
+        keeps, keeps_own = (node in self.trained and keeps(node) for keeps in (keeps_operands, keeps_result))
         for state, record in layer:
             for way, cost in done:
                 known = dict(state)
-                total = record.cost + cost + sum(self._had(known, *operand) for operand in way.operands.items())
+                operands = (self._had(known, *operand, keeps=keeps) for operand in way.operands.items())
+                total = record.cost + cost + sum(operands)
                 known[node] = (way.result,)
+                if keeps_own:
+                    total += self._more(known, node, Kept.of(way.result))
                 for source in ending:
                     known.pop(source, None)
                 key = tuple(known.items())
@@ -180,37 +203,42 @@ class _Search:
     def _between(self, state: State, other: State) -> float:
         """What it takes to have in `state` all that is had in `other`."""
         missing = ((node, form) for node, forms in other.items() for form in forms if form not in state[node])
-        return sum(math.inf if is_stored(node) else self._conversion(state, node, form) for node, form in missing)
+        return sum(math.inf if is_stored(node) else self._cost_of(state, node, form) for node, form in missing)
 
-    def _had(self, known: State, node: fx.Node, form: Form) -> float:
-        """The cost of having a value in a form, which is had from now on."""
+    def _had(self, known: State, node: fx.Node, form: Form, *, keeps: bool) -> float:
+        """The cost of having a value in a form, and of keeping it for the backward; both are so from now on."""
         cost = 0.0
         if node not in known:  # a parameter or buffer, met first: it is stored as it is needed
             known[node] = (form if isinstance(form, Split) else R,)
-            cost += self._to_store(node, known[node][0])
-        if form in known[node]:
-            return cost
-        if conversion := self._conversion(known, node, form):  # what is had for nothing needs no place in the state
-            known[node] = (*known[node], form)
-        return cost + conversion
+            cost += self.costs.stored(node, form if isinstance(form, Split) else R)
+        cost += self._more(known, node, form)
+        return cost + (self._more(known, node, Kept.of(form)) if keeps and not is_stored(node) else 0)
 
-    def _to_store(self, node: fx.Node, form: Form) -> float:
-        found = self._stored.get((node, form))
-        if found is None:
-            found = self._stored[node, form] = self.costs.stored(node, form)
-        return found
+    def _more(self, known: State, node: fx.Node, what: Form | Kept) -> float:
+        """The cost of one form of a value more, or of keeping it; what is had for nothing needs no place in a state."""
+        if what in known[node]:
+            return 0.0
+        cost = self._cost_of(known, node, what)
+        if cost:
+            known[node] = (*known[node], what)
+        return cost
 
-    def _conversion(self, known: State, node: fx.Node, form: Form) -> float:
-        """The cost of having a value in one form more."""
+    def _cost_of(self, known: State, node: fx.Node, what: Form | Kept) -> float:
         start = R if R in known[node] else known[node][0]
-        found = self._converted.get((node, start, form))
+        key = (node, start, what)
+        found = self._costs.get(key)
         if found is None:
-            found = math.inf if node in self.fixed else self.costs.conversion(node, start, form)
-            self._converted[node, start, form] = found
+            found = self._costs[key] = self._priced(node, start, what)
         return found
+
+    def _priced(self, node: fx.Node, start: Form | Kept, what: Form | Kept) -> float:
+        if isinstance(what, Kept):
+            return self.costs.kept(node, what.form)
+        assert not isinstance(start, Kept)  # the form in which a value is made comes first
+        return math.inf if node in self.fixed else self.costs.conversion(node, start, what)
 
     def _end(self, state: State, output: fx.Node) -> float:
-        return sum(self._had(dict(state), source, R) for source in output.all_input_nodes)
+        return sum(self._had(dict(state), source, R, keeps=False) for source in output.all_input_nodes)
 
 
 def _ways(record: _Record) -> Iterator[Strategy]:

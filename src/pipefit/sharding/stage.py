@@ -59,12 +59,15 @@ def shard_stage(
     chain: Chain | None = None,
     targets: Values = (),
     is_first: bool = False,
+    sequences: bool = False,
     prices: Prices | None = None,
 ) -> ShardedStage:
     """How `ranks` share the layers of a stage, for inputs like `values`.
 
     With `chain` the stage is its last, and the loss of outputs and `targets` is shared too. Tensors may be fake: only
-    their shapes and types count. The inputs of the first stage, `is_first`, need no gradient.
+    their shapes and types count. The inputs of the first stage, `is_first`, need no gradient. By
+    `sequences`, what is between attention and MLP may be divided along positions (sequence parallelism): less is kept,
+    more is sent.
 
     Raises:
         UsageError: fewer than two ranks, or a layer that cannot be followed.
@@ -72,7 +75,7 @@ def shard_stage(
     if ranks < 2:
         raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
     stage = trace(layers, values, chain=chain, targets=targets, is_first=is_first)
-    return ShardedStage(stage, choose(stage, ranks, prices or Prices()), ranks)
+    return ShardedStage(stage, choose(stage, ranks, prices or Prices(), sequences=sequences), ranks)
 
 
 class ShardedStage:

@@ -10,9 +10,10 @@ from pipefit.sharding.operations import Operation, Strategy, Wishes, wished
 
 def over_features(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
     """Layer and RMS norm: divided along a dimension before the features, such as heads or positions."""
-    x = op.given["input"]
-    for s in wishes:
-        if s.dim <= op.last - len(op.given["normalized_shape"]) and not s.padded:
+    x, last = op.given["input"], op.last - len(op.given["normalized_shape"])
+    positions = {Split(last): None} if op.sequences and last > 0 else {}
+    for s in {**wishes, **positions}:
+        if s.dim <= last and not s.padded:
             yield op.way(s, (x, s), *((op.given.get(name), C) for name in ("weight", "bias")))
 
 
