@@ -58,19 +58,19 @@ class Case:
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         return Numbers(loss=loss.detach(), gradients=gradients, buffers=dict(module.named_buffers()))
 
-    def sharded(self, ranks: int, prices: Prices = CHEAP) -> tuple[ShardedStage, Any, Any]:
+    def sharded(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, Any, Any]:
         """The whole model as one stage, and its flat inputs and targets."""
         task = Task(copy.deepcopy(self.module), batch=self.task.batch, loss=self.task.loss, name=self.task.name)
         with _InDouble():
             chain = capture(task, self.inputs, self.targets)
             values, targets = chain.flatten(self.inputs), chain.flatten_targets(self.targets)
-            given = {"chain": chain, "targets": targets, "is_first": True, "prices": prices}
+            given = {"chain": chain, "targets": targets, "is_first": True, "prices": prices, **options}
             stage = shard_stage(chain.layers, ranks, values, **given)
         return stage, values, targets
 
-    def by_ranks(self, ranks: int, prices: Prices = CHEAP) -> tuple[ShardedStage, list[Numbers]]:
+    def by_ranks(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, list[Numbers]]:
         """What the ranks compute, with gradients and buffers put together; the loss of each."""
-        stage, values, targets = self.sharded(ranks, prices)
+        stage, values, targets = self.sharded(ranks, prices, **options)
 
         def run(group: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
             rank = stage.rank(group)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipefit.capture import Task, capture
-from pipefit.sharding import Alone, RankStage, shard_stage
+from pipefit.sharding import Alone, Prices, RankStage, shard_stage
 from pipefit.zoo import build
 from sharded import CHEAP
 
 BATCH, SEQUENCE, HIDDEN, HEADS, FLOAT = 2, 16, 64, 8, 4
 
 
-def block(ranks: int, rank: int) -> RankStage:
+def block(ranks: int, rank: int, **options: Any) -> RankStage:
     """One rank's part of a block of GPT, on fake tensors."""
     task = build("gpt", layers=1, hidden=HIDDEN, heads=HEADS, vocabulary=32, sequence=SEQUENCE, dropout=0.0)
     inputs, targets = task.batch(BATCH)
     chain = capture(Task(task.build(), batch=task.batch, loss=task.loss), inputs, targets)
     hidden = torch.empty(BATCH, SEQUENCE, HIDDEN)
-    return shard_stage(chain.layers[1:2], ranks, (hidden,), prices=CHEAP).rank(Alone(rank=rank, size=ranks))
+    stage = shard_stage(chain.layers[1:2], ranks, (hidden,), **{"prices": CHEAP, **options})
+    return stage.rank(Alone(rank=rank, size=ranks))
 
 
 def saved_bytes(stage: RankStage) -> int:
@@ -49,6 +52,16 @@ def test_a_block_of_gpt_keeps_its_share(ranks: int) -> None:
     whole = 4 * tokens * HIDDEN + 4 * tokens  # and a mean and a deviation for each token and norm
     divided = (3 + 1 + 4 + 4) * tokens * HIDDEN + tokens * HEADS  # and a sum for each token and head
     assert found == [FLOAT * (whole + divided // ranks)] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_by_positions_a_block_keeps_two_values_whole(ranks: int) -> None:
+    """By sequence parallelism a rank keeps whole only what goes into attention and into the MLP."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = saved_bytes(block(ranks, 0, sequences=True, prices=Prices(stored=10.0)))
+    tokens = BATCH * SEQUENCE
+    divided = (2 + 3 + 1 + 4 + 4) * tokens * HIDDEN + 4 * tokens + tokens * HEADS
+    assert found == FLOAT * (2 * tokens * HIDDEN + divided // ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

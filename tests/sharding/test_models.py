@@ -8,6 +8,7 @@ import pytest
 
 from huggingface_models import SMALL, TEXT, TINY
 from pipefit.capture import Task
+from pipefit.sharding import Prices
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
 from sharded import Case, differences
@@ -16,6 +17,7 @@ GPT = {"layers": 2, "hidden": 16, "heads": 4, "sequence": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IMAGES = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1], "image_size": 32}
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
+FLOWS = ("gpt2", "bert, whole", "vit, whole", "bart, whole")
 DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 ORDINARY: dict[str, Callable[[], Task]] = {
@@ -37,9 +39,6 @@ GALLERY: dict[str, Callable[[], Task]] = {
     "hf:phi3": lambda: hf("phi3", **SMALL, **TEXT, **TOKENS, num_key_value_heads=1),
     "hf:phi3, heads of keys": lambda: hf("phi3", **{**SMALL, **EIGHT}, **TEXT, **TOKENS),
     "hf:convnext": lambda: hf("convnext", **IMAGES),
-    "hf:mixtral": lambda: hf(
-        "mixtral", **SMALL, **TEXT, num_key_value_heads=1, num_local_experts=4, experts_implementation="batched_mm"
-    ),
 }
 
 
@@ -55,3 +54,35 @@ def test_ranks_compute_what_the_module_does(name: str, ranks: int) -> None:
     for numbers in found:
         assert differences(numbers, plain) == []
     assert stage.shares.of_bytes > 0.9 or ranks > 2
+
+
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(f"hf:{name}", marks=pytest.mark.gallery) for name in FLOWS)])
+def test_positions_are_divided_where_little_is_to_be_kept(name: str) -> None:
+    """By sequence parallelism norms and what is around them are divided too, and no number changes."""
+    case = Case.of({**ORDINARY, **GALLERY}[name]())
+    stage, found = case.by_ranks(2, Prices(stored=10.0), sequences=True)
+    plain = case.plain()
+    for numbers in found:
+        assert differences(numbers, plain) == []
+    norms = [way for node, way in stage.choice.ways.items() if "layer_norm" in node.name or "rms_norm" in node.name]
+    assert all(way.divides for way in norms)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kernel", ["grouped_mm", "batched_mm"])
+def test_experts_are_divided(kernel: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral, by either of the products that transformers has for all experts at once; in double precision only its
+    own grouped product can be used, which is what a trace holds.
+    """
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+    made = hf("mixtral", **SMALL, **TEXT, num_key_value_heads=1, num_local_experts=4)
+    module = made.build()
+    module.set_experts_implementation(kernel)
+    case = Case.of(Task(module, batch=made.batch, loss=None))
+    stage, found = case.by_ranks(ranks)
+    plain = case.plain()
+    for numbers in found:
+        assert differences(numbers, plain) == []
+    assert stage.shares.of_bytes > 0.9 or kernel == "batched_mm"  # which divides tokens instead
