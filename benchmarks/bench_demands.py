@@ -33,7 +33,8 @@ from typing import Any
 
 from measured_on import machine
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation

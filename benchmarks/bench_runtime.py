@@ -46,7 +46,8 @@ def make_plan(schedule: str, backend: str, device: str = "fake") -> Any:
     from dataclasses import replace
 
     from pipefit.cluster import Cluster
-    from pipefit.plans import Grid, Plan, Stage
+    from pipefit.grids import Grid, Stage
+    from pipefit.plans import Plan
     from pipefit.profiler import profile
     from pipefit.training import Training
 

@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import made_up
 from measured_on import machine
 from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
 from pipefit.planner import PLANNERS, Found, Question, best_split, solved, true_peaks
 from pipefit.planner.exhaustive import LIMIT
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.simulator import Simulation

@@ -29,8 +29,9 @@ from time import process_time
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from pipefit.decisions import Decision, Run, SavedTensors, What
+from pipefit.grids import Stage
 from pipefit.places import parse_place
-from pipefit.plans import Plan, Stage
+from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.schedule import lower
 from pipefit.simulator import Costs, Simulation, simulate

@@ -26,9 +26,10 @@ from pipefit.cluster import Cluster
 from pipefit.cost.time import Seconds, layer_seconds
 from pipefit.decisions import Decision, SavedTensors, What
 from pipefit.devices import DeviceKind, Link
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost
 from pipefit.places import Member, MemberKind, parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation

@@ -26,8 +26,9 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.devices import Link
+from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.schedule import SCHEDULES
 from pipefit.training import Training

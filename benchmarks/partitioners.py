@@ -21,9 +21,10 @@ from typing import NamedTuple
 from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
 from pipefit.planner import best_split, plan
 from pipefit.planner.sums import lightest_parts
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute, whole_stages

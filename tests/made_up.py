@@ -26,6 +26,7 @@ from random import Random
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.fingerprints import Fingerprint
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import (
     GradientOrigin,
     LayerCost,
@@ -35,7 +36,7 @@ from pipefit.layer_costs import (
     Span,
     Value,
 )
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiles import (
     Assumptions,
     Block,

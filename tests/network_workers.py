@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from pipefit.actions import parse_action
+from pipefit.actions import message_of, parse_action
 from pipefit.plans import Plan
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.transport import connect
@@ -29,7 +29,8 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
     direct = connect(plan, lower(plan), torch.device("cpu"), PATIENCE)
     network = HostBuffers(direct) if by_way_of_the_host else direct
     total = torch.tensor([float(rank)])
-    sums = [(parse_action(f"{rank}AGREE"), network.collect(parse_action(f"{rank}AGREE"), total, tuple(range(world))))]
+    agree, here = parse_action(f"{rank}AGREE"), plan.stages[rank].device
+    sums = [(agree, network.collect(agree, [total], plan.workers, here))]
     sent, received, handles = [], {}, []
     for microbatch in range(20):
         for word, other in (("RECV_F", rank - 1), ("RECV_B", rank + 1), ("SEND_B", rank - 1), ("SEND_F", rank + 1)):
@@ -43,7 +44,7 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
             else:
                 tensors = [torch.zeros(size), torch.zeros(1, dtype=torch.int64)]
                 received[str(action)] = tensors
-            handles.append((action, network.start(action, tensors, plan.stages[other].device)))
+            handles.append((action, network.start(action, tensors, message_of(here, action, plan.placement))))
             if by_way_of_the_host and word.startswith("SEND"):
                 tensors[0].fill_(-1)
     if by_way_of_the_host:

@@ -11,6 +11,7 @@ from pipefit.actions import Action, Kind, Subject
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.devices import Device, DeviceKind, Host, Link
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import (
     GradientOrigin,
     LayerCost,
@@ -19,7 +20,7 @@ from pipefit.layer_costs import (
     Value,
 )
 from pipefit.places import MemberKind, parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program
 from pipefit.schedule import lower

@@ -19,7 +19,8 @@ from torch.optim import lr_scheduler
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, checkpointing, saver

@@ -26,10 +26,10 @@ class StepPeaks(NamedTuple):
 
 
 def step_peaks(task: Task, plan: Plan, *, steps: int = 2) -> StepPeaks:
-    """Predict, certify and train `plan`, which must have one stage on each device."""
+    """Predict, certify and train `plan`."""
 
     def of(trace: Trace) -> Peaks:
-        devices = [trace.devices[stage.device] for stage in plan.stages]
+        devices = [trace.devices[device] for device in plan.workers]
         return [[device.step_peak_bytes(step) for step in range(steps)] for device in devices]
 
     trainer = Trainer(task, plan)

@@ -20,8 +20,9 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.errors import FileError, UsageError
 from pipefit.files import dumps, load, load_cluster, save
+from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
@@ -83,8 +84,11 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
 
 
 PLAN = plan_of()
+ALONE = PLAN.profile.measurements[0]
 DECIDED = replace(
     PLAN,
+    profile=replace(PLAN.profile, measurements=(replace(ALONE, microbatch_size=2), ALONE)),
+    training=replace(PLAN.training, batch_size=2 * PLAN.training.microbatches),
     cluster=make_cluster(8),
     stages=(
         Stage(start=0, stop=2, grid=Grid(devices=(0, 1, 2, 3), data=2, tensor=2, shard="optimizer")),

@@ -10,9 +10,10 @@ from torch import nn
 from pipefit.actions import parse_action
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower, lower_drain, step_programs
@@ -220,27 +221,20 @@ def test_grids_are_a_program() -> None:
         parse_program(lost, placement=GRIDS, microbatches=1)
 
 
-def test_grids_are_refused_by_name() -> None:
-    """A plan with grids can be made; lowering, the simulator and the dry run say that it cannot run yet."""
+def test_shards_are_refused_by_name() -> None:
+    """A plan with shards can be made; lowering, the simulator and the dry run say that it cannot run yet."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(6))
-    stages = (
-        Stage(start=0, stop=1, grid=Grid(devices=GRIDS[0], data=4)),
-        Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)),
-    )
+    stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)))
     wide = replace(plan, stages=stages)
-    assert wide.placement == GRIDS
+    assert wide.placement == ((0,), GRIDS[1])
     assert wide.ranks == ((0,), (1,))
     for run in (lower, simulate):
-        with pytest.raises(
-            UsageError, match=r"on devices \[0, 1, 2, 3\]: stages on several devices can be written down"
-        ):
+        with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written down"):
             run(wide)
-    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1, 2, 3\], which cannot be simulated yet"):
-        simulate(wide, program=gridded())
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
     real = replace(plan_of(task, [1, 1]), stages=stages, cluster=make_cluster(6))
     for train in (certify, Trainer):
-        with pytest.raises(UsageError, match=r"on devices \[0, 1, 2, 3\]: stages on several devices can be written"):
+        with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written"):
             train(task, real)
 
 

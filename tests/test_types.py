@@ -14,9 +14,10 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.places import Member
 from pipefit.planner import Options, plan
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.training import Training
 from pipefit.validation import check_types, number, whole
 from pipelines import KIND, equal_profile, make_cluster, make_plan

@@ -17,9 +17,10 @@ from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.devices import Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost, Origin
 from pipefit.places import Member, parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
 from pipefit.training import Training

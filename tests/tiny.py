@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer

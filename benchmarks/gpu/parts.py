@@ -24,8 +24,9 @@ from pipefit.capture import Task
 from pipefit.capture.model import built, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import OutOfMemory
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate

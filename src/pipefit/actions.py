@@ -18,7 +18,9 @@ An action has a text form that can be parsed. The first number is the stage, the
     2OFFLOAD0[5.3]@device3*2+device4*1    striped over two peers, two parts and one
     2OFFLOAD0#1@host     the saved tensors of the program's bundle 1, together
     2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
-    0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the stages that have a copy; WAIT joins
+    0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
+    0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
+    0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
     2STEP[5:7]           of layers 5 and 6 only
@@ -39,6 +41,7 @@ The other end of a message is named only where the neighbouring stage is on seve
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -80,6 +83,7 @@ COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.GATHER_FORWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
+OF_ROWS = MESSAGES | {Kind.LOAD}  # may have some rows of a microbatch alone
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 BACKGROUND = MESSAGES | COLLECTIVE | COPIES | {Kind.STASH}
 STATES = ("parameters", "gradients", "optimizer", "versions")  # what a layer has, whatever the microbatch
@@ -113,7 +117,7 @@ class Action(NamedTuple):
     """One thing a device does.
 
     `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, or the other end of a message.
-    `part` are the rows of the microbatch that a message carries; None is all of them. `wait` joins an earlier start.
+    `part` are the rows of the microbatch that a message or a LOAD carries; None is all. `wait` joins an earlier start.
     """
 
     kind: Kind
@@ -162,6 +166,13 @@ class Action(NamedTuple):
     def neighbour(self) -> int:
         """The stage at the other end of a message."""
         return self.stage + (1 if self.kind in _TOWARDS_END else -1)
+
+
+def collective(action: Action) -> Hashable:
+    """What is the same at all starts of one collective: its kind and subject, and the stage, if it is within one."""
+    kind, stage, _, layers, subject, *_ = action
+    within = kind is Kind.GATHER_FORWARD or (kind is Kind.REDUCE and subject is None)
+    return kind, subject, stage if within else None, layers
 
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))

@@ -26,7 +26,18 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, MESSAGES, SENDS, Action, Actions, Kind, Placement, message_of, message_partner
+from pipefit.actions import (
+    COLLECTIVE,
+    MESSAGES,
+    SENDS,
+    Action,
+    Actions,
+    Kind,
+    Placement,
+    collective,
+    message_of,
+    message_partner,
+)
 from pipefit.errors import UsageError
 
 _ORDERED = MESSAGES | COLLECTIVE
@@ -223,7 +234,7 @@ class _Follower:
                     yield
                     del self._held[device]
             else:
-                key = device, action.kind, action.stage, action.subject, action.place
+                key = device, action.kind, action.stage, action.subject, action.place, action.layers
                 end = ends.get(key) or self._end(device, action)
                 queue = end.queue
                 done = queue.done
@@ -236,9 +247,10 @@ class _Follower:
         """The end of a queue at which `action` starts. Messages inside a device have a queue for each microbatch."""
         member = device, action.stage
         if action.kind in COLLECTIVE:
-            operation: Hashable = _collective(action)
+            operation: Hashable = collective(action)
             members = self._members[operation]
-            end = _End(self._queue(("sum", members), len(members)), member, operation, None)
+            queue = self._queue(("sum", tuple(_counted(members, one) for one in members)), len(members))
+            end = _End(queue, _counted(members, member), operation, None)
         else:
             message = message_of(device, action, self._placement)
             operation, sends = message._replace(microbatch=None, part=None), action.kind in SENDS
@@ -246,7 +258,9 @@ class _Follower:
             if name is None:
                 return _End(self._queue(message, 2), member, operation, sends)
             end = _End(self._queue(name, 2), (device, -1), operation, sends)
-        return self._ends.setdefault((device, action.kind, action.stage, action.subject, action.place), end)
+        return self._ends.setdefault(
+            (device, action.kind, action.stage, action.subject, action.place, action.layers), end
+        )
 
     def _queue(self, name: Hashable, size: int) -> _Queue:
         return self._queues.setdefault(name, _Queue(size))
@@ -275,7 +289,8 @@ class _Follower:
         end, first = queue.ends[queue.done], queue.first[queue.done]
         if end.sends is None:
             members = self._members[end.operation]
-            other, stage = next(member for member in members if queue.places.get(member, 0) <= queue.done)
+            missing = (one for one in members if queue.places.get(_counted(members, one), 0) <= queue.done)
+            other, stage = next(missing)
             return other, first._replace(stage=stage)
         message = message_of(end.member[0], first, self._placement)
         return message.target if end.sends else message.source, message_partner(first)
@@ -291,9 +306,11 @@ class _Follower:
 _Starts = dict[tuple[object, ...], tuple[_Queue, int]]  # the open starts of a device: their queues and places
 
 
-def _collective(action: Action) -> Hashable:
-    """The collective to which a start belongs; rows are exchanged inside a stage."""
-    return action.kind, action.subject, action.stage if action.kind is Kind.GATHER_FORWARD else None
+def _counted(members: tuple[_Participant, ...], member: _Participant) -> _Participant:
+    """Whose starts are counted: a device's, on the communicator of these devices; or a stage's, where a device takes
+    part with several.
+    """
+    return member if len({device for device, _ in members}) < len(members) else (member[0], -1)
 
 
 def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Participant, ...]]:
@@ -302,8 +319,8 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
     for device, own in enumerate(actions):
         for action in own:
             if action.kind in COLLECTIVE:
-                found.setdefault(_collective(action), {})[device, action.stage] = None
-    agreed = found.get((Kind.AGREE, None, None))
+                found.setdefault(collective(action), {})[device, action.stage] = None
+    agreed = found.get((Kind.AGREE, None, None, None))
     if agreed is not None:
         known = {device for device, _ in agreed}
         for stage, devices in enumerate(placement):

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
-from typing import Literal
 
 from pipefit.alternatives import Alternative, paragraph
 from pipefit.cluster import Cluster
@@ -18,92 +17,18 @@ from pipefit.compactions import table
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
+from pipefit.grids import Stage
 from pipefit.predictions import Prediction, reserves
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
+from pipefit.rows import Division, dimensions
 from pipefit.tables import Table, plain
 from pipefit.training import Training
 from pipefit.units import format_bytes, format_number, format_seconds
 from pipefit.validation import check_types
 
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 _BAR = 20  # characters
 _SIZES = "parameters", "peak", "of budget", "full", ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """The devices of a stage and how they share its work: `data` replicas of `tensor` shards each.
-
-    Device `devices[d * tensor + t]` holds shard t of replica d. `shard` says what is divided between the replicas
-    instead of held by each: nothing, the optimizer state (ZeRO 1), the gradients too (2), or the parameters too (3).
-
-    Raises:
-        UsageError: the degrees do not multiply to the number of devices, or a device is named twice.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    devices: tuple[int, ...]
-    data: int = 1
-    tensor: int = 1
-    shard: Sharding = "none"
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.data < 1 or self.tensor < 1 or self.data * self.tensor != len(self.devices):
-            raise UsageError(
-                f"a grid of {self.data} replicas with {self.tensor} shards each has {self.data * self.tensor} devices, "
-                f"not {len(self.devices)}"
-            )
-        if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
-            raise UsageError(
-                f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
-            )
-
-    @staticmethod
-    def of(device: int) -> Grid:
-        """The grid of a single device."""
-        return Grid(devices=(device,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A contiguous run of layers, `start` to `stop - 1`, and the grid of devices that holds it.
-
-    Raises:
-        UsageError: no layers.
-    """
-
-    __pydantic_config__ = {"extra": "forbid"}
-
-    start: int
-    stop: int
-    grid: Grid
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if not 0 <= self.start < self.stop:
-            raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """The devices of the grid."""
-        return self.grid.devices
-
-    @property
-    def device(self) -> int:
-        """The device of a stage on a single device.
-
-        Raises:
-            UsageError: the stage is on several.
-        """
-        if len(self.devices) != 1:
-            raise UsageError(
-                f"the stage of layers {self.start} to {self.stop - 1} is on devices {list(self.devices)}: stages on "
-                "several devices can be written down, but not simulated or run yet"
-            )
-        return self.devices[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +76,25 @@ class Plan:
                 f"or plan for Training(..., precision={self.profile.assumptions.precision!r})"
             )
         self.profile.at(self.training.microbatch_size)
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        """Check that replicas can divide a microbatch, and that the profile knows what a slice costs."""
+        size, known = self.training.microbatch_size, {m.microbatch_size for m in self.profile.measurements}
+        for number, stage in enumerate(self.stages):
+            data = stage.grid.data
+            if size % data:
+                sizes = dict.fromkeys((size - size % data or data, size + -size % data))
+                raise UsageError(
+                    f"the {data} replicas of stage {number} cannot divide a microbatch of {size} samples equally: use "
+                    f"microbatches of {' or '.join(map(str, sizes))} samples, or another number of replicas"
+                )
+            if size // data not in known:
+                raise UsageError(
+                    f"the {data} replicas of stage {number} compute slices of {size // data} samples, and "
+                    f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it at all "
+                    f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
+                )
 
     def _check_devices(self) -> None:
         """Check that every device exists, and that two stages share all of their devices or none."""
@@ -174,6 +118,45 @@ class Plan:
     def measurement(self) -> Measurement:
         """The layer costs at this plan's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
+
+    def measured(self, stage: int) -> Measurement:
+        """The layer costs at the size of a slice of a stage: a microbatch's, divided by the number of replicas."""
+        return self.profile.at(self.training.microbatch_size // self.stages[stage].grid.data)
+
+    def division(self, stage: int) -> Division:
+        """How the values between the stage before and `stage` are divided.
+
+        Raises:
+            UsageError: they cannot be; names the boundary, and says what would work.
+        """
+        front, behind = (self.stages[number].grid.data for number in (stage - 1, stage))
+        one, other = self.measured(stage - 1), self.measured(stage)
+        sizes, layer = (one.microbatch_size, other.microbatch_size), self.stages[stage].start
+        sent, received = (measurement.costs[layer].inputs for measurement in (one, other))
+        if front == behind:
+            return Division((None,) * len(sent), front, behind)
+        try:
+            found = dimensions(sent, received, sizes, gathers=front < behind)
+        except UsageError as error:
+            raise UsageError(
+                f"{front} replicas of stage {stage - 1} cannot divide what they send among {behind} of stage {stage}: "
+                f"{error}; use as many replicas on both sides, or end the stage at another layer"
+            ) from error
+        return Division(found, front, behind)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a stage has several replicas, which divide every microbatch."""
+        return any(stage.grid.data > 1 for stage in self.stages)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The devices in use, rank by rank, and within a rank as its grid names them: worker w runs the w-th."""
+        return tuple(device for stages in self.ranks for device in self.stages[stages[0]].devices)
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages that a device holds."""
+        return tuple(number for number, stage in enumerate(self.stages) if device in stage.devices)
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
@@ -284,19 +267,25 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
-    budget = plan.cluster.budgets[stage.device]
-    full = _fullness(plan, stage)
-    peak = format_bytes(plan.prediction.peak_bytes[stage.device]) if plan.prediction else "-"
+    fullest, full = _fullest(plan, stage), _fullness(plan, stage)
+    budget = plan.cluster.budgets[fullest]
+    peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
     percent = "-" if full is None else f"{100 * full:.1f} %"
     tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, stage.device)
     bar = "" if full is None else _bar(full, tight=tight)
     sizes = format_bytes(parameters), peak, format_bytes(budget)
-    return (str(number), str(stage.device), span, str(len(names)), *sizes, percent, bar)
+    return (str(number), " ".join(map(str, stage.devices)), span, str(len(names)), *sizes, percent, bar)
+
+
+def _fullest(plan: Plan, stage: Stage) -> int:
+    """The device of a stage with the highest predicted peak for its budget; the smallest without a prediction."""
+    peaks = plan.prediction.peak_bytes if plan.prediction else (1,) * len(plan.cluster.budgets)
+    return max(stage.devices, key=lambda device: peaks[device] / plan.cluster.budgets[device])
 
 
 def _fullness(plan: Plan, stage: Stage) -> float | None:
-    """The predicted peak as a share of the device's budget; None without a prediction."""
-    made, device = plan.prediction, stage.device
+    """The predicted peak as a share of the budget of the stage's fullest device; None without a prediction."""
+    made, device = plan.prediction, _fullest(plan, stage)
     return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
 
 
@@ -310,13 +299,14 @@ def _limit(plan: Plan) -> str:
     if plan.prediction is None:
         return "This plan holds no predicted peaks: pipefit simulate shows them."
     number, stage = max(enumerate(plan.stages), key=lambda item: _fullness(plan, item[1]) or 0.0)
-    budget, peak = plan.cluster.budgets[stage.device], plan.prediction.peak_bytes[stage.device]
+    device = _fullest(plan, stage)
+    budget, peak = plan.cluster.budgets[device], plan.prediction.peak_bytes[device]
     room = (
         f"which leaves it {format_bytes(budget - peak)} free"
         if peak <= budget
         else f"{format_bytes(peak - budget)} more than it has"
     )
-    return f"Device {stage.device} limits: stage {number} needs {format_bytes(peak)}, {room}."
+    return f"Device {device} limits: stage {number} needs {format_bytes(peak)}, {room}."
 
 
 def _planner(plan: Plan) -> Iterator[str]:
@@ -368,7 +358,7 @@ def _bubble(plan: Plan) -> str:
 def _seconds(plan: Plan) -> str:
     """Whether seconds of layers were measured or estimated, and by what."""
     if not plan.measurement.estimated:
-        moves = len(plan.ranks) > 1 or any(decision.place is not None for decision in plan.decisions)
+        moves = len(plan.workers) > 1 or any(decision.place is not None for decision in plan.decisions)
         links = ", those of messages and copies are estimated by the links" if moves else ""
         return f"Seconds of layers were measured on {plan.profile.assumptions.device}{links}."
     used = {device for stage in plan.stages for device in stage.devices}

@@ -11,7 +11,8 @@ import torch
 
 from huggingface_models import TINY
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schedule.whole_stages import whole_stages

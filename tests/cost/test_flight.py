@@ -209,7 +209,7 @@ def test_equal_microbatches_pass_through_the_same_residencies() -> None:
     ("text", "message"),
     [
         ("0LOAD0 0F0 0I0", "0I0 can be written down, but neither simulated nor run yet"),
-        ("0LOAD0{0:1}", "can be written down, but neither simulated nor run yet"),
+        ("0LOAD0 0F0{0:1}", "can be written down, but neither simulated nor run yet"),
         ("0LOAD0 0F0[0:1] 0N0[0:1]", "out of order: the next layer forward is 1"),
         ("0LOAD0 0N0 0B0", "0B0 needs 0R0 before it"),
         ("0RECV_F0 0RECV_F0", "0RECV_F0 happens twice"),

@@ -13,8 +13,9 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
 from pipefit.export.pipelining import pipelining_csv
+from pipefit.grids import Grid
 from pipefit.planner import plan
-from pipefit.plans import Grid, Plan
+from pipefit.plans import Plan
 from pipelines import random_profile
 
 

@@ -25,8 +25,9 @@ from made_up import (
     vgg_like,
 )
 from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
 from pipefit.planner import Options, exact, exhaustive
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.schedule import ENDLESS
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages

@@ -16,7 +16,8 @@ from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import FileError, InfeasibleError, OutOfMemory, UsageError
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiler.incremental import profile_incrementally
 from pipefit.profiler.trimmed import profile_trimmed

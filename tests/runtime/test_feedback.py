@@ -14,7 +14,8 @@ from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule.whole_stages import whole_stages

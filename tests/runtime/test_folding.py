@@ -12,7 +12,8 @@ from torch import nn
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify

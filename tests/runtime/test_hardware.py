@@ -14,7 +14,8 @@ from torch import nn
 
 from pipefit.errors import UsageError
 from pipefit.fake.target import FakeTarget
-from pipefit.plans import Grid, Plan
+from pipefit.grids import Grid
+from pipefit.plans import Plan
 from pipefit.runtime import joining
 from pipefit.runtime.hardware import backend_of, check_hosts, check_streams
 from pipefit.runtime.host_buffers import HostBuffers

@@ -17,7 +17,8 @@ from copies_by_hand import FIRST_SCALE, ByHand
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer
 from pipefit.runtime.callbacks import StepReport

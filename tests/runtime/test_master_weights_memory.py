@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify

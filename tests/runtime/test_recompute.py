@@ -15,8 +15,9 @@ from gallery import CHAINS
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.planner import plan as make_plan
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages

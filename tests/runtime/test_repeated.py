@@ -21,7 +21,8 @@ from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify, dry_run

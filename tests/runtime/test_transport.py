@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from network_workers import talk, what_is_sent
-from pipefit.actions import parse_action
+from pipefit.actions import Message, message_of, parse_action
 from pipefit.errors import PeerLost, UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.message_order import Channel
-from pipefit.plans import Grid, Stage
 from pipefit.runtime.processes import forks
 from pipefit.runtime.transport import InProcess, Network, connect
 from pipefit.schedule import lower
@@ -24,13 +24,21 @@ from pipefit.training import Training
 from pipelines import equal_profile, make_plan
 
 SEND, RECEIVE = parse_action("0SEND_F3"), parse_action("1RECV_F3")
+MESSAGE = Message(forward=True, receiver=1, microbatch=3, part=None, source=0, target=1)
+INSIDE = MESSAGE._replace(target=0)
+
+
+def message(text: str) -> Message:
+    """The message of an action, where stage n is on device n."""
+    action = parse_action(text)
+    return message_of(action.stage, action, ((0,), (1,), (2,)))
 
 
 @pytest.mark.parametrize("sender_first", [True, False])
 def test_a_message_arrives_when_both_ends_have_started(sender_first: bool) -> None:
     """Whoever starts first waits; with the other one the buffers hold what was sent, and both ends may join."""
     transport, sent, buffer = InProcess(), torch.arange(4.0), torch.zeros(4)
-    ends = [(SEND, [sent], 1), (RECEIVE, [buffer], 0)]
+    ends = [(SEND, [sent], MESSAGE), (RECEIVE, [buffer], MESSAGE)]
     first = transport.start(*ends[not sender_first])
     assert not transport.ready(first)
     second = transport.start(*ends[sender_first])
@@ -42,8 +50,8 @@ def test_a_message_arrives_when_both_ends_have_started(sender_first: bool) -> No
 def test_a_delivered_message_is_a_copy() -> None:
     """Sender and receiver share no memory, and the transport holds neither's tensors after delivery."""
     transport, sent, buffer = InProcess(), torch.zeros(4), torch.ones(4)
-    handle = transport.start(SEND, [sent], 1)
-    transport.start(RECEIVE, [buffer], 0)
+    handle = transport.start(SEND, [sent], MESSAGE)
+    transport.start(RECEIVE, [buffer], MESSAGE)
     sent += 5
     assert torch.equal(buffer, torch.zeros(4))
     assert (handle.sent, handle.buffers, transport.messages) == (None, None, {})
@@ -53,26 +61,27 @@ def test_messages_do_not_mix() -> None:
     """Every microbatch, direction and stage has a message of its own; a message may hold several tensors, or none."""
     transport = InProcess()
     buffers = {}
-    for number, text in enumerate(("1RECV_F0", "1RECV_F1", "0RECV_B0", "2RECV_F0")):
+    for text in ("1RECV_F0", "1RECV_F1", "0RECV_B0", "2RECV_F0"):
         buffers[text] = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
-        transport.start(parse_action(text), buffers[text], number)
+        transport.start(parse_action(text), buffers[text], message(text))
     for number, text in enumerate(("0SEND_F0", "0SEND_F1", "1SEND_B0", "1SEND_F0")):
-        transport.start(parse_action(text), [torch.full((2,), float(number)), torch.tensor([number])], number)
+        sent = [torch.full((2,), float(number)), torch.tensor([number])]
+        transport.start(parse_action(text), sent, message(text))
     assert [(pair[0][0].item(), pair[1].item()) for pair in buffers.values()] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    handle = transport.start(parse_action("0SEND_F9"), [], 1)
-    transport.start(parse_action("1RECV_F9"), [], 0)
+    handle = transport.start(parse_action("0SEND_F9"), [], message("0SEND_F9"))
+    transport.start(parse_action("1RECV_F9"), [], message("1RECV_F9"))
     assert transport.ready(handle)
 
 
 def test_an_abandoned_message_is_never_delivered() -> None:
     """After a failed step what was under way is forgotten: the next step's message gets its own content."""
     transport = InProcess()
-    transport.start(SEND, [torch.zeros(4)], 1)
+    transport.start(SEND, [torch.zeros(4)], MESSAGE)
     transport.abandon()
     buffer = torch.zeros(4)
-    handle = transport.start(RECEIVE, [buffer], 0)
+    handle = transport.start(RECEIVE, [buffer], MESSAGE)
     assert not transport.ready(handle)
-    transport.start(SEND, [torch.ones(4)], 1)
+    transport.start(SEND, [torch.ones(4)], MESSAGE)
     assert torch.equal(buffer, torch.ones(4))
 
 
@@ -107,7 +116,7 @@ def test_messages_inside_a_device_do_not_leave_it() -> None:
     """Between two stages of one worker's device there is no communicator: both ends meet in its memory."""
     here = Network(timeout=None, device=0, placement=((0,), (0,)), workers={0: 0}, channels={})
     sent, buffer = torch.arange(4.0), torch.zeros(4)
-    handles = [here.start(SEND, [sent], 0), here.start(RECEIVE, [buffer], 0)]
+    handles = [here.start(SEND, [sent], INSIDE), here.start(RECEIVE, [buffer], INSIDE)]
     for action, handle in zip((SEND, RECEIVE), handles, strict=True):
         here.join(action, handle)
     assert torch.equal(buffer, sent)
@@ -141,7 +150,7 @@ def test_a_transfer_that_cannot_start_is_a_lost_peer(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist, "isend", refuse)
     with pytest.raises(PeerLost, match=r"0SEND_F3 failed: device 1 is gone \(Broken pipe\)"):
-        network().start(SEND, [torch.zeros(1)], 1)
+        network().start(SEND, [torch.zeros(1)], MESSAGE)
 
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

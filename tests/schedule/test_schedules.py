@@ -8,7 +8,7 @@ import pytest
 
 from pipefit.actions import Kind
 from pipefit.errors import UsageError
-from pipefit.plans import Grid
+from pipefit.grids import Grid
 from pipefit.program import parse_program
 from pipefit.schedule import SCHEDULES, Compute, lower, schedule_named
 from pipefit.schedule.order import computes

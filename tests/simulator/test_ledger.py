@@ -15,8 +15,9 @@ from pipefit.actions import Action, Kind
 from pipefit.cost.effects import effect
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
+from pipefit.grids import Grid
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan
+from pipefit.plans import Plan
 from pipefit.program import Program, parse_program
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
@@ -393,14 +394,14 @@ def test_a_bundle_moves_together() -> None:
 
 
 def test_what_a_program_cannot_say_to_the_simulator_is_refused() -> None:
-    """A stage on several devices and the body of an endless schedule are programs, but nothing that runs here yet."""
+    """Shards of a stage and the body of an endless schedule are programs, but nothing that runs here yet."""
     plan = make_plan(equal_profile(1), [1], microbatches=1, cluster=make_cluster(2))
     wide = parse_program("device 0: 0LOAD0\ndevice 1:", placement=((0, 1),), microbatches=1)
-    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1\], which cannot be simulated yet"):
+    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1\] in the program, and on \[0\] in the plan"):
         simulate(plan, program=wide)
     text = "device 0: 0LOAD0 0F0 0OFFLOAD0[0.0]@host\ndevice 1:\ncarried out 0: 0OFFLOAD0[0.0]@host\ncarried out 1:"
     body = parse_program(text, placement=((0,),), microbatches=1)
     with pytest.raises(UsageError, match="a part of an endless schedule, which nothing has begun"):
         simulate(plan, program=body)
-    with pytest.raises(UsageError, match=r"on devices \[0, 1\]: stages on several devices can be written down"):
-        simulate(replace(plan, stages=(replace(plan.stages[0], grid=Grid(devices=(0, 1), data=2)),)))
+    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1\] as 2 shards, which can be written down"):
+        simulate(replace(plan, stages=(replace(plan.stages[0], grid=Grid(devices=(0, 1), tensor=2)),)))

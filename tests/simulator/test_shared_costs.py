@@ -5,9 +5,10 @@ from __future__ import annotations
 from made_up import devices, layer, measurement, profile, training, value
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import Origin
 from pipefit.places import parse_place
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.simulator import Simulation
 
 OWN = (Origin(kind="input", index=0), Origin(kind="own", index=1))

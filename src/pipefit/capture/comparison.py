@@ -66,6 +66,20 @@ def compare(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Targ
         )
 
 
+def evaluated(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Target = "cpu") -> list[float]:
+    """The losses of `task.module` on `batches`, in evaluation and without gradients; each with draws of its own.
+
+    Raises:
+        NotComparable: the module fails on a batch.
+    """
+    module = task.module
+    assert isinstance(module, nn.Module)
+    with put_back(), recording("comparing numbers"), casting_for(target), _put_back(module), torch.no_grad():
+        (own,), loss_of = _copies([module], task.loss)
+        with _plainly(task, "evaluation"):
+            return [loss.item() for loss in _losses(_forward(task, own.eval(), loss_of, chain), batches)]
+
+
 class NotComparable(UsageError):
     """The module itself cannot be trained here, such as one whose kernels are those of a GPU alone."""
 
@@ -76,6 +90,13 @@ class NotComparable(UsageError):
 def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:
     """A copy of the module, trained as a plain loop does, without an update."""
     (own,), loss_of = _copies([module], task.loss)
+    with _plainly(task, "training"):
+        losses = list(_losses(_forward(task, own, loss_of, chain), batches))
+    return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
+
+
+def _forward(task: Task, own: nn.Module, loss_of: Any, chain: Chain) -> Callable[[Any, Any], Tensor]:
+    """The loss of a plain module for inputs and targets."""
 
     def forward(inputs: Any, targets: Any) -> Tensor:
         leaves = tuple(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
@@ -85,15 +106,24 @@ def _plain_run(task: Task, module: nn.Module, chain: Chain, batches: Sequence[Sa
             loss: Tensor = _own_loss(outputs) if loss_of is None else loss_of(outputs, targets)
         return loss
 
+    return forward
+
+
+@contextmanager
+def _plainly(task: Task, doing: str) -> Iterator[None]:
+    """Inside, a plain module runs.
+
+    Raises:
+        NotComparable: it fails.
+    """
     try:
-        losses = list(_losses(forward, batches))
+        yield
     except PipefitError:
         raise
     except Exception as error:
         raise NotComparable(
-            f"{task.name} itself, as a plain module on the CPU, fails in training ({in_one_line(error)})"
+            f"{task.name} itself, as a plain module on the CPU, fails in {doing} ({in_one_line(error)})"
         ) from error
-    return Run(losses, _gradients(own.named_parameters(), module), dict(own.named_buffers()))
 
 
 def _chain_run(module: nn.Module, chain: Chain, batches: Sequence[Sample]) -> Run:

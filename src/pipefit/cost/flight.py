@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.actions import Action, Kind, Subject
+from pipefit.actions import OF_ROWS, Action, Kind, Subject
 from pipefit.cost.moving import offload, offloaded, reload, reloaded
 from pipefit.cost.passes import Forward, buffer_copies, copy_inputs, run_backward, run_forward
-from pipefit.cost.residency import Away, Done, Piece, Residency, Whereabouts, begin
+from pipefit.cost.residency import Away, Piece, Residency, Whereabouts, begin
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.transition import Answer, Handler, Transition
-
-_LOADED: Done = Kind.LOAD, False
 
 
 class Flights:
@@ -24,8 +22,8 @@ class Flights:
     def __init__(self, storages: StageStorages) -> None:
         self.storages = storages
         self._known: dict[object, Residency] = {}
-        self._sent: set[Done] = set() if storages.last else {(Kind.SEND_FORWARD, True)}
-        self._sent |= {(Kind.SEND_BACKWARD, True)} if storages.start else set()
+        self._sent = [] if storages.last else [Kind.SEND_FORWARD]
+        self._sent += [Kind.SEND_BACKWARD] if storages.start else []
         self.start = self._interned(begin())
 
     def apply(
@@ -49,7 +47,10 @@ class Flights:
 
     def is_over(self, residency: Residency) -> bool:
         """Whether nothing of the microbatch is left, so that the next step may use its number again."""
-        return not residency.held and residency.back == 0 and self._sent <= residency.done
+        if residency.held or residency.back != 0:
+            return False
+        samples = self.storages.samples
+        return all(residency.rows(kind, wait=True, samples=samples) == samples for kind in self._sent)
 
     def _interned(self, residency: Residency) -> Residency:
         return self._known.setdefault(residency.key(), residency)
@@ -63,7 +64,7 @@ def _answer(transition: Transition) -> Answer:
     """
     action = transition.action
     handler = (_JOINS if action.wait else _STARTS).get(action.kind)
-    if handler is None or action.part is not None:
+    if handler is None or (action.part is not None and action.kind not in OF_ROWS):
         transition.refuse("can be written down, but neither simulated nor run yet")
     return handler(transition)
 
@@ -73,8 +74,10 @@ def _answer(transition: Transition) -> Answer:
 
 def _load(transition: Transition) -> Answer:
     storages, holders = transition.storages, transition.holders
-    if _LOADED in transition.residency.done:
+    if transition.rows_before:
         transition.refuse("loads what is there already")
+    if not transition.completes:
+        transition.refuse(f"loads other rows than the {storages.samples} of the stage's slice")
     if storages.start and not storages.last:
         transition.refuse("has nothing to load: only the first stage has inputs and only the last one targets")
     values = transition.residency.values
@@ -94,7 +97,7 @@ def _receive_forward(transition: Transition) -> Answer:
 
 
 def _receive_backward(transition: Transition) -> Answer:
-    nbytes = transition.storages.output_gradient_bytes
+    nbytes = 0 if transition.rows_before else transition.storages.output_gradient_bytes
     return transition.left(done=transition.once(), boundary=nbytes)
 
 
@@ -115,12 +118,13 @@ def _received(transition: Transition) -> Answer:
 
 
 def _sent_forward(transition: Transition) -> Answer:
-    transition.working.drop_all(transition.holders.sending)
+    if transition.completes:
+        transition.working.drop_all(transition.holders.sending)
     return transition.left(done=transition.once())
 
 
 def _sent_backward(transition: Transition) -> Answer:
-    nbytes = transition.storages.sent_gradient_bytes
+    nbytes = transition.storages.sent_gradient_bytes if transition.completes else 0
     return transition.left(done=transition.once(), boundary=-nbytes)
 
 
@@ -170,7 +174,7 @@ def _inputs(transition: Transition, first: int, end: int) -> tuple[int, ...]:
     if first == 0 and storages.start and not transition.has_joined(Kind.RECV_FORWARD):
         transition.refuse(f"has no inputs: {transition.waits_for(Kind.RECV_FORWARD)} must come before it")
     needs_data = (first == 0 and not storages.start) or (end == storages.count and storages.last)
-    if needs_data and _LOADED not in residency.done:
+    if needs_data and not residency.rows(Kind.LOAD, wait=False, samples=storages.samples):
         transition.refuse(
             f"has no data: {transition.action.stage}LOAD{transition.action.microbatch} must come before it"
         )

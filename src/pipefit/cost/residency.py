@@ -15,12 +15,12 @@ instance s is storage s of the first forward, and n + s that of the second.
 
 What each action holds and drops:
 
-    LOAD, RECV_F          holds the inputs (and targets) for the first forward
+    LOAD, RECV_F          holds the inputs (and targets) for the first forward; of several receives, the first does
     F[a:b]                every layer holds what it saves, and drops what only it read
     N[a:b]                holds the inputs and copies of buffers that feed back, to run again, and saves nothing
     R[a:b]                runs forward from those, and from copies of the other buffers; saves, and drops its outputs
     B[a:b]                every layer, from the last to the first, drops what it saved; then the copies go
-    WAIT_SEND_F, _B       drops the outputs or gradients that were sent
+    WAIT_SEND_F, _B       drops the outputs or gradients that were sent; of several, the last does
     WAIT_OFFLOAD, RELOAD  frees or allocates bytes; the holders stay
 """
 
@@ -33,8 +33,9 @@ from pipefit.actions import Kind
 from pipefit.cost.effects import Effect
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Place
+from pipefit.rows import Rows
 
-Done = tuple[Kind, bool]  # of an action: its kind, and whether it is a WAIT
+Done = tuple[Kind, bool, Rows | None]  # of an action: its kind, whether it is a WAIT, and its rows; None is all of them
 
 
 class Piece(NamedTuple):
@@ -95,6 +96,11 @@ class Residency:
         away = frozenset(self.away.items())
         held = frozenset(self.held.items())
         return held, self.at, self.values, self.pieces, self.back, self.done, away
+
+    def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
+        """How many of the slice's `samples` actions of this kind, or their WAITs, have had so far."""
+        parts = [part for done, waited, part in self.done if done is kind and waited is wait]
+        return sum(samples if part is None else part[1] - part[0] for part in parts)
 
     def changed(self, **fields: object) -> Residency:
         """Another residency, with some fields changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
@@ -75,49 +76,75 @@ class StageCost:
         return sum(host_update_seconds(cost, host) for cost in costs)
 
     def collective_bytes(self, action: Action) -> int:
-        """Bytes that every member of a collective contributes: of a REDUCE, a shared parameter's gradient."""
-        shared = self.storages.measurement.shared
-        subject = action.subject
-        if action.kind is Kind.REDUCE and isinstance(subject, Subject):
+        """Bytes that every member of a collective contributes: of a REDUCE, gradients of the stage's own parameters, or
+        of one that stages share.
+        """
+        shared, subject = self.storages.measurement.shared, action.subject
+        if action.kind is not Kind.REDUCE:
+            return 0
+        if isinstance(subject, Subject):
             return shared[subject.layer].gradient_bytes
-        return 0
+        return self.rest.bytes_of("gradients", *(action.layers or (self.start, self.stop))) - self._shared_bytes
+
+    @cached_property
+    def _shared_bytes(self) -> int:
+        """Bytes of the gradients of parameters that layers of other stages have too."""
+        own = range(self.start, self.stop)
+        among = [s for s in self.storages.measurement.shared if any(user in own for user in s.users)]
+        return sum(s.gradient_bytes for s in among if any(user not in own for user in s.users))
 
 
 class Costs:
-    """The costs of all stages asked for so far, for one profile and training. Planners share one between plans."""
+    """The costs of all stages asked for so far, for one profile and training. Planners share one between plans.
 
-    def __init__(self, measurement: Measurement, training: Training) -> None:
-        self._measurement, self._training = measurement, training
+    `measurement` is at the size of a microbatch, and `slices` are at those of the slices that replicas compute.
+    """
+
+    def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
+        self._measurements = {one.microbatch_size: one for one in (*slices, measurement)}
+        self._size, self._training = measurement.microbatch_size, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
-        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by kind of device
+        self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by samples and kind of device
 
     @staticmethod
     def of(plan: Plan) -> Costs:
         """Costs for `plan`, which serve every plan of the same profile and training."""
-        return Costs(plan.measurement, plan.training)
+        return Costs(plan.measurement, plan.training, plan.profile.measurements)
 
-    def stage(self, start: int, stop: int, kind: DeviceKind, bundles: Sequence[tuple[Subject, ...]] = ()) -> StageCost:
+    def stage(
+        self,
+        start: int,
+        stop: int,
+        kind: DeviceKind,
+        bundles: Sequence[tuple[Subject, ...]] = (),
+        *,
+        data: int = 1,
+    ) -> StageCost:
         """The costs of layers `start` to `stop - 1` on a device of `kind`, in a program with these bundles.
 
-        What flights remember of an action names a bundle by its number alone, so that programs share it only where the
-        stage's bundles are the same.
+        The device computes a slice of every microbatch, as one of `data` replicas. What flights remember of an action
+        names a bundle by its number alone, so that programs share it only where the stage's bundles are the same.
         """
         own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
-        key = (start, stop, kind.key, own)
+        samples = self._size // data
+        key = (start, stop, kind.key, own, samples)
         found = self._stages.get(key)
         if found is None:
             found = self._stages[key] = (
-                self.stage(start, stop, kind).forgetful()
+                self.stage(start, stop, kind, data=data).forgetful()
                 if own
-                else StageCost(self._measurement, start, stop, self._seconds(kind), kind, self._training)
+                else StageCost(
+                    self._measurements[samples], start, stop, self._seconds(kind, samples), kind, self._training
+                )
             )
         return found
 
-    def _seconds(self, kind: DeviceKind) -> tuple[Seconds, ...]:
-        """The seconds of all layers on a device of `kind`."""
-        found = self._times.get(kind.key)
+    def _seconds(self, kind: DeviceKind, samples: int) -> tuple[Seconds, ...]:
+        """The seconds of all layers for so many samples on a device of `kind`."""
+        found = self._times.get((samples, kind.key))
         if found is None:
-            found = self._times[kind.key] = layer_seconds(self._measurement, kind, self._training.dtype)
+            measurement = self._measurements[samples]
+            found = self._times[samples, kind.key] = layer_seconds(measurement, kind, self._training.dtype)
         return found
 
 

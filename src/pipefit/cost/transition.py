@@ -55,14 +55,30 @@ class Transition:
 
     def once(self) -> frozenset[Done]:
         """What has been done with the microbatch after this action, which must not have been done before."""
-        own = self.action.kind, self.action.wait
-        if own in self.residency.done:
+        own = self.action.kind, self.action.wait, self.action.part
+        if own in self.residency.done or self.rows_before + self._own_rows > self.storages.samples:
             self.refuse("happens twice")
         return self.residency.done | {own}
 
+    @property
+    def rows_before(self) -> int:
+        """How many rows of the slice earlier actions of the same kind have had."""
+        return self.residency.rows(self.action.kind, wait=self.action.wait, samples=self.storages.samples)
+
+    @property
+    def completes(self) -> bool:
+        """Whether no row of the slice is left for other actions of the same kind."""
+        return self.rows_before + self._own_rows == self.storages.samples
+
+    @property
+    def _own_rows(self) -> int:
+        part = self.action.part
+        return self.storages.samples if part is None else part[1] - part[0]
+
     def has_joined(self, kind: Kind) -> bool:
-        """Whether the receive or send of that kind has been joined."""
-        return (kind, True) in self.residency.done
+        """Whether all receives or sends of that kind have been joined."""
+        samples = self.storages.samples
+        return self.residency.rows(kind, wait=True, samples=samples) == samples
 
     def layers(self) -> tuple[int, int]:
         """The positions that a compute action covers; with the model's last layer, the loss too."""

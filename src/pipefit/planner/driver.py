@@ -14,11 +14,12 @@ from math import isfinite
 from pipefit.alternatives import Alternative
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError
+from pipefit.grids import Grid, Stage
 from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Options, Planner, Question, Split
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
 from pipefit.schedule.room import shortage

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pipefit.capture.caller import recording
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.profiler.fake import Progress, profile_fake
+from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
 from pipefit.profiles import ModelProfile, Target
 from pipefit.validation import whole
@@ -18,13 +20,15 @@ __all__ = ["Progress", "profile"]
 def profile(
     task: Task,
     *,
-    microbatch_size: int,
+    microbatch_size: int | Sequence[int],
     device: str = "fake",
     target: Target = "cpu",
     threads: int = 1,
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """What every layer of `task` costs for one microbatch of `microbatch_size` samples.
+    """What every layer of `task` costs for one microbatch of `microbatch_size` samples, or of each of several sizes.
+
+    A plan needs the size of its microbatches, and, for stages with replicas, those of the slices that these compute.
 
     An existing module is not changed, nor are its gradients, buffers and modes, nor torch's random generators.
 
@@ -35,7 +39,9 @@ def profile(
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         progress: called with (layers done, layers in all, name of the next one).
     """
-    whole("microbatch_size", microbatch_size, 1)
+    sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(dict.fromkeys(microbatch_size))
+    for size in sizes or [0]:
+        whole("microbatch_size", size, 1)
     whole("threads", threads, 1)
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
@@ -43,7 +49,7 @@ def profile(
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
-        found = profile_fake(task, microbatch_size=microbatch_size, target=followed, threads=threads, progress=progress)
+        found = profile_sizes(task, sizes, target=followed, threads=threads, progress=progress)
         if real is None:
             return found
         return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)

@@ -16,9 +16,11 @@ from torch import Tensor
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.task import Task
+from pipefit.errors import UsageError
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
 from pipefit.fake.target import FakeTarget
+from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
@@ -31,6 +33,31 @@ from pipefit.profiles import (
 )
 
 Progress = Callable[[int, int, str], None]
+
+
+def profile_sizes(
+    task: Task, sizes: Sequence[int], *, target: Target, threads: int, progress: Progress | None = None
+) -> ModelProfile:
+    """The profile of `task` at each of these numbers of samples, as `profile_fake` makes it at one.
+
+    Raises:
+        UsageError: the model has other layers at one size than at another, such as a trace with other branches.
+    """
+    first, *others = (
+        profile_fake(task, microbatch_size=size, target=target, threads=threads, progress=progress) for size in sizes
+    )
+    for other in others:
+        found = differences(first.fingerprint, other.fingerprint, first.layers)
+        if found:
+            size = other.measurements[0].microbatch_size
+            raise UsageError(
+                f"{task.name} is another model at {size} samples than at {sizes[0]} ({'; '.join(found)}), so that no "
+                "plan could use both: profile it at one size, or let its operations not depend on the number of samples"
+            )
+    every = (first, *others)
+    kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
+    measurements = tuple(measurement for found in every for measurement in found.measurements)
+    return replace(first, measurements=measurements, kernels=KernelMemory(kernels=kernels))
 
 
 def profile_fake(

@@ -23,8 +23,9 @@ from pipefit.capture.random_state import seed_torch
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, OutOfMemory
+from pipefit.grids import Grid, Stage
 from pipefit.meter.threads import threads_of
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler.partitionings import Interval, Stages, intervals, partitionings
 from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs

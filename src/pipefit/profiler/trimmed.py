@@ -20,9 +20,10 @@ from pipefit.additive_costs import AdditiveCosts
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import OutOfMemory, UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.threads import threads_of
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.profiler.partitionings import Interval, Stages, trimmed
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipefit.actions import RECEIVES, Action
+from pipefit.actions import RECEIVES, Action, Message
 from pipefit.capture.caller import on_a_copy, recording
+from pipefit.capture.chain import Chain
 from pipefit.capture.model import build_chain
 from pipefit.capture.random_state import seed_torch
 from pipefit.capture.sample import pair
@@ -22,6 +23,7 @@ from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_casts, check_model, target_of
+from pipefit.runtime.replicas import Source, Sources
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 
@@ -29,12 +31,12 @@ from pipefit.validation import seed_number
 class NoPeers:
     """A transport that stands for all other devices: what is received is zeros, and what is sent is dropped."""
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> None:
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> None:
         if action.kind in RECEIVES:
             for tensor in tensors:
                 tensor.zero_()
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> None:
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> None:
         """There is nothing to add."""
 
     def ready(self, handle: None) -> bool:
@@ -57,10 +59,13 @@ class LoneStages:
     """
 
     def __init__(self, task: Task, microbatch_size: int, *, seed: int = 0, target: Target = "cpu") -> None:
-        self.task, self.seed = task, seed_number(seed)
+        self.task, self.seed, self._target = task, seed_number(seed), target
         with recording("profiling"):
-            self.chain = build_chain(on_a_copy(task), microbatch_size, seed=seed, target=target)
+            self.chain = self._chain(microbatch_size)
         self.shared = self.chain.shared  # before a stage is given copies of its own
+
+    def _chain(self, samples: int) -> Chain:
+        return build_chain(on_a_copy(self.task), samples, seed=self.seed, target=self._target)
 
     def train(
         self, plan: Plan, stage: int, *, device: torch.device, meter: MemoryMeter, steps: int | None = None
@@ -78,16 +83,14 @@ class LoneStages:
         programs = step_programs(plan)
         site = Site(
             task=self.task,
-            chain=self.chain,
+            sources=Sources(plan, Source(self.chain, self.shared), lambda samples, replica: self._chain(samples)),
             plan=plan,
             program=programs[-1],
-            shared=self.shared,
             transport=NoPeers(),
             clock=lambda: 0.0,
             seed=self.seed,
         )
-        together = next(stages for stages in plan.ranks if stage in stages)
-        runner = assemble(site, together, device=device, meter=meter)
+        runner = assemble(site, plan.stages[stage].device, device=device, meter=meter)
         try:
             devices = [device] if device.type == "cuda" else []
             with recording("profiling"), torch.random.fork_rng(devices, device_type="cuda"):

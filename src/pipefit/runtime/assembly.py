@@ -22,6 +22,7 @@ from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.buffers import move
 from pipefit.runtime.lending import Lending
 from pipefit.runtime.moving import Mover
+from pipefit.runtime.replicas import Source, Sources
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.states import StateMover
@@ -32,15 +33,14 @@ from pipefit.runtime.transport import Transport
 class Site:
     """What all devices of a run have in common: what stages are built from, and what connects and observes them.
 
-    `lending` says who lends memory for what is moved away. `absent` are the trained parameters of layers that a dry run
-    leaves out.
+    `sources` has the chains of the stages, `lending` says who lends memory for what is moved away. `absent` are the
+    trained parameters of layers that a dry run leaves out.
     """
 
     task: Task
-    chain: Chain
+    sources: Sources
     plan: Plan
     program: Program
-    shared: Sequence[Shared]
     transport: Transport
     clock: Callable[[], float]
     seed: int
@@ -60,35 +60,34 @@ def own_shared(plan: Plan, chain: Chain, stage: int, shared: Sequence[Shared]) -
     return own
 
 
-def _uses(site: Site) -> Iterator[tuple[int, Place, nn.Parameter]]:
+def _uses(source: Source) -> Iterator[tuple[int, Place, nn.Parameter]]:
     """Every use of a trainable parameter: the number of the layer, the parameter's first place, and the parameter."""
-    first = {place: found.places[0] for found in site.shared for place in found.places}
-    for number, layer in enumerate(site.chain.layers):
+    first = {place: found.places[0] for found in source.shared for place in found.places}
+    for number, layer in enumerate(source.chain.layers):
         for local, parameter in layer.module.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 yield number, first.get((number, local), (number, local)), parameter
 
 
-def _agreement(site: Site, stages: Sequence[int]) -> Agreement:
-    """A device's part of the agreement before an update; the first stage with a shared parameter reports it."""
-    plan, layers = site.plan, site.chain.layers
-    elsewhere = {
-        found.places[0]
-        for found, holders in zip(site.shared, plan.holders, strict=True)
-        if holders and holders[0] not in stages
-    }
-    here = {n for stage in stages for n in range(plan.stages[stage].start, plan.stages[stage].stop)}
-    names: dict[str, None] = {}
+def _agreement(site: Site, device: int) -> Agreement:
+    """A device's part of the agreement before an update; the first device with a parameter reports it."""
+    plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
     reported: dict[str, nn.Parameter] = {}
-    trainable: dict[int, nn.Parameter] = {}
-    for number, place, parameter in _uses(site):
-        layer, local = place
-        name = layers[layer].originals.get(local, local)
-        names[name] = None
-        if number in here:
-            trainable[id(parameter)] = parameter
-            if place not in elsewhere:
-                reported[name] = parameter
+    for stage in (stages := plan.stages_of(device)):
+        source, place = site.sources.of(stage, device), plan.stages[stage]
+        elsewhere = {
+            found.places[0]
+            for found, holders in zip(source.shared, plan.holders, strict=True)
+            if holders and holders[0] not in stages
+        }
+        for number, first, parameter in _uses(source):
+            layer, local = first
+            name = source.chain.layers[layer].originals.get(local, local)
+            names[name] = None
+            if place.start <= number < place.stop:
+                trainable[id(parameter)] = parameter
+                if first not in elsewhere and not place.grid.replica_of(device):
+                    reported[name] = parameter
     return Agreement(
         list(names),
         reported,
@@ -121,12 +120,12 @@ def _update_seconds(moves: StateMoves, plan: Plan, storages: StageStorages, near
     return found
 
 
-def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
-    """The runner of the device with these stages, whose layers are moved to `device`."""
-    plan, chain = site.plan, site.chain.measured(site.plan.measurement)
-    own = {stage: own_shared(plan, chain, stage, site.shared) for stage in stages}
-    agreement = _agreement(site, stages) if plan.training.agrees else None
-    number = plan.stages[stages[0]].device
+def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMeter | None) -> DeviceRunner:
+    """The runner of device `number` of the plan, whose layers are moved to `device`."""
+    plan, stages = site.plan, site.plan.stages_of(number)
+    sources = {stage: site.sources.of(stage, number) for stage in stages}
+    own = {stage: own_shared(plan, source.chain, stage, source.shared) for stage, source in sources.items()}
+    agreement = _agreement(site, number) if plan.training.agrees else None
     described = {stage: StageStorages.of(plan, stage) for stage in stages}
     mover = Mover(
         number,
@@ -139,7 +138,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
     moves = state_moves(site.program, number, {n: (one.start, one.stop) for n, one in described.items()})
     runners = {}
     for stage, storages in described.items():
-        place = plan.stages[stage]
+        place, chain = plan.stages[stage], sources[stage].chain.measured(plan.measured(stage))
         layers = chain.layers[place.start : place.stop]
         move([layer.module for layer in layers], device)
         runners[stage] = StageRunner(
@@ -160,6 +159,7 @@ def assemble(site: Site, stages: Sequence[int], *, device: torch.device, meter: 
         plan,
         site.program,
         runners,
+        number=number,
         transport=site.transport,
         mover=mover,
         lent_bytes=site.lending.lent_by(number),

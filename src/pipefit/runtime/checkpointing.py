@@ -34,7 +34,9 @@ OnFailedSave = Callable[[FileError], None]
 
 
 class Checkpointing:
-    """Saves and loads what a process trains.
+    """Saves and loads what a process trains. Of replicas the first one's state is stored, and all take it up.
+
+    `stages` are those whose state this process tells: its own, or the first replica's, where it runs all of them.
 
     Args:
         runners: of the devices that this process runs.
@@ -57,8 +59,11 @@ class Checkpointing:
         on_failed_save: OnFailedSave | None,
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
-        self.stages: dict[int, StageRunner] = {n: stage for runner in runners for n, stage in runner.stages.items()}
-        device = next(iter(self.stages.values())).device if workers > 1 else torch.device("cpu")
+        self._all = [stage for runner in runners for stage in runner.stages.values()]
+        every = [(number, stage, runner.number) for runner in runners for number, stage in runner.stages.items()]
+        self._stored = {n: stage for n, stage, device in every if not plan.stages[n].grid.replica_of(device)}
+        self.stages: dict[int, StageRunner] = self._stored if workers == 1 else {n: stage for n, stage, _ in every}
+        device = self._all[0].device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
         self._on_failed_save = on_failed_save or _warn
         self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
@@ -77,12 +82,12 @@ class Checkpointing:
         """
         if keep is not None:
             whole("keep", keep, 1)
-        devices = {number: stage.device for number, stage in enumerate(self.plan.stages)}
+        devices = {number: stage.devices[0] for number, stage in enumerate(self.plan.stages)}
         scale = self._scale()
-        seed = next(iter(self.stages.values())).seed
+        seed = self._all[0].seed
         self._saver.save(
             Target(directory=Path(directory), step=step, keep=keep),
-            lambda: snapshot(self.stages, self.names, devices, self._rank),
+            lambda: snapshot(self._stored, self.names, devices, self._rank),
             lambda found: background and found.nbytes * self._beside <= free_bytes(),
             lambda parts: self._manifest(parts, step, seed, scale),
         )
@@ -106,7 +111,7 @@ class Checkpointing:
         self.wait()
         checkpoint = find(path)
         check_task(checkpoint, self.plan.profile)
-        restore(checkpoint, list(self.stages.values()), self.names)
+        restore(checkpoint, self._all, self.names)
         for runner in self.runners:
             _count(runner)
         return checkpoint.manifest.step
@@ -121,7 +126,7 @@ class Checkpointing:
         Raises:
             FileError: there is no such file, it is damaged, or its tensors are not those of the model.
         """
-        state = StageState.of(list(self.stages.values()))
+        state = StageState.of(self._all)
         own = {self.names.stored[name] for name in state.tensors}
         found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
         known = {self.names.stored[name]: tensor for name, tensor in found.items()}
@@ -136,12 +141,12 @@ class Checkpointing:
             UsageError: one is missing, or has another shape.
         """
         state = state_of(tensors, self.names)
-        state.load_into(list(self.stages.values()))
+        state.load_into(self._all)
         for runner in self.runners:
             _count(runner)
 
     def _scale(self) -> ScaleState | None:
-        scales = (stage.agreement.scale for stage in self.stages.values() if stage.agreement is not None)
+        scales = (stage.agreement.scale for stage in self._all if stage.agreement is not None)
         scale = next(iter(scales), None)
         return None if scale is None else ScaleState(value=scale.value, quiet=scale.quiet)
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import NotComparable, compare
+from pipefit.capture.comparison import NotComparable, compare, evaluated
 from pipefit.capture.model import built, capture
 from pipefit.capture.numbers import Numbers
 from pipefit.capture.sample import Sample, sample
@@ -30,6 +34,8 @@ from pipefit.validation import seed_number
 
 LONGEST_SECONDS = 10.0
 _MICROBATCHES, _RUNS = 2, 2
+_ROUNDED = {"float64": 1e-9, "float32": 1e-4}  # by which part two sums of one loss may differ
+_ROUNDED_HALF = 0.03
 _COPIES = 3  # of the module's bytes: a copy and its gradients, and those of the copy before
 _CORE = Cluster.emulated((1, 1)).devices[0].kind
 
@@ -61,15 +67,22 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
 
 
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
-    """Compare the module of `whole` with its chain before that is trained; nothing, or why they were not compared.
+    """Compare the module of `whole` with its chain, if it was traced, before that is trained.
+
+    Where replicas divide microbatches, also compare the loss of one with those of its slices. Nothing, or why they were
+    not compared.
 
     Raises:
-        UsageError: the chain computes other numbers than the module; says which.
+        UsageError: the chain computes other numbers than the module, or slices have another loss; says which.
     """
     reason = _obstacle(plan.measurement)
     if not reason:
+        target = target_of(plan.cluster)
         try:
-            compare(whole, chain.measured(plan.measurement), batches, target=target_of(plan.cluster)).check()
+            if chain.traced:
+                compare(whole, chain.measured(plan.measurement), batches, target=target).check()
+            for data in sorted({stage.grid.data for stage in plan.stages} - {1}):
+                _compare_slices(whole, plan, chain, batches[0], data)
         except NotComparable as error:
             reason = str(error)
         else:
@@ -78,6 +91,35 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
         f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
         "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
     )
+
+
+def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
+    """Compare the loss of a microbatch with the mean loss of its slices for `data` replicas, in evaluation.
+
+    Raises:
+        NotComparable: the model draws random numbers in evaluation too.
+        UsageError: they differ: the loss is no mean over samples, or these depend on each other.
+    """
+    count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
+    slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
+    one, again, *parts = evaluated(whole, chain, [batch, batch, *slices], target=target_of(plan.cluster))
+    if one != again and isfinite(one):
+        raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
+    mean = sum(parts) / data
+    tolerance = _ROUNDED.get(plan.training.precision, _ROUNDED_HALF)
+    if abs(mean - one) > tolerance * max(abs(one), abs(mean)):
+        raise UsageError(
+            f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
+            f"{data} slices have {mean:.6g} on average. Return the mean over samples, which do not depend on each "
+            "other; or use one device for each stage; or, if every slice's own loss is meant, leave this comparison "
+            "out (numbers=False, train --no-numbers)"
+        )
+
+
+def _rows(batch: Sample, first: int, end: int) -> Sample:
+    """Some samples of a batch."""
+    found: Sample = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+    return found
 
 
 def _obstacle(measurement: Measurement) -> str:

@@ -35,6 +35,7 @@ from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
+from pipefit.runtime.replicas import Source, Sources
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.transport import InProcess
@@ -181,9 +182,11 @@ class _DryRun:
         # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
         return ran if ran.alike else self._run(fake, self._everything(fake), folding)
 
-    def _chain(self, fake: FakeTarget) -> Chain:
-        chain = fake_chain(self.task, fake, self.like)
-        check_model(self.plan, self.task, chain)
+    def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
+        """A chain of the model for so many samples, by default a microbatch, with tensors of its own."""
+        like = self.like if samples is None else sample(self.task, samples)
+        chain = fake_chain(self.task, fake, like)
+        check_model(self.plan, self.task, chain, samples)
         return chain
 
     def _run(self, fake: FakeTarget, short: Shortened, folding: Folding) -> _Ran:
@@ -217,10 +220,11 @@ class _DryRun:
         """The runner and the meter of every device."""
         site = Site(
             task=self.task,
-            chain=short.chain,
+            sources=Sources(
+                short.plan, Source.of(short.chain), lambda samples, replica: short.shortened(self._chain(fake, samples))
+            ),
             plan=short.plan,
             program=short.program,
-            shared=short.chain.shared,
             transport=InProcess(),
             clock=lambda: 0.0,
             seed=0,
@@ -228,9 +232,9 @@ class _DryRun:
             lending=self.lending,
         )
         runners, meters = [], []
-        for stages in short.plan.ranks:
-            meter = self._meter(fake, short, short.plan.stages[stages[0]].device)
-            runner = assemble(site, stages, device=fake.device, meter=meter)
+        for device in short.plan.workers:
+            meter = self._meter(fake, short, device)
+            runner = assemble(site, device, device=fake.device, meter=meter)
             for stage in runner.stages.values():
                 meter.own_layers(stage, short.copies[stage.start : stage.stop])
             runners.append(runner)

@@ -31,7 +31,7 @@ class Labels:
         self._plan, self._device = plan, device
         self._before = 0  # microbatches of the steps before
         self._paths: dict[tuple[int, int | None], tuple[Action, ...]] = {}
-        self._versions = {n: StageVersions(1) for n, stage in enumerate(plan.stages) if stage.device == device}
+        self._versions = {n: StageVersions(1) for n, stage in enumerate(plan.stages) if device in stage.devices}
         self._born: set[object] = set()
         self._updated: set[int] = set()  # layers
 

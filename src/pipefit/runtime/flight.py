@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipefit.actions import Action
 from pipefit.capture.chain import ChainLayer
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
@@ -41,7 +42,9 @@ class Piece:
 class Flight:
     """One microbatch in one stage.
 
-    `microbatch` is its number in its own step, and `batch_number` that step's; random draws depend on both. `layers`
+    `microbatch` is its number in its own step, and `batch_number` that step's. Where replicas divide microbatches into
+    slices, `slice_number` counts these over the step; random draws depend on it and on the step. `samples` are those of
+    the slice, or of the whole microbatch. `layers`
     are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the model and
     after the last, and `weight` is the factor on the microbatch's loss. `version` are the weights that it goes through,
     where stages are updated with microbatches in flight. `values` wait for the next piece. `gradients` has one
@@ -51,6 +54,8 @@ class Flight:
 
     microbatch: int
     batch_number: int
+    slice_number: int
+    samples: int
     layers: Sequence[ChainLayer]
     boundaries: Sequence[Sequence[Value]]
     weight: float
@@ -60,6 +65,20 @@ class Flight:
     targets: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     pieces: dict[int, Piece] = field(default_factory=dict)  # by their first layer
+
+    def rows(self, load: Action, microbatches: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """What a LOAD takes of the tensors of its microbatch: all, or the rows of a slice.
+
+        Raises:
+            UsageError: it takes more or fewer than the slice has.
+        """
+        tensors = microbatches[self.microbatch]
+        if load.part is None:
+            return tensors
+        first, end = load.part
+        if end - first != self.samples:
+            raise UsageError(f"{load} takes {end - first} rows, and the slice of the microbatch has {self.samples}")
+        return [tensor[first:end] for tensor in tensors]
 
     def abandon(self) -> None:
         """Drop everything, graphs included, after a step has failed."""

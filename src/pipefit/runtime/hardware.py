@@ -84,9 +84,9 @@ def check_hosts(plan: Plan, rank: int) -> None:
     """
     told = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     local, count = (int(text or -1) for text in told)
-    if plan.cluster.backend != "cuda" or None in told or count == len(plan.ranks):
+    if plan.cluster.backend != "cuda" or None in told or count == len(plan.workers):
         return  # not told, or all on this machine, wherever the plan thinks that their devices are
-    hosts = [plan.cluster.devices[plan.stages[stages[0]].device].host for stages in plan.ranks]
+    hosts = [plan.cluster.devices[device].host for device in plan.workers]
     started, host = list(range(rank - local, rank - local + count)), hosts[rank]
     together = [number for number, other in enumerate(hosts) if other == host]
     if started != together:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.actions import SENDS, Action
+from pipefit.actions import SENDS, Action, Message
 from pipefit.runtime.transport import Transport
 
 
@@ -32,14 +32,14 @@ class HostBuffers:
 
     hosts: Transport
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> _OnHost:
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> _OnHost:
         sends = action.kind in SENDS
         buffers = [_copied(tensor) if sends else _buffer(tensor) for tensor in tensors]
-        return _OnHost(self.hosts.start(action, buffers, peer), buffers, [] if sends else tensors)
+        return _OnHost(self.hosts.start(action, buffers, message), buffers, [] if sends else tensors)
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> _OnHost:
-        buffer = _copied(tensor)
-        return _OnHost(self.hosts.collect(action, buffer, members), [buffer], [tensor])
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> _OnHost:
+        buffers = list(map(_copied, tensors))
+        return _OnHost(self.hosts.collect(action, buffers, members, device), buffers, tensors)
 
     def ready(self, handle: _OnHost) -> bool:
         return self.hosts.ready(handle.handle)

@@ -30,19 +30,20 @@ def joins_workers(plan: Plan, timeout_seconds: float, *, share_device: bool) -> 
         atexit.register(_part)
     if not dist.is_initialized():
         return False
-    if dist.get_world_size() != len(plan.ranks):
+    count = len(plan.workers)
+    if dist.get_world_size() != count:
         raise UsageError(
-            f"the plan uses {len(plan.ranks)} devices, but {dist.get_world_size()} workers were started: "
-            f"start one for each device, as torchrun --nproc-per-node {len(plan.ranks)} does"
+            f"the plan uses {count} devices, but {dist.get_world_size()} workers were started: "
+            f"start one for each device, as torchrun --nproc-per-node {count} does"
         )
     if not share_device:
         check_hosts(plan, dist.get_rank())
     return True
 
 
-def device_of(plan: Plan, rank: int, *, share_device: bool = False) -> torch.device:
-    """Where this process runs a rank's stages: on the plan's device, in whatever order stages are on devices."""
-    return local_device(plan.cluster, plan.stages[plan.ranks[rank][0]].device, share_device=share_device)
+def device_of(plan: Plan, worker: int, *, share_device: bool = False) -> torch.device:
+    """Where this process runs a worker's stages: on the plan's device, in whatever order stages are on devices."""
+    return local_device(plan.cluster, plan.workers[worker], share_device=share_device)
 
 
 def transport_of(

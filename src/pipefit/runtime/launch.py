@@ -198,7 +198,7 @@ class _Supervisor:
         Raises:
             WorkerFailed: the system does not let us start one.
         """
-        ranks = len(self.plan.ranks)
+        ranks = len(self.plan.workers)
         for rank in range(ranks):
             try:
                 self._start(task, rank)
@@ -322,9 +322,10 @@ class _Supervisor:
         return failure
 
     def _name(self, rank: int) -> str:
-        stages = [self.plan.stages[stage] for stage in self.plan.ranks[rank]]
+        device = self.plan.workers[rank]
+        stages = [self.plan.stages[stage] for stage in self.plan.stages_of(device)]
         held = ", ".join(self.plan.profile.named(stage.start, stage.stop) for stage in stages)
-        return f"worker {rank} (device {stages[0].device}, {held})"
+        return f"worker {rank} (device {device}, {held})"
 
     # ---------------------------------------------------------------- where workers are
 
@@ -338,7 +339,7 @@ class _Supervisor:
         empties = training.endless and heartbeat.empties
         entered = heartbeat.step * training.microbatches if training.endless else 0
         program = self._programs.training(0 if empties else training.microbatches, entered, update=True)
-        return program.actions[self.plan.stages[self.plan.ranks[rank][0]].device]
+        return program.actions[self.plan.workers[rank]]
 
     def _place(self, rank: int) -> str:
         """What a worker is doing."""

@@ -96,7 +96,7 @@ class Lending:
         arenas = _checked_here(plan, program)
         if plan.cluster.backend == "cuda":
             return _on_gpus(plan, arenas, partial(gpu, plan.cluster, share_device=share_device))
-        memory, alone = HostMemory(plan.cluster, arenas), len(plan.ranks) == 1
+        memory, alone = HostMemory(plan.cluster, arenas), len(plan.workers) == 1
         return Lending(arenas, lambda device: Beside() if alone else AtOnce(), memory)
 
     @staticmethod
@@ -147,7 +147,7 @@ def _on_gpus(plan: Plan, arenas: tuple[Arena, ...], device: Callable[[int], torc
 
 def _shared(plan: Plan, arenas: Sequence[Arena]) -> list[Arena]:
     """The arenas of devices that have a worker of their own."""
-    workers = {Member.device(stage.device) for stage in plan.stages}
+    workers = set(map(Member.device, plan.workers))
     return [arena for arena in arenas if arena.lender in workers]
 
 

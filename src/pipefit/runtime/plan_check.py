@@ -12,13 +12,14 @@ from pipefit.plans import Plan
 from pipefit.profiles import Target
 
 
-def check_model(plan: Plan, task: Task, chain: Chain) -> None:
-    """Check that `plan` was made for `task`, whose chain is `chain`, at the plan's microbatch size.
+def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None) -> None:
+    """Check that `plan` was made for `task`, whose chain is `chain` for `samples`, by default the plan's microbatches.
 
     Raises:
         FileError: the plan was made for another task; says what differs.
     """
-    profile, measurement = plan.profile, plan.measurement
+    profile = plan.profile
+    measurement = plan.measurement if samples is None else profile.at(samples)
     now = with_loss(fingerprint(task, chain), chain, measurement)
     found = differences(profile.fingerprint, now.fingerprint, profile.layers)
     if not found and measurement.sizes != now.sizes:

@@ -12,26 +12,34 @@ class Programs:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._training: dict[tuple[int, bool, int], Program] = {}
-        self._evaluations: dict[int, Program] = {}
+        self._training: dict[tuple[int, bool, int, int | None], Program] = {}
+        self._evaluations: dict[tuple[int, int | None], Program] = {}
 
-    def training(self, microbatches: int, entered: int, *, update: bool) -> Program:
+    def training(self, microbatches: int, entered: int, *, update: bool, last: int | None = None) -> Program:
         """The program that trains so many microbatches, or ends those in flight for none.
 
-        `entered` is the number of microbatches since the pipeline was empty, under an endless schedule.
+        `last` are the samples of the last one; the plan's unless given. `entered` is the number of microbatches since
+        the pipeline was empty, under an endless schedule.
         """
         entered = as_early(self._plan, entered)
-        key = microbatches, update, entered
+        last = self._rows(last)
+        key = microbatches, update, entered, last
         if key not in self._training:
             self._training[key] = (
-                lower(self._plan, microbatches=microbatches, update=update, entered=entered)
+                lower(self._plan, microbatches=microbatches, last=last, update=update, entered=entered)
                 if microbatches
                 else lower_drain(self._plan, entered=entered)
             )
         return self._training[key]
 
-    def evaluation(self, microbatches: int) -> Program:
-        """The program that evaluates so many microbatches."""
-        if microbatches not in self._evaluations:
-            self._evaluations[microbatches] = lower_evaluation(self._plan, microbatches=microbatches)
-        return self._evaluations[microbatches]
+    def evaluation(self, microbatches: int, *, last: int | None = None) -> Program:
+        """The program that evaluates so many microbatches, the `last` of so many samples."""
+        key = microbatches, self._rows(last)
+        if key not in self._evaluations:
+            self._evaluations[key] = lower_evaluation(self._plan, microbatches=microbatches, last=key[1])
+        return self._evaluations[key]
+
+    def _rows(self, last: int | None) -> int | None:
+        """The samples of the last microbatch, if the program depends on them: where replicas divide these."""
+        plan = self._plan
+        return last if plan.is_sliced and last != plan.training.microbatch_size else None

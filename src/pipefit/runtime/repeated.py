@@ -27,6 +27,7 @@ from pipefit.capture.task import Task
 from pipefit.cost.storages import StageStorages
 from pipefit.fake.fingerprint import options
 from pipefit.plans import Plan
+from pipefit.profiles import Measurement
 from pipefit.program import Program
 from pipefit.runtime.parameter_groups import parameter_groups
 
@@ -62,7 +63,8 @@ class Shortened:
     """A plan without the layers that others stand for, with its program and chain.
 
     `copies` has for every layer of this plan the execution that it belongs to, None outside of repeats. `swept` has for
-    the text of an action the repeats that it passes through. `absent` are the trained parameters left out.
+    the text of an action the repeats that it passes through. `absent` are the trained parameters left out, and `kept`
+    the layers that are not.
     """
 
     plan: Plan
@@ -71,6 +73,11 @@ class Shortened:
     copies: tuple[Copy | None, ...]
     swept: Mapping[str, frozenset[int]]
     absent: int
+    kept: tuple[int, ...]
+
+    def shortened(self, chain: Chain) -> Chain:
+        """Another chain of the same model without those layers."""
+        return replace(chain, layers=tuple(chain.layers[layer] for layer in self.kept))
 
     @staticmethod
     def of(task: Task, plan: Plan, program: Program, chain: Chain) -> Shortened:
@@ -93,13 +100,14 @@ class Shortened:
             copies=copies,
             swept=_swept(short, program, copies, layers),
             absent=sum(parameter.requires_grad for parameter in left_out),
+            kept=tuple(kept),
         )
 
     @staticmethod
     def none(plan: Plan, program: Program, chain: Chain) -> Shortened:
         """`plan` with all of its layers."""
-        copies = (None,) * len(chain.layers)
-        return Shortened(plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0)
+        copies, kept = (None,) * len(chain.layers), tuple(range(len(chain.layers)))
+        return Shortened(plan=plan, program=program, chain=chain, copies=copies, swept={}, absent=0, kept=kept)
 
 
 # ---------------------------------------------------------------- finding repeats
@@ -114,7 +122,12 @@ def _keys(task: Task, plan: Plan, chain: Chain, movers: frozenset[int]) -> list[
     return [
         object()
         if number in sharing or number in movers
-        else (plan.measurement.layers[number], common[number], module_settings(layer.module, id), _groups(task, layer))
+        else (
+            tuple(one.layers[number] for one in plan.profile.measurements),
+            common[number],
+            module_settings(layer.module, id),
+            _groups(task, layer),
+        )
         for number, layer in enumerate(chain.layers)
     ]
 
@@ -179,20 +192,24 @@ def _copies(number: int, repeat: Repeat) -> Iterator[tuple[int, Copy]]:
 
 def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
     """The plan for a model of the layers `kept`, which is for execution alone: its decisions are in the program."""
-    measurement = plan.measurement
-    shared = tuple(
-        replace(shared, users=tuple(bisect_left(kept, user) for user in shared.users)) for shared in measurement.shared
-    )
-    layers = tuple(measurement.layers[layer] for layer in kept)
-    short = replace(measurement, layers=layers, shared=shared, shared_buffers=())
+    measurements = tuple(_measurement(measurement, kept) for measurement in plan.profile.measurements)
     names = tuple(plan.profile.layers[layer] for layer in kept)
     stages = (replace(s, start=bisect_left(kept, s.start), stop=bisect_left(kept, s.stop)) for s in plan.stages)
     return replace(
         plan,
-        profile=replace(plan.profile, layers=names, blocks=(), measurements=(short,), additive=None),
+        profile=replace(plan.profile, layers=names, blocks=(), measurements=measurements, additive=None),
         stages=tuple(stages),
         decisions=(),
     )
+
+
+def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
+    """The measurement of the layers `kept` alone."""
+    shared = tuple(
+        replace(shared, users=tuple(bisect_left(kept, user) for user in shared.users)) for shared in measurement.shared
+    )
+    layers = tuple(measurement.layers[layer] for layer in kept)
+    return replace(measurement, layers=layers, shared=shared, shared_buffers=())
 
 
 def _program(program: Program, kept: Sequence[int]) -> Program:

@@ -56,26 +56,27 @@ class Result:
 def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
     """Tell all workers what this one's `runners` know of the step that has just ended.
 
-    The last stage has computed the losses; `weights` are those of its microbatches in the mean.
+    The last stage has computed the losses, each replica those of its slices; `weights` are those of its microbatches in
+    the mean.
 
     Raises:
         PeerLost: another worker is gone.
     """
-    ranks, exchanged = plan.ranks, distributed and len(plan.ranks) > 1
+    workers, exchanged = plan.workers, distributed and len(plan.workers) > 1
     direct = exchanged and dist.get_backend() == "nccl"  # gloo takes tensors on the host
     device = next(iter(runners[0].stages.values())).device if direct else torch.device("cpu")
-    told = torch.zeros(1 + len(ranks), dtype=torch.float64, device=device)
+    told = torch.zeros(1 + len(workers), dtype=torch.float64, device=device)
     for runner in runners:
-        told[1 + ranks.index(tuple(runner.stages))] = runner.record.step_peak_bytes
-        for stage in runner.stages.values():
+        told[1 + workers.index(runner.number)] = runner.record.step_peak_bytes
+        for number, stage in runner.stages.items():
             if stage.losses is not None:
-                losses = stage.losses[: len(weights)]
-                told[0] = losses @ torch.tensor(weights, device=losses.device)
+                losses, replicas = stage.losses[: len(weights)], plan.stages[number].grid.data
+                told[0] += losses @ torch.tensor(weights, device=losses.device) / replicas
     try:
         work = dist.all_reduce(told, async_op=True) if exchanged else None
     except RuntimeError as error:
         raise _lost(error) from error
-    return Result(devices=tuple(plan.stages[stages[0]].device for stages in ranks), told=told, work=work)
+    return Result(devices=workers, told=told, work=work)
 
 
 def _lost(error: RuntimeError) -> PeerLost | OutOfMemory:

@@ -14,18 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipefit.actions import COPIES, RECEIVES, SENDS, Action, Kind, Subject
+from pipefit.actions import COPIES, OF_ROWS, RECEIVES, SENDS, Action, Kind
+from pipefit.cost.communicators import members
 from pipefit.errors import OutOfMemory, UsageError
-from pipefit.layer_costs import Value
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
+from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
+from pipefit.runtime.gradients import summed_gradients
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.record import Record
-from pipefit.runtime.specializations import Specialization, boundaries
+from pipefit.runtime.specializations import Specialization
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.transfers import Transfers
 from pipefit.runtime.transport import Transport
@@ -39,7 +41,7 @@ class DeviceRunner:
     """Device `number` of a plan, with its stages: executes its actions step by step, and records them.
 
     Args:
-        stages: the stages of the plan that are on this device, by their numbers.
+        stages: the stages of the plan that are on this device, by their numbers; of several replicas it is one.
         transport: exchanges tensors with the other devices.
         mover: moves saved tensors away and back.
         lent_bytes: of the device's memory are reserved for other devices.
@@ -55,6 +57,7 @@ class DeviceRunner:
         program: Program,
         stages: Mapping[int, StageRunner],
         *,
+        number: int,
         transport: Transport,
         mover: Mover,
         lent_bytes: int,
@@ -63,10 +66,11 @@ class DeviceRunner:
         on_action: Callable[[int], None] | None = None,
     ) -> None:
         self.plan, self.program, self.stages = plan, program, dict(stages)
-        self.number = plan.stages[min(stages)].device
+        self.number, self._grid = number, plan.stages[min(stages)].grid
         self.transfers, self.mover = Transfers(transport), mover
+        self._exchange = Exchange(plan, number, self.transfers)
         self.meter, self.clock, self.on_action = meter, clock, on_action
-        self.usual = Specialization(boundaries(plan.measurement), {n: stage.layers for n, stage in stages.items()})
+        self.usual = Specialization.usual(plan, {n: stage.layers for n, stage in stages.items()})
         self.record = Record()
         self._before = 0  # microbatches of the steps before, under an endless schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
@@ -93,7 +97,7 @@ class DeviceRunner:
         *,
         program: Program | None = None,
         weights: Sequence[float] | None = None,
-        specializations: Sequence[Specialization] | None = None,
+        specializations: Mapping[int, Sequence[Specialization]] | None = None,
         training: bool = True,
     ) -> Iterator[None]:
         """Execute one step. The first stage reads `inputs` and the last one `targets`, with one entry per microbatch.
@@ -103,7 +107,7 @@ class DeviceRunner:
         Args:
             program: to execute instead of the plan's, such as one that only evaluates.
             weights: the factor of every microbatch's loss; equal unless given.
-            specializations: for every microbatch, if some have other sizes than the plan's, or for evaluation.
+            specializations: by device, for every microbatch, if some have other sizes, or for evaluation.
             training: False only evaluates.
 
         Raises:
@@ -113,7 +117,8 @@ class DeviceRunner:
         self.mover.begin(program)
         known, count, before = self._instructions(program), len(inputs), self._before
         self._training = training
-        self._specializations |= enumerate(specializations or (self.usual,) * count, start=before)
+        given = (specializations or {}).get(self.number, (self.usual,) * count)
+        self._specializations |= enumerate(given, start=before)
         self._inputs, self._targets = inputs, targets
         self._weights = weights or (1.0 / max(count, 1),) * count
         if not count:
@@ -197,7 +202,7 @@ class DeviceRunner:
         """
         self.stages[action.stage].check_here(action)
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
-        if handler is None or action.part is not None:
+        if handler is None or (action.part is not None and action.kind not in OF_ROWS):
             raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
         handler(self, action)
 
@@ -206,29 +211,29 @@ class DeviceRunner:
     def _load(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         if action.stage == 0:
-            flight.values = on_device(self._inputs[flight.microbatch], stage.storages.inputs, stage.device)
+            inputs = flight.rows(action, self._inputs)
+            flight.values = on_device(inputs, stage.storages.inputs, stage.device)
         if stage.last:
-            flight.targets = on_device(self._targets[flight.microbatch], stage.storages.targets, stage.device)
+            targets = flight.rows(action, self._targets)
+            flight.targets = on_device(targets, stage.storages.targets, stage.device)
 
     def _send(self, action: Action) -> None:
-        self.transfers.send(action, self._peer(action), self._values(action))
+        self._exchange.send(action, self._boundary(action))
 
     def _receive(self, action: Action) -> None:
-        device = self.stages[action.stage].device
-        buffers = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device=device) for v in self._values(action)]
-        self.transfers.receive(action, buffers, self._peer(action))
+        self._exchange.receive(action, self._boundary(action), self.stages[action.stage].device)
 
-    def _values(self, action: Action) -> Sequence[Value]:
-        """The tensors of a message by the plan: the values at the boundary, or those of them that have gradients."""
-        stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0].boundaries
-        values = known[stage.stop if action.neighbour > action.stage else stage.start]
-        if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
-            return values
-        return [value for value in values if value.has_gradient]
+    def _boundary(self, action: Action) -> Boundary:
+        """The values at the end of the stage that a message crosses."""
+        stage, known = self.stages[action.stage], self._specializations[action.microbatch or 0]
+        number = stage.stop if action.neighbour > action.stage else stage.start
+        return Boundary(known.boundaries[action.stage][number], known.samples[action.stage])
 
     def _received(self, action: Action) -> None:
         """Keep received tensors for the stage; gradients have an entry for every output, None where it has none."""
         tensors, flight = self.transfers.join(action), self._flight(action)
+        if tensors is None:
+            return
         if action.kind is Kind.RECV_FORWARD:
             flight.values = tensors
         else:
@@ -237,10 +242,7 @@ class DeviceRunner:
 
     def _sent(self, action: Action) -> None:
         # Tensors that a layer has saved stay, as activations; the others are freed here.
-        self._tag(self.transfers.join(action), Category.ACTIVATIONS)
-
-    def _peer(self, action: Action) -> int:
-        return self.program.placement[action.neighbour][0]
+        self._tag(self.transfers.join(action) or [], Category.ACTIVATIONS)
 
     # ---------------------------------------------------------------- moving saved tensors and state
 
@@ -249,7 +251,7 @@ class DeviceRunner:
             self.stages[action.stage].move(action)
             return
         flight = self._flight(action)
-        smaller = flight.boundaries[0] != self.usual.boundaries[0]
+        smaller = flight.boundaries[0] != self.usual.boundaries[action.stage][0]
         readers = (*flight.values, *flight.targets, *self.transfers.tensors)
         self.mover.carry_out(action, flight.luggage, readers=readers, smaller=smaller)
 
@@ -301,9 +303,11 @@ class DeviceRunner:
             flight = self._flights[key] = Flight(
                 number,
                 self.stages[stage].batch_number,
+                number * self._grid.data + self._grid.replica_of(self.number),
+                specialization.samples[stage],
                 specialization.layers[stage],
-                specialization.boundaries,
-                self._weights[number],
+                specialization.boundaries[stage],
+                self._weights[number] / self._grid.data,
                 self.mover.luggage(stage, number),
             )
         return flight
@@ -313,20 +317,18 @@ class DeviceRunner:
     def _agree(self, action: Action) -> None:
         stage = self.stages[action.stage]
         assert stage.agreement is not None
-        everyone = tuple(stages[0] for stages in self.plan.ranks)
-        self.transfers.collect(action, stage.agreement.contribution(stage.device), everyone)
+        self._collect(action, [stage.agreement.contribution(stage.device)])
 
     def _agreed(self, action: Action) -> None:
         agreement = self.stages[action.stage].agreement
         assert agreement is not None
-        agreement.conclude(self.transfers.join(action)[0])
+        agreement.conclude(*(self.transfers.join(action) or ()))
 
     def _reduce(self, action: Action) -> None:
-        assert isinstance(action.subject, Subject)
-        parameter = self.stages[action.stage].shared[action.subject.layer]
-        if parameter.grad is None:  # the layers of this stage did not use it
-            parameter.grad = torch.zeros_like(parameter)
-        self.transfers.collect(action, parameter.grad, self.plan.summed[action.subject.layer])
+        self._collect(action, summed_gradients(self.stages[action.stage], action, self.plan.summed))
+
+    def _collect(self, action: Action, tensors: list[Tensor]) -> None:
+        self.transfers.collect(action, tensors, members(self.plan, action), self.number)
 
     def _reduced(self, action: Action) -> None:
         self.transfers.join(action)

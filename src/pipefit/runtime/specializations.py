@@ -7,8 +7,9 @@ over fake tensors, and the new layers get the parameters and buffers of the old 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +33,43 @@ Layers = tuple[ChainLayer, ...]
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """The layers of this process's stages for one microbatch size and mode, and the values at all boundaries."""
+    """The stages of this process for one microbatch size and mode, by their numbers.
+
+    `layers` are those of a stage, `boundaries` the values at all boundaries of the model in the stage's slice of a
+    microbatch, and `samples` the size of the slice.
+    """
+
+    layers: Mapping[int, Layers]
+    boundaries: Mapping[int, Boundaries]
+    samples: Mapping[int, int]
+
+    @staticmethod
+    def usual(plan: Plan, layers: Mapping[int, Layers]) -> Specialization:
+        """That to the microbatches of the plan."""
+        measured = {number: plan.measured(number) for number in layers}
+        samples = {number: one.microbatch_size for number, one in measured.items()}
+        return Specialization(layers, {number: boundaries(one) for number, one in measured.items()}, samples)
+
+
+class _Made(NamedTuple):
+    """The model for slices of one size: the values at all boundaries, and layers of the stages if they were traced."""
 
     boundaries: Boundaries
     layers: Mapping[int, Layers]
 
 
 class Specializations:
-    """The specializations of the stages that this process runs, each made when it is first needed."""
+    """The specializations of the stages of one device, each made when it is first needed."""
 
     def __init__(self, task: Task, plan: Plan, layers: Mapping[int, Layers], *, traced: bool) -> None:
         self.task, self.plan, self.traced = task, plan, traced
-        usual = Specialization(boundaries(plan.measurement), layers)
-        self._usual = usual
-        self._known = {(plan.training.microbatch_size, True): usual}
+        self._usual = Specialization.usual(plan, layers)
+        self._known = {(plan.training.microbatch_size, True): self._usual}
+        self._made: dict[tuple[int, bool], _Made] = {}
+
+    def of_all(self, sizes: Sequence[int], training: bool) -> list[Specialization]:
+        """The specializations to microbatches of these sizes."""
+        return [self.of(size, training=training) for size in sizes]
 
     def of(self, size: int, *, training: bool) -> Specialization:
         """The specialization to microbatches of `size` samples.
@@ -56,10 +80,23 @@ class Specializations:
         mode = training or not self.traced  # layers that are modules obey train() and eval()
         key = size, mode
         if key not in self._known:
-            self._known[key] = self._make(size, training=mode)
+            samples = {number: size // self.plan.stages[number].grid.data for number in self._usual.layers}
+            made = {number: self._of_slices(count, training=mode) for number, count in samples.items()}
+            self._known[key] = Specialization(
+                {number: one.layers.get(number, self._usual.layers[number]) for number, one in made.items()},
+                {number: one.boundaries for number, one in made.items()},
+                samples,
+            )
         return self._known[key]
 
-    def _make(self, size: int, *, training: bool) -> Specialization:
+    def _of_slices(self, size: int, *, training: bool) -> _Made:
+        """The model for slices of so many samples."""
+        key = size, training
+        if key not in self._made:
+            self._made[key] = self._make(size, training=training)
+        return self._made[key]
+
+    def _make(self, size: int, *, training: bool) -> _Made:
         like = sample(self.task, size)
         target = target_of(self.plan.cluster)
         with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
@@ -69,9 +106,9 @@ class Specializations:
             found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
         values = tuple(
             tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
-            for known, tensors in zip(self._usual.boundaries, found, strict=True)
+            for known, tensors in zip(boundaries(self.plan.measurement), found, strict=True)
         )
-        return Specialization(values, self._rebound(chain) if self.traced else self._usual.layers)
+        return _Made(values, self._rebound(chain) if self.traced else {})
 
     def _check(self, chain: Chain, size: int, *, training: bool) -> None:
         """Refuse a chain whose layers are not the plan's."""
@@ -83,7 +120,7 @@ class Specializations:
             )
 
     def _rebound(self, chain: Chain) -> dict[int, Layers]:
-        """The new layers of this process's stages, with the parameters and buffers of the old ones."""
+        """The new layers of the device's stages, with the parameters and buffers of the old ones."""
         return {
             stage: tuple(
                 replace(new, module=_rebind(new, old))

@@ -235,7 +235,7 @@ class StageRunner:
         return values
 
     def _seed(self, flight: Flight, number: int) -> None:
-        seed_layer(self.device, self.seed, flight.batch_number, flight.microbatch, number)
+        seed_layer(self.device, self.seed, flight.batch_number, flight.slice_number, number)
 
     def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
         """Pass values on: to the next piece through the flight, or out of the stage."""

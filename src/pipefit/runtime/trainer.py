@@ -48,6 +48,7 @@ from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model, target_of
 from pipefit.runtime.programs import Programs
+from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
 from pipefit.runtime.results import Result, tell
 from pipefit.runtime.saver import Saved
@@ -125,21 +126,17 @@ class Trainer:
         if self.distributed:  # before building, which may take longer on one worker than on another
             here = device_of(plan, self.rank, share_device=share_device)
             transport = transport_of(plan, program, here, timeout_seconds, share_device=share_device)
-            lending = Lending.between(
-                plan, whole_run(plan), plan.stages[plan.ranks[self.rank][0]].device, here, share_device=share_device
-            )
+            lending = Lending.between(plan, whole_run(plan), plan.workers[self.rank], here, share_device=share_device)
         else:
             lending = Lending.within(plan, whole_run(plan), share_device=share_device)
-        self._lending = lending  # what others have borrowed stays ours
-        self.not_compared = ""
-        self.chain = chain = self._captured(seed, numbers)
-        ranks, names = plan.ranks, Names.of(chain.layers)
+        self._lending, self.not_compared = lending, ""  # what others have borrowed stays ours
+        trained, chain = self._captured(seed, numbers)
+        self.chain, workers, names = chain, plan.workers, Names.of(chain.layers)
         site = Site(
             task=task,
-            chain=chain,
+            sources=trained_sources(plan, trained, chain, copies=not self.distributed),
             plan=plan,
             program=program,
-            shared=chain.shared,
             transport=transport,
             clock=self._clock,
             seed=seed,
@@ -149,18 +146,20 @@ class Trainer:
         self.runners = [
             assemble(
                 site,
-                ranks[number],
+                workers[number],
                 device=(device := device_of(plan, number, share_device=share_device)),
-                meter=meter_of(plan.cluster, plan.stages[ranks[number][0]].device, device, self._kernels),
+                meter=meter_of(plan.cluster, workers[number], device, self._kernels),
             )
-            for number in ([self.rank] if self.distributed else range(len(ranks)))
+            for number in ([self.rank] if self.distributed else range(len(workers)))
         ]
-        own = {number: stage.layers for runner in self.runners for number, stage in runner.stages.items()}
-        self.specializations = Specializations(task, plan, own, traced=chain.traced)
+        self._specializations = {
+            runner.number: Specializations(task, plan, runner.usual.layers, traced=chain.traced)
+            for runner in self.runners
+        }
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
-        workers = len(ranks) if self.distributed else 1
+        count = len(workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
-            plan, self.runners, names, workers=workers, rank=self.rank, on_wait=on_wait, on_failed_save=on_failed_save
+            plan, self.runners, names, workers=count, rank=self.rank, on_wait=on_wait, on_failed_save=on_failed_save
         )
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []
@@ -189,7 +188,7 @@ class Trainer:
             refuse_gradients(both, self.task.name)
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
-            program = self._programs.training(len(given.sizes), self._entered, update=update)
+            program = self._programs.training(len(given.sizes), self._entered, update=update, last=given.sizes[-1])
             if self._accumulated == 0 and not self._entered:
                 self._drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
@@ -227,7 +226,8 @@ class Trainer:
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(stage.evaluating())
-            return self._run(given, self._programs.evaluation(len(given.sizes)), 1, training=False).joined()[0]
+            program = self._programs.evaluation(len(given.sizes), last=given.sizes[-1])
+            return self._run(given, program, 1, training=False).joined()[0]
 
     @property
     def trace(self) -> Trace:
@@ -242,7 +242,7 @@ class Trainer:
 
     @property
     def stages(self) -> Iterator[StageRunner]:
-        """The stages that this process runs."""
+        """The stages that this process runs, each once for every replica that it runs."""
         for runner in self.runners:
             yield from runner.stages.values()
 
@@ -250,7 +250,7 @@ class Trainer:
     def state(self) -> StageState:
         """All that training has changed in this process's layers, by names in the original module."""
         self._drain()
-        return StageState.of(list(self.stages))
+        return StageState.of(list(self._checkpoints.stages.values()))
 
     def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module.
@@ -326,8 +326,8 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
-    def _captured(self, seed: int, numbers: bool) -> Chain:
-        """The chain of the task's module, as the plan has it; a traced one has been compared with the module."""
+    def _captured(self, seed: int, numbers: bool) -> tuple[Task, Chain]:
+        """The task with its module built, and its chain as the plan has it, which was compared if it was traced."""
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
@@ -336,13 +336,13 @@ class Trainer:
             first = sample(task, plan.training.microbatch_size)
             chain = capture(whole, *first, target=target)
         check_model(plan, task, chain)
-        if numbers and chain.traced:
+        if numbers and (chain.traced or plan.is_sliced):
             second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
             if self.rank == 0:
                 self.not_compared = compare_at_start(whole, plan, chain, (first, second))
         if self.not_compared:
             warnings.warn(self.not_compared, PipefitWarning, stacklevel=3)
-        return chain
+        return whole, chain
 
     def _clock(self) -> float:
         return time.perf_counter() - getattr(self, "_began", 0.0)
@@ -376,7 +376,7 @@ class Trainer:
             inputs=cut.inputs,
             targets=cut.targets,
             weights=[1.0 if alone else share / batches for share in shares],
-            specializations=[self.specializations.of(size, training=training) for size in cut.sizes],
+            specializations={n: known.of_all(cut.sizes, training) for n, known in self._specializations.items()},
             training=training,
         )
         return tell(self.plan, self.runners, shares, distributed=self.distributed)

@@ -1,21 +1,56 @@
 """The transfers of a device that run in the background: one action starts each, and another one joins it.
 
 Messages and collectives go through a `Transport` and are handled alike. As long as a transfer runs, its tensors are
-held here alone; the join returns them, so that they are freed if nobody uses them.
+held here alone; the join returns them, so that they are freed if nobody uses them. What goes in several messages, some
+rows in each, is held until the last of them is joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipefit.actions import Action
+from pipefit.actions import Action, Message
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
+from pipefit.rows import Rows
 from pipefit.runtime.transport import Transport
 from pipefit.texts import dtype_name
+
+
+class Part(NamedTuple):
+    """What one of several messages carries of a stage's tensors.
+
+    `carried` are their numbers, each with the dimension of which the message has `rows`, of `samples` in all; None
+    where it has the whole tensor.
+    """
+
+    carried: tuple[tuple[int, int | None], ...]
+    rows: Rows
+    samples: int
+
+    @property
+    def length(self) -> int:
+        """How many rows it has."""
+        return self.rows[1] - self.rows[0]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The part of the tensors, as views."""
+        return [
+            tensors[number] if dimension is None else tensors[number].narrow(dimension, self.rows[0], self.length)
+            for number, dimension in self.carried
+        ]
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The tensors of all messages of one kind about one microbatch of a stage; `left` are the rows not yet joined."""
+
+    tensors: list[Tensor]
+    left: int
 
 
 class Transfers:
@@ -23,59 +58,92 @@ class Transfers:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._under_way: dict[Action, tuple[list[Tensor], Any]] = {}
+        self._under_way: dict[Action, tuple[list[Tensor], Any, int]] = {}  # the tensors, a handle, the rows
         self._waiting: dict[Action, list[Tensor]] = {}
+        self._whole: dict[Action, _Whole] = {}
 
     def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
-        """Keep tensors that `action` will send."""
-        self._waiting[action] = tensors
+        """Keep tensors that `action`, or the same for some of the rows each, will send."""
+        self._waiting[_name(action)] = tensors
 
-    def send(self, action: Action, peer: int, values: Sequence[Value]) -> None:
-        """Begin to send the tensors of `action` to device `peer`, which has allocated memory for `values`.
+    def send(self, action: Action, message: Message, values: Sequence[Value], part: Part | None = None) -> None:
+        """Begin to send the tensors of `action`, or a part of them; the other end has allocated memory for `values`.
 
         Raises:
             UsageError: the tensors have other shapes or dtypes.
         """
-        tensors = self._waiting.pop(action)
-        sent = [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]
-        planned = [(value.shape, value.dtype) for value in values]
-        if sent != planned:
-            raise UsageError(
-                f"{action} would send {_described(sent)}, but by the plan device {peer} allocates "
-                f"{_described(planned)}: the model made other tensors than when it was profiled; profile and plan it "
-                "again with such inputs"
-            )
-        self._under_way[action] = tensors, self._transport.start(action, tensors, peer)
+        name = _name(action)
+        if name in self._waiting:
+            tensors = self._waiting.pop(name)
+            _check_planned(action, message.target, tensors, values)
+            self._whole[name] = _Whole(tensors, 1 if part is None else part.samples)
+        self._start(action, message, part)
 
-    def receive(self, action: Action, buffers: list[Tensor], peer: int) -> None:
-        """Begin to receive from device `peer` into `buffers`."""
-        self._under_way[action] = buffers, self._transport.start(action, buffers, peer)
+    def receive(
+        self, action: Action, message: Message, buffers: Callable[[], list[Tensor]], part: Part | None = None
+    ) -> None:
+        """Begin to receive, all or a part. What `buffers` makes at the first part is for all of them."""
+        name = _name(action)
+        if name not in self._whole:
+            self._whole[name] = _Whole(buffers(), 1 if part is None else part.samples)
+        self._start(action, message, part)
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> None:
-        """Begin to add up `tensor`, in place, over the stages `members`."""
-        self._under_way[action] = [tensor], self._transport.collect(action, tensor, members)
+    def _start(self, action: Action, message: Message, part: Part | None) -> None:
+        whole = self._whole[_name(action)].tensors
+        tensors, rows = (whole, 1) if part is None else (part.of(whole), part.length)
+        self._under_way[action] = tensors, self._transport.start(action, tensors, message), rows
+
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> None:
+        """Begin to add up `tensors`, in place, over the devices `members`, of which this one is `device`."""
+        self._whole[_name(action)] = _Whole(tensors, 1)
+        self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device), 1
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that is waiting to be sent, or under way."""
-        under_way = [tensors for tensors, _ in self._under_way.values()]
-        return [tensor for tensors in (*self._waiting.values(), *under_way) for tensor in tensors]
+        whole = [whole.tensors for whole in self._whole.values()]
+        return [tensor for tensors in (*self._waiting.values(), *whole) for tensor in tensors]
 
     def ready(self, join: Action) -> bool:
         """Whether joining would return at once."""
         return self._transport.ready(self._under_way[join.start][1])
 
-    def join(self, join: Action) -> list[Tensor]:
-        """Wait for the end of a transfer; its tensors."""
-        tensors, handle = self._under_way.pop(join.start)
+    def join(self, join: Action) -> list[Tensor] | None:
+        """Wait for the end of a transfer; its tensors, or None while other parts of them are under way."""
+        tensors, handle, rows = self._under_way.pop(join.start)
         self._transport.join(join, handle)
-        return tensors
+        del tensors
+        whole = self._whole[_name(join)]
+        whole.left -= rows
+        return None if whole.left else self._whole.pop(_name(join)).tensors
 
     def abandon(self) -> None:
         """Drop all transfers after a step has failed: its messages must not reach the next one."""
         self._transport.abandon()
         self._under_way.clear()
         self._waiting.clear()
+        self._whole.clear()
+
+
+def _name(action: Action) -> Action:
+    """What all parts of a transfer have in common."""
+    return action._replace(place=None, part=None, wait=False)
+
+
+def _check_planned(action: Action, target: int, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
+    """Check that what is sent is what device `target` expects.
+
+    Raises:
+        UsageError: the tensors have other shapes or dtypes.
+    """
+    sent = [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]
+    planned = [(value.shape, value.dtype) for value in values]
+    if sent != planned:
+        raise UsageError(
+            f"{action} would send {_described(sent)}, but by the plan device {target} allocates "
+            f"{_described(planned)}: the model made other tensors than when it was profiled; profile and plan it "
+            "again with such inputs"
+        )
 
 
 def _described(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:

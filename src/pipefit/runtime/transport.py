@@ -7,7 +7,7 @@ its end. A receiver allocates its buffers before it starts; a sender keeps its t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.actions import SENDS, Action, Placement, message_partner
+from pipefit.actions import SENDS, Action, Message, Placement, collective
 from pipefit.cost.communicators import sums
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
@@ -28,11 +28,11 @@ from pipefit.runtime.out_of_memory import unless_ran_out
 class Transport(Protocol):
     """What a `DeviceRunner` needs in order to exchange tensors with others."""
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> Any:
-        """Begin to send `tensors` to device `peer`, or to receive them from it; a handle to join."""
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> Any:
+        """Begin to send `tensors` as `message`, or to receive them; a handle to join."""
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> Any:
-        """Begin to add up `tensor` over the stages `members`, in place on each; a handle to join."""
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> Any:
+        """Begin to add up `tensors` over the devices `members`, in place on each; `device` is this one."""
 
     def ready(self, handle: Any) -> bool:
         """Whether `join` would return at once."""
@@ -62,17 +62,17 @@ class _Message:
 
 @dataclass(slots=True)
 class _Sum:
-    """A collective inside one process: the tensors of all stages are added up in the order of the stages."""
+    """A collective inside one process: the tensors of all members are added up in the order of the members."""
 
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     done: bool = False
 
-    def add_up(self) -> None:
-        first, *others = (self.tensors[stage] for stage in sorted(self.tensors))
-        for other in others:
-            first.add_(other)
-        for other in others:
-            other.copy_(first)
+    def add_up(self, members: Sequence[int]) -> None:
+        for first, *others in zip(*(self.tensors[member] for member in members), strict=True):
+            for other in others:
+                first.add_(other)
+            for other in others:
+                other.copy_(first)
         self.tensors.clear()
         self.done = True
 
@@ -84,30 +84,27 @@ class InProcess:
     A failed step leaves messages behind of which one end has started; `abandon` drops them.
     """
 
-    messages: dict[Action, _Message] = field(default_factory=dict)
-    sums: dict[Action, _Sum] = field(default_factory=dict)
+    messages: dict[Message, _Message] = field(default_factory=dict)
+    sums: dict[Hashable, _Sum] = field(default_factory=dict)
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> _Message:
-        sending = action.kind in SENDS
-        key = action if sending else message_partner(action)
-        assert key is not None
-        message = self.messages.pop(key, None)
-        if message is None:
-            message = self.messages[key] = _Message()
-        if sending:
-            message.sent = tensors
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> _Message:
+        found = self.messages.pop(message, None)
+        if found is None:
+            found = self.messages[message] = _Message()
+        if action.kind in SENDS:
+            found.sent = tensors
         else:
-            message.buffers = tensors
-        message.deliver()
-        return message
+            found.buffers = tensors
+        found.deliver()
+        return found
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> _Sum:
-        key = action._replace(stage=members[0])
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> _Sum:
+        key = collective(action)
         total = self.sums.setdefault(key, _Sum())
-        total.tensors[action.stage] = tensor
+        total.tensors[device] = tensors
         if len(total.tensors) == len(members):
             del self.sums[key]
-            total.add_up()
+            total.add_up(members)
         return total
 
     def ready(self, handle: _Message | _Sum) -> bool:
@@ -135,27 +132,28 @@ class Network:
     placement: Placement
     workers: dict[int, int]  # device -> the worker that runs it
     channels: dict[Channel, dist.ProcessGroup]
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the stages that add up
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the devices that add up
     inside: InProcess = field(default_factory=InProcess)
 
-    def start(self, action: Action, tensors: list[Tensor], peer: int) -> list[dist.Work] | _Message:
+    def start(self, action: Action, tensors: list[Tensor], message: Message) -> list[dist.Work] | _Message:
         name = channel(self.device, action, self.placement)
         if name is None:
-            return self.inside.start(action, tensors, peer)
-        begin = dist.isend if action.kind in SENDS else dist.irecv
+            return self.inside.start(action, tensors, message)
+        begin, peer = (dist.isend, message.target) if action.kind in SENDS else (dist.irecv, message.source)
         try:
             return [_under_way(begin(tensor, self.workers[peer], group=self.channels[name])) for tensor in tensors]
         except RuntimeError as error:
             lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
             raise unless_ran_out(lost, error) from error
 
-    def collect(self, action: Action, tensor: Tensor, members: tuple[int, ...]) -> list[dist.Work]:
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> list[dist.Work]:
+        group = self.groups[members]
         try:
-            return [_under_way(dist.all_reduce(tensor, group=self.groups[members], async_op=True))]
+            return [_under_way(dist.all_reduce(tensor, group=group, async_op=True)) for tensor in tensors]
         except RuntimeError as error:
             lost = PeerLost(
-                f"{action} failed: the device of stage {' or '.join(str(m) for m in members if m != action.stage)} is "
-                f"gone ({first_line(error)}); {advice(error)}"
+                f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "
+                f"({first_line(error)}); {advice(error)}"
             )
             raise unless_ran_out(lost, error) from error
 
@@ -207,8 +205,8 @@ class Network:
 def connect(plan: Plan, program: Program, device: torch.device, timeout: timedelta) -> Network:
     """The network of a plan's workers, one a device, of which this one sends tensors on `device`. All must call it.
 
-    Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of stages
-    that add something up.
+    Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of
+    devices that add something up.
 
     Raises:
         UsageError: the GPU is set up in a way that would make messages block computations.
@@ -218,7 +216,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     on_gpu = device.type == "cuda"
     if on_gpu:
         _check_queues()
-    workers = {plan.stages[stages[0]].device: number for number, stages in enumerate(plan.ranks)}
+    workers = {device: number for number, device in enumerate(plan.workers)}
     # NCCL's timeout runs from the start of a message, not from its join, and ends the process that waits, not the one
     # that hangs. So on GPUs its default of ten minutes stays; the launcher finds the process that hangs earlier.
     patience = None if on_gpu else timeout
@@ -230,11 +228,11 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     try:
         network = Network(
             timeout=patience,
-            device=plan.stages[plan.ranks[dist.get_rank()][0]].device,
+            device=plan.workers[dist.get_rank()],
             placement=program.placement,
             workers=workers,
             channels={name: group((name.source, name.target)) for name in channels(program.actions, program.placement)},
-            groups={stages: group(plan.stages[stage].device for stage in stages) for stages in _members(plan)},
+            groups={devices: group(devices) for devices in _members(plan)},
         )
         network.warm_up(device)
     except RuntimeError as error:
@@ -244,17 +242,17 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
 
 
 def _members(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of stages that add tensors up.
+    """The sets of devices that add tensors up.
 
     Raises:
-        UsageError: two of them are on one device.
+        UsageError: one of them takes part with two stages.
     """
     members = sums(plan)
-    for stages in members:
-        if len({plan.stages[stage].device for stage in stages}) < len(stages):
+    for devices in members:
+        if len(set(devices)) < len(devices):
             raise UsageError(
-                f"stages {', '.join(map(str, stages))} share a parameter, and two of them are on one device: workers "
-                "cannot add up such gradients yet; put the layers that share it in one stage or on different devices"
+                f"devices {', '.join(map(str, devices))} have stages that share a parameter, and one has two of them: "
+                "workers cannot add up such gradients; put the layers that share it in one stage or on other devices"
             )
     return members
 

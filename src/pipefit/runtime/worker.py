@@ -134,11 +134,11 @@ def _end_with_parent() -> None:
 
 def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tuple[DeviceTrace, tuple[float, ...]]:
     """This worker's part of the training; its device's trace and the seconds of every step."""
-    orders, ranks = assignment.orders, assignment.plan.ranks
+    orders, workers = assignment.orders, assignment.plan.workers
     torch.set_num_threads(assignment.plan.profile.assumptions.threads)
     task = _task(assignment.task)
     heartbeat.at(RENDEZVOUS)
-    rendezvous = _Rendezvous(assignment) if len(ranks) > 1 else None
+    rendezvous = _Rendezvous(assignment) if len(workers) > 1 else None
     heartbeat.at(BUILDING)
     told = _Told(assignment, pipe)
     with warnings.catch_warnings():
@@ -167,7 +167,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
     if rendezvous is not None:
         dist.destroy_process_group()
     trace = trainer.trace
-    return trace.devices[assignment.plan.stages[ranks[assignment.rank][0]].device], trace.step_seconds
+    return trace.devices[workers[assignment.rank]], trace.step_seconds
 
 
 def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, heartbeat: Heartbeat) -> None:
@@ -198,7 +198,8 @@ class _Told:
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
         self._pipe, self._saving = pipe, assignment.orders.saving
-        self._reports_losses = len(assignment.plan.stages) - 1 in assignment.plan.ranks[assignment.rank]
+        plan = assignment.plan
+        self._reports_losses = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
 
     def step(self, step: int, loss: float) -> None:
         """The loss of a step, which one worker tells for all."""
@@ -240,12 +241,12 @@ class _Rendezvous:
     """Where the workers find each other, and wait for the slowest to start."""
 
     def __init__(self, assignment: Assignment) -> None:
-        self.rank, self.world = assignment.rank, len(assignment.plan.ranks)
+        self.rank, self.world = assignment.rank, len(assignment.plan.workers)
         path = f"/proc/self/fd/{assignment.meeting.number}"
         self.store = dist.FileStore(path, self.world)  # type: ignore[attr-defined]  # exported without its name
         plan = assignment.plan
         count = str(self.world)  # whatever we have inherited
-        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.stages[plan.ranks[self.rank][0]].device)}
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
         os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
         backend = backend_of(plan, share_device=assignment.orders.share_device)
@@ -267,7 +268,7 @@ class _Rendezvous:
 def _report(error: Exception, assignment: Assignment) -> tuple[type[PipefitError], str]:
     """A failure as a type and a text that the parent can always unpickle: one of pipefit's own exception types."""
     if ran_out(error):  # at no action, which would have said so
-        device = assignment.plan.stages[assignment.plan.ranks[assignment.rank][0]].device
+        device = assignment.plan.workers[assignment.rank]
         return OutOfMemory, f"device {device} ran out of memory before or between steps: {in_one_line(error)}"
     if isinstance(error, PipefitError):
         return next(kind for kind in type(error).__mro__ if kind.__module__ == PipefitError.__module__), str(error)

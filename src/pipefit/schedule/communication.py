@@ -20,6 +20,9 @@ c[t] and its sends.
 In a step of an endless schedule, c[-1] is the last compute action of the step before: its sends are joined here, and
 those of this step's last one in the next step.
 
+Between stages with several replicas there is one message for each pair of them that have common rows, all started and
+joined together.
+
 So a device holds, beside its microbatches in flight, at most one started receive and one outstanding send in each
 direction.
 """
@@ -32,18 +35,23 @@ from itertools import zip_longest
 from pipefit.actions import FORWARDS, UPDATES, Action, Kind
 from pipefit.plans import Plan
 from pipefit.schedule.order import Order
+from pipefit.schedule.slices import Slices
 
 
-def communicated(order: Order, plan: Plan, *, before: Action | None = None, endless: bool = False) -> Iterator[Action]:
-    """The actions of one rank: its compute actions, and the receives, loads and sends around them.
+def communicated(
+    order: Order, plan: Plan, slices: Slices | None = None, *, before: Action | None = None, endless: bool = False
+) -> Iterator[Action]:
+    """The actions of one device: its compute actions, and the receives, loads and sends around them.
 
-    Under an `endless` schedule the next step joins the last sends, and this one those of `before`, the last compute
-    action of the step before.
+    `slices` says which rows it loads, receives and sends; those of the first replica unless given. Under an `endless`
+    schedule the next step joins the last sends, and this one those of `before`, the last compute action of the step
+    before.
     """
+    slices = slices or Slices(plan)
     early, counted, behind = _around(order)
-    receives = [list(_receives(action, plan)) for action in counted]
+    receives = [list(_receives(action, plan, slices)) for action in counted]
     yield from receives[0]
-    sending = [] if before is None else list(_sends(before, plan))
+    sending = [] if before is None else list(_sends(before, plan, slices))
     for number, action in enumerate(counted):
         ahead = receives[number + 1] if number + 1 < len(counted) else []
         needed = [receive.join for receive in receives[number]]
@@ -52,8 +60,8 @@ def communicated(order: Order, plan: Plan, *, before: Action | None = None, endl
         yield from early[number]
         yield from (*needed, *joins, *ahead) if turns_back else (*ahead, *needed)
         if _loads(action, plan):
-            yield Action(Kind.LOAD, action.stage, action.microbatch)
-        sending = list(_sends(action, plan))
+            yield slices.load(action.stage, action.microbatch)
+        sending = list(_sends(action, plan, slices))
         yield action
         yield from () if turns_back else joins
         yield from sending
@@ -66,9 +74,10 @@ def drained(order: Order, plan: Plan, *, before: Action | None) -> Iterator[Acti
 
     So a drain never holds more than the steps before it: in its place a microbatch more was in flight.
     """
-    yield from () if before is None else (send.join for send in _sends(before, plan))
+    slices = Slices(plan)
+    yield from () if before is None else (send.join for send in _sends(before, plan, slices))
     for action in order:
-        receives, sends = list(_receives(action, plan)), list(_sends(action, plan))
+        receives, sends = list(_receives(action, plan, slices)), list(_sends(action, plan, slices))
         yield from (*receives, *(receive.join for receive in receives))
         yield action
         yield from (*sends, *(send.join for send in sends))
@@ -116,17 +125,17 @@ def _loads(action: Action, plan: Plan) -> bool:
     return action.kind in FORWARDS and action.stage in (0, len(plan.stages) - 1) and begins(action, plan)
 
 
-def _receives(action: Action, plan: Plan) -> Iterator[Action]:
+def _receives(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
     kind, stage, microbatch = action[:3]
     if kind in FORWARDS and stage > 0 and begins(action, plan):
-        yield Action(Kind.RECV_FORWARD, stage, microbatch)
+        yield from slices.messages(Kind.RECV_FORWARD, stage, microbatch)
     if kind is Kind.BACKWARD and stage < len(plan.stages) - 1 and ends(action, plan):
-        yield Action(Kind.RECV_BACKWARD, stage, microbatch)
+        yield from slices.messages(Kind.RECV_BACKWARD, stage, microbatch)
 
 
-def _sends(action: Action, plan: Plan) -> Iterator[Action]:
+def _sends(action: Action, plan: Plan, slices: Slices) -> Iterator[Action]:
     kind, stage, microbatch = action[:3]
     if kind in FORWARDS and stage < len(plan.stages) - 1 and ends(action, plan):
-        yield Action(Kind.SEND_FORWARD, stage, microbatch)
+        yield from slices.messages(Kind.SEND_FORWARD, stage, microbatch)
     if kind is Kind.BACKWARD and stage > 0 and begins(action, plan):
-        yield Action(Kind.SEND_BACKWARD, stage, microbatch)
+        yield from slices.messages(Kind.SEND_BACKWARD, stage, microbatch)

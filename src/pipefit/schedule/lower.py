@@ -2,7 +2,8 @@
 
     states_copied(copied(communicated(recomputed(computes(plan)))) + updated(plan))
 
-The schedule gives every rank an order of forwards and backwards. The first rewriting divides them into pieces and adds
+The schedule gives every rank an order of forwards and backwards, which all its devices share; their rows differ. The
+first rewriting divides them into pieces and adds
 second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last ones insert
 copies of saved tensors and of state to other places and back. Each is a function of the plan and of the result of the
 one before.
@@ -13,7 +14,7 @@ which fill the pipeline; the body, which repeats; and one that drains it (`step_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pipefit.actions import Action, Actions, Kind
 from pipefit.errors import UsageError
@@ -28,6 +29,7 @@ from pipefit.schedule.one_f_one_b import eager_1f1b, one_f_one_b
 from pipefit.schedule.order import Compute, Endless, Order, Schedule, computes
 from pipefit.schedule.pipedream import pipedream, two_buffered
 from pipefit.schedule.recomputation import recomputed
+from pipefit.schedule.slices import Slices, check_slices
 from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
 from pipefit.schedule.updates import updated
@@ -115,18 +117,22 @@ def updates_alone(plan: Plan) -> bool:
     return plan.training.schedule == "pipedream"
 
 
-def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True, entered: int = 0) -> Program:
+def lower(
+    plan: Plan, *, microbatches: int | None = None, last: int | None = None, update: bool = True, entered: int = 0
+) -> Program:
     """The program of one training step of `plan`.
 
     Args:
         microbatches: of a smaller last batch; the plan's unless given.
+        last: samples of its last microbatch, if these are fewer than the plan's.
         update: False leaves the gradients where they are, to be added to by the next batch.
         entered: under an endless schedule, the microbatches of the steps before since the pipeline was empty.
 
     Raises:
-        UsageError: a decision cannot be carried out, the schedule is not for such stages, or two stages of a device
-            share a parameter.
+        UsageError: a decision cannot be carried out, the schedule is not for such stages, two stages of a device share
+            a parameter, or replicas cannot divide a microbatch or what they exchange.
     """
+    check_slices(plan, last)
     count = plan.training.microbatches if microbatches is None else microbatches
     if is_endless(plan):
         if not update:
@@ -139,11 +145,12 @@ def lower(plan: Plan, *, microbatches: int | None = None, update: bool = True, e
     orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan)
     bundles = bundles_of(plan)
     ends = [list(updated(stages, plan, bundles)) if update else [] for stages in plan.ranks]
-    actions = [
-        states_copied([*copied(list(communicated(order, plan)), plan, bundles), *end], plan, bundles)
-        for order, end in zip(orders, ends, strict=True)
-    ]
-    return _program(plan, count, actions, bundles)
+
+    def actions(rank: int, slices: Slices) -> list[Action]:
+        exchanged = list(communicated(orders[rank], plan, slices))
+        return states_copied([*copied(exchanged, plan, bundles), *ends[rank]], plan, bundles)
+
+    return _program(plan, count, _of_devices(plan, actions, count, last), bundles)
 
 
 def lower_drain(plan: Plan, *, entered: int) -> Program:
@@ -155,8 +162,9 @@ def lower_drain(plan: Plan, *, entered: int) -> Program:
     return _endless(plan, 0, entered)
 
 
-def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
-    """The program that runs `microbatches` forward through all stages and keeps nothing."""
+def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
+    """The program that runs `microbatches` forward through all stages and keeps nothing; `last` as in `lower`."""
+    check_slices(plan, last)
 
     def forwards(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Compute]:
         order = gpipe(rank, ranks, chunks, microbatches)
@@ -164,15 +172,27 @@ def lower_evaluation(plan: Plan, *, microbatches: int) -> Program:
 
     orders: Sequence[Order] = computes(plan, forwards, microbatches)
     bundles = bundles_of(plan)
-    actions = [
-        brought_in(list(communicated(order, plan)), stages, plan, bundles)
-        for order, stages in zip(orders, plan.ranks, strict=True)
+
+    def actions(rank: int, slices: Slices) -> list[Action]:
+        return brought_in(list(communicated(orders[rank], plan, slices)), plan.ranks[rank], plan, bundles)
+
+    return _program(plan, microbatches, _of_devices(plan, actions, microbatches, last), bundles)
+
+
+def _of_devices(
+    plan: Plan, actions: Callable[[int, Slices], list[Action]], microbatches: int, last: int | None
+) -> list[list[Action]]:
+    """What `actions` gives for the rank and the slices of every device in use, in the order of workers."""
+    return [
+        actions(rank, Slices(plan, replica, microbatches=microbatches, last=last))
+        for rank, stages in enumerate(plan.ranks)
+        for replica in range(plan.stages[stages[0]].grid.data)
     ]
-    return _program(plan, microbatches, actions, bundles)
 
 
 def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
     """One step of an endless schedule, after `entered` microbatches; of no microbatches, the drain."""
+    check_slices(plan, None)
     check_endless(plan)
     if microbatches:
         check_in_turn(plan, entered)
@@ -194,19 +214,20 @@ def _check_shared(plan: Plan) -> None:
         for stages in plan.ranks:
             both = [stage for stage in members if stage in stages]
             if len(both) > 1:
+                device = plan.stages[both[0]].devices[0]
                 raise UsageError(
-                    f"stages {both[0]} and {both[1]} of device {plan.stages[both[0]].device} share parameter {name!r}, "
+                    f"stages {both[0]} and {both[1]} of device {device} share parameter {name!r}, "
                     "which is not supported: put all of its layers into one stage, or its stages on different devices"
                 )
 
 
 def _program(
-    plan: Plan, microbatches: int, of_ranks: Sequence[list[Action]], bundles: Bundles, *, endless: bool = False
+    plan: Plan, microbatches: int, of_workers: Sequence[list[Action]], bundles: Bundles, *, endless: bool = False
 ) -> Program:
-    """The program with every rank's actions on its device; an endless one carries in and out what it leaves open."""
+    """The program with every worker's actions on its device; an endless one carries in and out what it leaves open."""
     devices: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
-    for stages, actions in zip(plan.ranks, of_ranks, strict=True):
-        devices[plan.stages[stages[0]].device] = tuple(actions)
+    for device, actions in zip(plan.workers, of_workers, strict=True):
+        devices[device] = tuple(actions)
     left: list[Actions] = [(), ()] if not endless else [*zip(*map(carried, devices), strict=True)]
     return Program(
         placement=plan.placement,

@@ -18,7 +18,8 @@ from itertools import pairwise
 from pipefit.actions import Action, Kind
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import Plan, Stage
+from pipefit.grids import Stage
+from pipefit.plans import Plan
 from pipefit.schedule.bundles import moved_states, state_edges
 from pipefit.schedule.order import Order
 

@@ -58,7 +58,7 @@ def missing_bytes(plan: Plan, lent: Sequence[Arena]) -> dict[Member, int]:
 
     Devices that have a stage count what they lend with all else that they hold.
     """
-    used = {Member.device(stage.device) for stage in plan.stages}
+    used = set(map(Member.device, plan.workers))
     needed = {member: shares.total() for member, shares in room_needed(plan, lent).items() if member not in used}
     excess = {member: nbytes - plan.cluster.capacity(member) for member, nbytes in needed.items()}
     return {member: nbytes for member, nbytes in excess.items() if nbytes > 0}

@@ -1,6 +1,7 @@
 """The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
 
-Gradients of parameters that stages share are summed, the stages agree, and every stage is updated. Where its optimizer
+Gradients are summed over the replicas of a stage, and those of parameters that stages share over all devices that have
+one; the stages agree, and every stage is updated. Where its optimizer
 state is away between steps, a stage is updated run by run, in the order of its layers; a run also ends where parameters
 or gradients that move begin or end.
 
@@ -45,12 +46,13 @@ class _Run(NamedTuple):
 
 
 def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Action]:
-    """The end of a rank's step: sum the gradients of parameters that other stages share, agree on them, update.
+    """The end of a rank's step: sum the gradients that others have a part of, agree on them, update.
 
     Raises:
         UsageError: a state is moved that cannot be, or two decisions are about one layer.
     """
-    reduces = [
+    reduces = [Action(Kind.REDUCE, stage) for stage in stages if plan.stages[stage].grid.data > 1]
+    reduces += [
         Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
         for stage in stages
         for number, members in plan.summed.items()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.decisions import Decision, State
-from pipefit.plans import Stage
+from pipefit.grids import Stage
 from pipefit.schedule.bundles import Bundles, named, subjects_of
 from pipefit.schedule.copies import Move, Timeline
 

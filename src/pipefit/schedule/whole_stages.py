@@ -12,7 +12,7 @@ from typing import Literal
 
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
-from pipefit.plans import Stage
+from pipefit.grids import Stage
 
 Recompute = Literal["never", "except_last", "except_one", "always"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "except_last", "except_one", "always")

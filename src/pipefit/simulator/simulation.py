@@ -7,20 +7,22 @@ is. Costs: one microsecond per action for the peaks, two to three with the secon
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipefit.actions import Action
+from pipefit.actions import Action, Message, Placement
 from pipefit.cost.stage import Costs
 from pipefit.cost.states import Away
+from pipefit.cost.storages import StageStorages, message_bytes
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.program import Program, joined
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.schedule.arenas import Arena, arenas, lent_bytes, moved_bytes
+from pipefit.schedule.slices import check_slices
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
@@ -83,10 +85,16 @@ class Simulation:
         _check(plan, self._programs[0], self.steps)
         costs, devices = costs or Costs.of(plan), plan.cluster.devices
         self._stages = [
-            costs.stage(stage.start, stage.stop, devices[there[0]].kind, self.program.bundles)
+            {
+                device: costs.stage(
+                    stage.start, stage.stop, devices[device].kind, self.program.bundles, data=stage.grid.data
+                )
+                for device in there
+            }
             for stage, there in zip(plan.stages, self.program.placement, strict=True)
         ]
-        self._moved_bytes = moved_bytes(self.program, [costs.storages for costs in self._stages])
+        self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
+        self._moved_bytes = moved_bytes(self.program, self._storages)
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
@@ -147,7 +155,8 @@ class Simulation:
         )
         # The steps of an endless schedule overlap, so that they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
-        return TimedProgram(whole, self.plan.cluster, self._stages, self._moved_bytes)
+        sizes = _message_bytes(self.plan, self.program.placement, self._storages)
+        return TimedProgram(whole, self.plan.cluster, self._stages, self._moved_bytes, sizes)
 
     def _of_step(self, step: int) -> Program:
         """The program of a step."""
@@ -163,7 +172,7 @@ class Simulation:
         return [self._read(device) for device in self._devices]
 
     def _read(self, device: int) -> _Reading:
-        stages = {n: costs for n, costs in enumerate(self._stages) if device in self.program.placement[n]}
+        stages = {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
         ledger = Ledger(device, stages, self.program)
         found, away = list[Effects](), ledger.away
         before: object = None
@@ -207,9 +216,8 @@ class Simulation:
                 yield step, position, effect
 
     def _at_rest(self, device: int) -> Levels:
-        placement = self.program.placement
         lent = lent_bytes(self.arenas, Member.device(device))
-        rests = (costs.rest for n, costs in enumerate(self._stages) if device in placement[n])
+        rests = (of_devices[device].rest for of_devices in self._stages if device in of_devices)
         return at_rest(rests, lent, self._readings[device].away)
 
     def _peak(self, device: int) -> int:
@@ -267,6 +275,20 @@ class Simulation:
                     yield start, end, step, position, stream
 
 
+def _message_bytes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
+    """The bytes of every message between stages at this placement."""
+    division = cache(plan.division)
+
+    def nbytes(message: Message) -> int:
+        behind = message.receiver + (not message.forward)
+        ends = (message.source, message.target) if message.forward else (message.target, message.source)
+        grids = placement[behind - 1 : behind + 1]
+        front, back = (devices.index(device) for devices, device in zip(grids, ends, strict=True))
+        return message_bytes(storages[message.receiver], division(behind), (front, back), message)
+
+    return nbytes
+
+
 def _check(plan: Plan, program: Program, steps: int) -> None:
     """Refuse a program of another plan."""
     whole("steps", steps, 1)
@@ -277,8 +299,10 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     ):
         if of_plan != of_program:
             raise UsageError(f"the program is for {of_program} {what}, the plan has {of_plan}: lower the plan again")
-    for number, there in enumerate(program.placement):
-        if len(there) != 1:
+    for number, (there, stage) in enumerate(zip(program.placement, plan.stages, strict=True)):
+        if len(there) != len(stage.devices):
             raise UsageError(
-                f"stage {number} is on devices {list(there)}, which cannot be simulated yet: put it on one device"
+                f"stage {number} is on devices {list(there)} in the program, and on {list(stage.devices)} in the plan: "
+                "lower the plan again"
             )
+    check_slices(plan, None)

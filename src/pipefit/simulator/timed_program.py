@@ -9,15 +9,15 @@ stream, and the memory of the host is the wire on which the updates of several d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, RECEIVES, Action, Bundle, Kind, Subject
+from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, Action, Kind, Message, collective, message_of
 from pipefit.cluster import Cluster
+from pipefit.cost.collectives import ring_sum
 from pipefit.cost.stage import StageCost
 from pipefit.cost.states import unchanged
-from pipefit.cost.storages import gradient_bytes
 from pipefit.errors import UsageError
 from pipefit.places import Member, Place
 from pipefit.program import Program
@@ -40,16 +40,22 @@ class TimedProgram:
     """The actions of all devices, and the transfers between them."""
 
     def __init__(
-        self, program: Program, cluster: Cluster, stages: list[StageCost], moved_bytes: Callable[[Action], int]
+        self,
+        program: Program,
+        cluster: Cluster,
+        stages: Sequence[Mapping[int, StageCost]],
+        moved_bytes: Callable[[Action], int],
+        message_bytes: Callable[[Message], int],
     ) -> None:
-        self._program, self._cluster, self._stages, self._moved_bytes = program, cluster, stages, moved_bytes
+        self._program, self._cluster, self._stages = program, cluster, stages
+        self._moved_bytes, self._message_bytes = moved_bytes, message_bytes
         self._wires: dict[str, int] = {}
-        self._messages: dict[tuple[Kind, int, int | None], int] = {}
-        self._collectives: dict[tuple[Kind, Subject | Bundle | None, int], int] = {}
-        self._turns: Counter[tuple[Kind, Subject | Bundle | None, int]] = Counter()  # how often a stage started it
+        self._messages: dict[Message, int] = {}
+        self._collectives: dict[tuple[Hashable, int], int] = {}
+        self._turns: Counter[tuple[Hashable, int, int]] = Counter()  # how often a stage of a device started it
         self._members = _members(program)
         self._route = cache(cluster.route)
-        self._message_parts: dict[tuple[Kind, int], Parts] = {}
+        self._message_parts: dict[Message, Parts] = {}
         self._copy_parts: dict[tuple[int, bool, int, Place | None], Parts] = {}
         self.parts: list[Parts] = []
         # The stream of every transfer: of a copy STREAMS * device outward and one more inward, of an update at a place
@@ -75,7 +81,8 @@ class TimedProgram:
             elif action.wait:
                 code, transfer = JOIN, started.pop(action[:-1])
             elif kind in MESSAGES or kind in COLLECTIVE:
-                code, transfer = POST, self._message(action) if kind in MESSAGES else self._collective(action)
+                meet = self._message if kind in MESSAGES else self._collective
+                code, transfer = POST, meet(device, action)
                 started[action[:-1]] = transfer
             elif position in copying_nothing:
                 code, transfer = POST, self._add((), ends=1)
@@ -84,7 +91,7 @@ class TimedProgram:
                 code, transfer = COPY, self._copy(device, action) if kind in COPIES else self._update(device, action)
                 started[action[:-1]] = transfer
             elif kind is not Kind.LOAD:
-                code, duration = COMPUTE, self._stages[action.stage].seconds(action)
+                code, duration = COMPUTE, self._stages[action.stage][device].seconds(action)
             codes.append(code)
             seconds.append(duration)
             transfers.append(transfer)
@@ -99,47 +106,47 @@ class TimedProgram:
 
     # ---------------------------------------------------------------- messages
 
-    def _message(self, action: Action) -> int:
+    def _message(self, device: int, action: Action) -> int:
         """The number of the message that this send or receive is one end of."""
-        kind, stage, microbatch = action[:3]
-        if kind not in RECEIVES:
-            kind = Kind.RECV_FORWARD if kind is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
-            stage = action.neighbour
-        number = self._messages.get((kind, stage, microbatch))
+        message = message_of(device, action, self._program.placement)
+        number = self._messages.get(message)
         if number is None:
-            parts = self._message_parts.get((kind, stage))
+            alike = message._replace(microbatch=None)
+            parts = self._message_parts.get(alike)
             if parts is None:
-                parts = self._message_parts[kind, stage] = self._new_message_parts(kind, stage)
-            number = self._messages[kind, stage, microbatch] = self._add(parts, ends=2)
+                parts = self._message_parts[alike] = self._new_message_parts(alike)
+            number = self._messages[message] = self._add(parts, ends=2)
         return number
 
-    def _new_message_parts(self, kind: Kind, receiver: int) -> Parts:
-        """The parts of a message to stage `receiver`; none between stages of one device."""
-        storages, sender = self._stages[receiver].storages, receiver + (-1 if kind is Kind.RECV_FORWARD else 1)
-        source, target = self._program.placement[sender][0], self._program.placement[receiver][0]
-        inputs = sum(value.nbytes for value in storages.inputs)
-        nbytes = inputs if kind is Kind.RECV_FORWARD else gradient_bytes(storages.outputs)
+    def _new_message_parts(self, message: Message) -> Parts:
+        """The parts of a message; none between stages of one device."""
+        source, target = message.source, message.target
+        nbytes = self._message_bytes(message)
         return () if source == target else (self._part(Member.device(source), Member.device(target), nbytes),)
 
     # ---------------------------------------------------------------- collectives
 
-    def _collective(self, action: Action) -> int:
-        """The number of the collective that this stage takes part in."""
-        own = action.kind, action.subject, action.stage
-        key = action.kind, action.subject, self._turns[own]
+    def _collective(self, device: int, action: Action) -> int:
+        """The number of the collective that this stage of a device takes part in."""
+        what = collective(action)
+        own = what, device, action.stage
+        key = what, self._turns[own]
         self._turns[own] += 1
         number = self._collectives.get(key)
         if number is None:
-            members = self._members[key[:2]]
-            nbytes = self._stages[action.stage].collective_bytes(action)
+            members = self._members[what]
+            nbytes = self._stages[action.stage][device].collective_bytes(action)
             number = self._collectives[key] = self._add(self._ring(members, nbytes), ends=len(members))
         return number
 
     def _ring(self, members: list[int], nbytes: int) -> Parts:
-        """A ring all-reduce: every member sends 2 (k-1)/k of the bytes to the next one."""
-        share = 2 * (len(members) - 1) * nbytes // len(members)
-        ring = zip(members, members[1:] + members[:1], strict=True)
-        return tuple(self._part(Member.device(a), Member.device(b), share) for a, b in ring if a != b)
+        """The parts of a sum: each hop of the ring, with the delay of all its messages."""
+        parts = []
+        for hop in ring_sum(members, nbytes):
+            source, target = Member.device(hop.source), Member.device(hop.target)
+            seconds, wires = self._part(source, target, hop.nbytes)
+            parts.append((seconds + (hop.messages - 1) * self._route(source, target).latency_seconds, wires))
+        return tuple(parts)
 
     # ---------------------------------------------------------------- copies
 
@@ -156,7 +163,7 @@ class TimedProgram:
         assert action.place is not None, "only updates at a place run in the background"
         host = (action.place.members[0].number, self._cluster.devices[device].host)
         number = next(one for one in host if one is not None)
-        seconds = self._stages[action.stage].host_update_seconds(action, self._cluster.hosts[number])
+        seconds = self._stages[action.stage][device].host_update_seconds(action, self._cluster.hosts[number])
         wire = self._wires.setdefault(f"memory of host {number}", len(self._wires))
         return self._add(((seconds, (wire,)),), ends=1, stream=STREAMS * device + 2)
 
@@ -180,11 +187,11 @@ class TimedProgram:
         return route.seconds(nbytes), tuple(self._wires.setdefault(wire, len(self._wires)) for wire in route.wires)
 
 
-def _members(program: Program) -> dict[tuple[Kind, Subject | Bundle | None], list[int]]:
-    """The devices that take part in every collective: one for each stage."""
-    found: dict[tuple[Kind, Subject | Bundle | None], dict[int, int]] = {}
+def _members(program: Program) -> dict[Hashable, list[int]]:
+    """The devices that take part in every collective, one for each stage of each that does."""
+    found: dict[Hashable, dict[tuple[int, int], int]] = {}
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.kind in COLLECTIVE:
-                found.setdefault((action.kind, action.subject), {})[action.stage] = device
+                found.setdefault(collective(action), {})[action.stage, device] = device
     return {key: list(devices.values()) for key, devices in found.items()}

@@ -1,0 +1,95 @@
+"""Stages and the grids of devices that hold them.
+
+A stage is a run of layers. Its grid says which devices hold it, and how they share its work: as replicas, each of which
+computes a slice of every microbatch, or as shards, each of which holds a part of the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.errors import UsageError
+from pipefit.validation import check_types
+
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The devices of a stage and how they share its work: `data` replicas of `tensor` shards each.
+
+    Device `devices[d * tensor + t]` holds shard t of replica d, which computes slice d of every microbatch. `shard`
+    says what is divided between the replicas instead of held by each: nothing, the optimizer state (ZeRO 1), the
+    gradients too (2), or the parameters too (3).
+
+    Raises:
+        UsageError: the degrees do not multiply to the number of devices, or a device is named twice.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    devices: tuple[int, ...]
+    data: int = 1
+    tensor: int = 1
+    shard: Sharding = "none"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.data < 1 or self.tensor < 1 or self.data * self.tensor != len(self.devices):
+            raise UsageError(
+                f"a grid of {self.data} replicas with {self.tensor} shards each has {self.data * self.tensor} devices, "
+                f"not {len(self.devices)}"
+            )
+        if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
+            raise UsageError(
+                f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
+            )
+
+    def replica_of(self, device: int) -> int:
+        """The number of the replica that a device of the grid belongs to."""
+        return self.devices.index(device) // self.tensor
+
+    @staticmethod
+    def of(device: int) -> Grid:
+        """The grid of a single device."""
+        return Grid(devices=(device,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A contiguous run of layers, `start` to `stop - 1`, and the grid of devices that holds it.
+
+    Raises:
+        UsageError: no layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    start: int
+    stop: int
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.start < self.stop:
+            raise UsageError(f"a stage holds at least one layer, not layers {self.start} to {self.stop - 1}")
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of the grid."""
+        return self.grid.devices
+
+    @property
+    def device(self) -> int:
+        """The device of a stage on a single device.
+
+        Raises:
+            UsageError: the stage is on several.
+        """
+        if len(self.devices) != 1:
+            raise UsageError(
+                f"the stage of layers {self.start} to {self.stop - 1} is on devices {list(self.devices)}: this is for "
+                "plans with one device for each stage"
+            )
+        return self.devices[0]

@@ -1,0 +1,112 @@
+"""Which rows of every microbatch a device computes, and which it exchanges with the stages next to its own.
+
+The replicas of a stage have the same order of actions. They differ in their rows, so what a device loads, sends and
+receives is written with its rows, and with the device at the other end where there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.actions import Action, Kind
+from pipefit.decisions import State
+from pipefit.errors import UsageError
+from pipefit.layer_costs import LayerCost
+from pipefit.places import Member, Place, Share
+from pipefit.plans import Plan
+from pipefit.rows import Rows, common_rows, rows_of
+
+
+class Slices:
+    """The slices of one device.
+
+    Args:
+        replica: which of its stages' replicas the device is.
+        microbatches: of the step.
+        last: the samples of its last microbatch, if these are fewer than the plan's.
+    """
+
+    def __init__(self, plan: Plan, replica: int = 0, *, microbatches: int = 0, last: int | None = None) -> None:
+        self._plan, self._replica = plan, replica
+        self._size, self._last, self._end = plan.training.microbatch_size, last, microbatches - 1
+        self._degrees = [stage.grid.data for stage in plan.stages]
+
+    def load(self, stage: int, microbatch: int | None) -> Action:
+        """The LOAD of a microbatch, or of the device's rows of it."""
+        rows = self._own(stage, microbatch) if self._degrees[stage] > 1 else None
+        return Action(Kind.LOAD, stage, microbatch, part=rows)
+
+    def messages(self, kind: Kind, stage: int, microbatch: int | None) -> Iterator[Action]:
+        """The sends or receives of this kind: one, or one for each replica at the other end that has some of the rows.
+
+        Where there is one device at each end, neither rows nor devices are named.
+        """
+        plain = Action(kind, stage, microbatch)
+        other = plain.neighbour
+        degree = self._degrees[other]
+        if degree == self._degrees[stage] == 1:
+            yield plain
+            return
+        for replica, rows in common_rows(self._own(stage, microbatch), self._samples(microbatch) // degree):
+            peer = self._plan.stages[other].devices[replica]
+            yield plain._replace(part=rows, place=None if degree == 1 else Place([Share(Member.device(peer), 1)]))
+
+    def _own(self, stage: int, microbatch: int | None) -> Rows:
+        return rows_of(self._replica, self._samples(microbatch) // self._degrees[stage])
+
+    def _samples(self, microbatch: int | None) -> int:
+        return self._last if self._last is not None and microbatch == self._end else self._size
+
+
+def check_slices(plan: Plan, last: int | None) -> None:
+    """Check that stages on several devices are of a kind that can be simulated and run.
+
+    Raises:
+        UsageError: they are not, or their replicas cannot divide the last microbatch or what they exchange; says which,
+            and what would work.
+    """
+    if all(len(stage.devices) == 1 for stage in plan.stages):
+        return
+    for number, stage in enumerate(plan.stages):
+        grid = stage.grid
+        if grid.tensor > 1 or grid.shard != "none":
+            what = f"{grid.tensor} shards" if grid.tensor > 1 else f"replicas that divide the {grid.shard} state"
+            raise UsageError(
+                f"stage {number} is on devices {list(grid.devices)} as {what}, which can be written down, but neither "
+                "simulated nor run yet: use replicas alone (data)"
+            )
+        if grid.data > 1:
+            _check_replicas(plan, number, last)
+        if number:
+            plan.division(number)
+
+
+def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
+    stage, data = plan.stages[number], plan.stages[number].grid.data
+    where = f"stage {number} has {data} replicas"
+    if plan.training.endless:
+        raise UsageError(
+            f"{where}, and schedule {plan.training.schedule} updates with microbatches in flight, which replicas "
+            "cannot do together yet: use schedule 1f1b, or one device for each stage"
+        )
+    if last is not None and last % data:
+        raise UsageError(
+            f"{where}, which cannot divide the {last} samples of the last microbatch equally: leave out "
+            f"{last % data} of them, or give the batch {-last % data} more"
+        )
+    for layer, cost in zip(plan.profile.layers[stage.start : stage.stop], _costs(plan, number), strict=True):
+        if cost.fed_back:
+            raise UsageError(
+                f"{where}, and layer {layer} computes with {', '.join(cost.fed_back)} and changes it in every forward, "
+                "which would become another in each replica: put this layer into a stage on one device"
+            )
+    for decision in plan.decisions:
+        if decision.stage == number and isinstance(decision.subject, State):
+            raise UsageError(
+                f"{decision}: {where}, whose parameters, gradients and optimizer state cannot be moved yet; move saved "
+                "tensors, or recompute"
+            )
+
+
+def _costs(plan: Plan, number: int) -> tuple[LayerCost, ...]:
+    return plan.measured(number).costs[plan.stages[number].start : plan.stages[number].stop]

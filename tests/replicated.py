@@ -1,0 +1,66 @@
+"""Models for stages with several replicas: what `tests/runtime/test_replicas.py` trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+
+WIDTH = 8
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    """Made-up regression data, in which every number counts."""
+    return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
+
+
+def dropped() -> list[nn.Module]:
+    """Layers with random draws."""
+    return [
+        *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)),
+        *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)),
+    ]
+
+
+def normed() -> list[nn.Module]:
+    """Layers with statistics of the samples, which every replica takes of its own slice."""
+    return [
+        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)),
+    ]
+
+
+class Head(nn.Module):
+    """Multiplies by the transposed weight of another layer, and by one of its own."""
+
+    def __init__(self, tied: nn.Linear) -> None:
+        super().__init__()
+        self.tied, self.own = tied.weight, nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(F.linear(x, self.tied.T))
+
+
+def tied() -> list[nn.Module]:
+    """The first layer and one of the last share a weight."""
+    first = nn.Linear(WIDTH, WIDTH)
+    return [first, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Head(first)]
+
+
+MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {"dropped": dropped, "normed": normed, "tied": tied}
+
+
+def replicated(name: str, **settings: Any) -> Task:
+    """A task in float64 of one of the models."""
+    chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
+    return Task(partial(_built, name), batch=batch, loss=F.mse_loss, name=name, **chosen)
+
+
+def _built(name: str) -> nn.Sequential:
+    return nn.Sequential(*MODELS[name]()).double()

@@ -1,0 +1,253 @@
+"""Stages of several replicas: the numbers of plain training in slices, and bytes that are known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.capture import Task
+from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.schedule import lower
+from pipefit.simulator import simulate
+from replicated import MODELS, replicated
+from slices import Plain, batches, equal, sliced_plan
+from step_peaks import step_peaks
+from tiny import batch_of, task_of
+
+SIZES = (12, 6, 4, 3)
+DEGREES = (1, 2, 3, 4)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ModelProfile]:
+    """The profile of every model, at the sizes of all slices."""
+    return {name: profile(replicated(name), microbatch_size=SIZES) for name in MODELS}
+
+
+def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
+    """Two or three stages of random degrees on at most eight devices, dealt out at random."""
+    rng = Random(seed)
+    count = rng.choice([2, 2, 3])
+    degrees = [9]
+    while sum(degrees) > 8 or max(degrees) == 1:
+        degrees = [rng.choice(DEGREES) for _ in range(count)]
+    edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
+    schedule = rng.choice(["gpipe", "1f1b"])
+    return sliced_plan(found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training)
+
+
+def parameters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a state; of buffers, every replica has its own."""
+    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
+    name: str, seed: int, profiles: dict[str, ModelProfile]
+) -> None:
+    """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
+    task = replicated(name, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    plan = random_plan(replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed)
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for inputs, targets in batches(task, plan, 3):
+        assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
+    assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
+
+
+def test_equal_degrees_train_as_smaller_microbatches_do(profiles: dict[str, ModelProfile]) -> None:
+    """Two replicas everywhere: slices are the microbatches of a plan without replicas, with the same draws."""
+    task = replicated("dropped")
+    halves = sliced_plan(profiles["dropped"], [0, 3, 6], [2, 2], microbatches=2)
+    small = replace(profiles["dropped"], measurements=profiles["dropped"].measurements[1:])
+    others = sliced_plan(small, [0, 3, 6], [1, 1], microbatches=4)
+    one, other = Trainer(task, halves), Trainer(task, others)
+    for inputs, targets in batches(task, halves, 2):
+        assert one.step((inputs, targets)) == pytest.approx(other.step((inputs, targets)), rel=1e-6)
+    assert equal(one.state_dict(), other.state_dict(), relative=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+    """The peaks of every device in both steps, to the byte."""
+    found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
+    assert found.dry == found.metered == found.allocated == found.simulated
+
+
+def test_decisions_about_memory_hold_for_every_replica(profiles: dict[str, ModelProfile]) -> None:
+    """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
+    task, found = replicated("dropped"), profiles["dropped"]
+    plan = sliced_plan(found, [0, 3, 6], [2, 3], microbatches=3)
+    recompute = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches())
+    kept, decided = Trainer(task, plan), replace(plan, decisions=(recompute,))
+    freed = Trainer(task, decided)
+    for one in batches(task, plan, 2):
+        assert kept.step(one) == freed.step(one)
+    assert equal(kept.state_dict(), freed.state_dict(), relative=0)
+    assert simulate(decided).peak_bytes == certify(task, decided).peak_bytes == freed.trace.peak_bytes
+
+
+def test_clipping_and_accumulation_are_those_of_the_whole_batch(profiles: dict[str, ModelProfile]) -> None:
+    """The norm counts every parameter once, however many replicas have it; gradients of two batches are added up."""
+    task, norm = replicated("tied", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
+    found = replace(profiles["tied"], fingerprint=profile(task, microbatch_size=3).fingerprint)
+    plan = sliced_plan(found, [0, 2, 6], [3, 2], clip_norm=norm)
+    trainer, plain = Trainer(task, plan, accumulate=2), Plain(task, plan)
+    (first, one), (second, other) = batches(task, plan, 2)
+    trainer.step((first, one))
+    trainer.step((second, other))
+    plain.backward(first, one, 0.5)
+    plain.backward(second, other, 0.5)
+    torch.nn.utils.clip_grad_norm_(plain.module.parameters(), norm)
+    plain.optimizer.step()
+    assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-6)
+
+
+def test_a_smaller_last_batch_counts_every_sample_once(profiles: dict[str, ModelProfile]) -> None:
+    """Twelve and six samples of twenty-four; seven cannot be divided, and the sentence says what could."""
+    task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 2, 6], [3, 2])
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    inputs, targets = batch_of(task, plan)
+    assert trainer.step((inputs[:18], targets[:18])) == pytest.approx(plain.step(inputs[:18], targets[:18]), rel=1e-6)
+    assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
+    with pytest.raises(UsageError, match="stage 0 has 3 replicas, which cannot divide the 7 samples of the last"):
+        trainer.step((inputs[:19], targets[:19]))
+    plain.module.eval()
+    with torch.no_grad():
+        expected = task.loss(plain.module(inputs), targets).item() if task.loss else 0.0
+    assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_training_goes_on_under_other_degrees(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
+    """The first replica's state is stored once, and all replicas of another plan take it up."""
+    task = replicated("tied")
+    saved, other = (sliced_plan(profiles["tied"], *how) for how in (([0, 2, 6], [3, 2]), ([0, 3, 6], [1, 4])))
+    before, after, never = Trainer(task, saved), Trainer(task, other), Trainer(task, other)
+    first, second = batches(task, saved, 2)
+    before.step(first)
+    never.step(first)
+    before.save(tmp_path)
+    before.finish()
+    assert after.load(tmp_path) == 1
+    assert equal(after.state_dict(optimizer=True), before.state_dict(optimizer=True), relative=0)
+    after.step(second)
+    never.step(second)
+    assert equal(after.state_dict(), never.state_dict(), relative=1e-9)
+    replicas = [list(runner.stages[1].parameters) for runner in after.runners if 1 in runner.stages]
+    assert all(torch.equal(a, b) for others in replicas[1:] for a, b in zip(replicas[0], others, strict=True))
+
+
+def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile]) -> None:
+    """Three workers over gloo, two of them replicas: the same losses, and the peaks of the dry run."""
+    task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 3, 6], [2, 1], clip_norm=1.0)
+    losses, trace = train(partial(replicated, "tied"), plan, steps=2)
+    alone, expected = Trainer(task, plan), []
+    for step in range(2):
+        torch.manual_seed(step)
+        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert trace.peak_bytes == certify(task, plan).peak_bytes
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that grows with the number of samples."""
+    return (outputs - targets).square().sum()
+
+
+def centred(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss in which samples depend on each other."""
+    return (outputs - outputs.mean(0) - targets).square().mean()
+
+
+@pytest.mark.parametrize("loss", [summed, centred])
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
+    """Replicas would train another one; who means the loss of each slice leaves the comparison out."""
+    task = replace(replicated("dropped"), loss=loss)
+    plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 3, 6], [1, 2])
+    with pytest.raises(UsageError, match=r"2 replicas would train another loss of dropped: that of a microbatch is .*"):
+        Trainer(task, plan)
+    Trainer(task, plan, numbers=False)
+
+
+class Turned(torch.nn.Module):
+    """Hands samples on along the second dimension."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.T.contiguous()
+
+
+def test_samples_along_another_dimension_are_refused_where_degrees_differ() -> None:
+    """They lie apart in memory; as many replicas on both sides exchange all that they have."""
+    task = task_of(lambda: [torch.nn.Linear(8, 8), Turned(), Turned(), torch.nn.Linear(8, 4)])
+    found = profile(task, microbatch_size=(4, 2))
+    with pytest.raises(
+        UsageError, match=r"2 replicas of stage 0 cannot divide what they send among 1 of stage 1: value"
+    ):
+        lower(sliced_plan(found, [0, 2, 4], [2, 1]))
+    same = sliced_plan(found, [0, 2, 4], [2, 2])
+    trainer, plain = Trainer(task, same), Trainer(task, sliced_plan(found, [0, 1, 4], [2, 1]))
+    for one in batches(task, same, 2):
+        assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-5)
+
+
+class Table(torch.nn.Module):
+    """Adds a table of positions and hands it on, for a later layer to add once more."""
+
+    def __init__(self, *, last: bool = False) -> None:
+        super().__init__()
+        self.table = None if last else torch.nn.Parameter(torch.randn(3, 8, dtype=torch.float64))
+        self.linear = torch.nn.Linear(8, 8).double()
+
+    def forward(self, given: Any) -> Any:
+        if self.table is None:
+            x, table = given
+            return self.linear(x) + table.tanh()
+        return self.linear(given + self.table), self.table * 2
+
+
+def tabled() -> Task:
+    """Sequences of three positions; the table has no samples and a gradient."""
+    return Task(
+        lambda: torch.nn.Sequential(Table(), Table(last=True)),
+        batch=lambda n: tuple(torch.randn(n, 3, 8, dtype=torch.float64) for _ in range(2)),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        name="tabled",
+    )
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (3, 2), (2, 2)])
+def test_a_value_without_samples_goes_whole_and_once(degrees: tuple[int, int]) -> None:
+    """Its gradient comes back to the replica that sent it, and is zero for the others."""
+    task = tabled()
+    found = profile(task, microbatch_size=(6, 3, 2))
+    plan = sliced_plan(found, [0, 1, 2], degrees)
+    trainer, plain = Trainer(task, plan), Trainer(task, sliced_plan(found, [0, 1, 2], [1, 1]))
+    for one in batches(task, plan, 3):
+        assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-6)
+    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
+    assert simulate(plan).peak_bytes == certify(task, plan).peak_bytes == trainer.trace.peak_bytes
+
+
+def test_a_gradient_from_several_receivers_is_refused() -> None:
+    """One replica would get the gradient of its table from two; equal degrees, or fewer behind, do not."""
+    task = tabled()
+    found = profile(task, microbatch_size=(6, 3, 2))
+    with pytest.raises(
+        UsageError, match=r"1 replicas of stage 0 .* 2 of stage 1: value 1 has a gradient but no samples"
+    ):
+        lower(sliced_plan(found, [0, 1, 2], [1, 2]))

@@ -1,0 +1,175 @@
+"""Programs of stages with several replicas: drawn by hand, and refused by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from pipefit.decisions import Decision, State, What
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.layer_costs import Value
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiles import Measurement
+from pipefit.schedule import lower, lower_evaluation
+from pipefit.sharing import SharedParameter
+from pipefit.training import Training
+from pipelines import equal_profile, make_cluster, make_plan
+
+
+def resized(made: Measurement, samples: int) -> Measurement:
+    """The measurement as if values had their samples along the first dimension."""
+
+    def value(one: Value) -> Value:
+        return replace(one, shape=(samples, one.nbytes), nbytes=samples * one.nbytes)
+
+    def values(ones: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(map(value, ones))
+
+    kinds = tuple(replace(kind, inputs=values(kind.inputs), outputs=values(kind.outputs)) for kind in made.kinds)
+    return replace(made, kinds=kinds, loss=replace(made.loss, inputs=values(made.loss.inputs)), microbatch_size=samples)
+
+
+def gridded(
+    *degrees: int,
+    samples: int = 4,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    shared: tuple[SharedParameter, ...] = (),
+    clip_norm: float | None = None,
+    decisions: tuple[Decision, ...] = (),
+) -> Plan:
+    """A stage of one layer for each degree, on the next so many devices."""
+    profile = equal_profile(len(degrees))
+    sizes = dict.fromkeys([samples, *(samples // degree for degree in degrees)])
+    alone = replace(profile.measurements[0], shared=shared)
+    starts = [sum(degrees[:number]) for number in range(len(degrees))]
+    return Plan(
+        profile=replace(profile, measurements=tuple(resized(alone, size) for size in sizes)),
+        cluster=make_cluster(sum(degrees)),
+        training=Training(
+            batch_size=samples * microbatches, microbatches=microbatches, schedule=schedule, clip_norm=clip_norm
+        ),
+        stages=tuple(
+            Stage(start=n, stop=n + 1, grid=Grid(devices=tuple(range(first, first + degree)), data=degree))
+            for n, (first, degree) in enumerate(zip(starts, degrees, strict=True))
+        ),
+        decisions=decisions,
+    )
+
+
+def drawn(text: str) -> list[str]:
+    """A line for each device, as a program prints them."""
+    return [" ".join(line.split()) for line in re.split(r"\n\s*(?=device )", text) if line.strip()]
+
+
+def test_neighbours_of_different_degree_exchange_just_their_rows() -> None:
+    """Three replicas send to two: the one in the middle has rows for both, and gets gradients from both."""
+    assert str(lower(gridded(3, 2, samples=6))).splitlines() == drawn(
+        """
+        device 0: 0RECV_B0{0:2}@device3 0LOAD0{0:2} 0F0 0SEND_F0{0:2}@device3
+                  0WAIT_RECV_B0{0:2}@device3 0WAIT_SEND_F0{0:2}@device3 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+        device 1: 0RECV_B0{2:3}@device3 0RECV_B0{3:4}@device4 0LOAD0{2:4} 0F0
+                  0SEND_F0{2:3}@device3 0SEND_F0{3:4}@device4 0WAIT_RECV_B0{2:3}@device3 0WAIT_RECV_B0{3:4}@device4
+                  0WAIT_SEND_F0{2:3}@device3 0WAIT_SEND_F0{3:4}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+        device 2: 0RECV_B0{4:6}@device4 0LOAD0{4:6} 0F0 0SEND_F0{4:6}@device4
+                  0WAIT_RECV_B0{4:6}@device4 0WAIT_SEND_F0{4:6}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
+        device 3: 1RECV_F0{0:2}@device0 1RECV_F0{2:3}@device1 1WAIT_RECV_F0{0:2}@device0 1WAIT_RECV_F0{2:3}@device1
+                  1LOAD0{0:3} 1F0 1B0 1SEND_B0{0:2}@device0 1SEND_B0{2:3}@device1
+                  1WAIT_SEND_B0{0:2}@device0 1WAIT_SEND_B0{2:3}@device1 1REDUCE 1WAIT_REDUCE 1STEP
+        device 4: 1RECV_F0{3:4}@device1 1RECV_F0{4:6}@device2 1WAIT_RECV_F0{3:4}@device1 1WAIT_RECV_F0{4:6}@device2
+                  1LOAD0{3:6} 1F0 1B0 1SEND_B0{3:4}@device1 1SEND_B0{4:6}@device2
+                  1WAIT_SEND_B0{3:4}@device1 1WAIT_SEND_B0{4:6}@device2 1REDUCE 1WAIT_REDUCE 1STEP
+        """
+    )
+
+
+def test_one_device_names_the_many_and_the_many_name_their_rows() -> None:
+    """Two replicas send to one device, which says from whom each part is; an evaluation does the same."""
+    assert str(lower_evaluation(gridded(2, 1), microbatches=1)).splitlines() == drawn(
+        """
+        device 0: 0LOAD0{0:2} 0N0 0SEND_F0{0:2} 0WAIT_SEND_F0{0:2}
+        device 1: 0LOAD0{2:4} 0N0 0SEND_F0{2:4} 0WAIT_SEND_F0{2:4}
+        device 2: 1RECV_F0{0:2}@device0 1RECV_F0{2:4}@device1 1WAIT_RECV_F0{0:2}@device0 1WAIT_RECV_F0{2:4}@device1
+                  1LOAD0 1N0
+        """
+    )
+
+
+def test_equal_degrees_exchange_one_to_one() -> None:
+    """Every replica sends all that it has to its partner."""
+    messages = [a for a in lower(gridded(2, 2)).actions[1] if a.part and not a.wait]
+    assert list(map(str, messages)) == ["0RECV_B0{2:4}@device3", "0LOAD0{2:4}", "0SEND_F0{2:4}@device3"]
+
+
+def test_gradients_of_a_shared_parameter_are_added_up_over_all_replicas_at_once() -> None:
+    """A stage's own sum leaves them out (`runtime.gradients`); the shared one has the devices of both stages."""
+    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
+    program = lower(gridded(2, 1, shared=(tied,), clip_norm=1.0))
+    ends = [" ".join(str(action) for action in actions[-8:]) for actions in program.actions]
+    own = "0REDUCE 0REDUCE[0.shared] 0WAIT_REDUCE 0WAIT_REDUCE[0.shared] 0AGREE 0WAIT_AGREE 0STEP"
+    assert ends[0].endswith(own)
+    assert ends[1].endswith(own)
+    assert ends[2].endswith("1REDUCE[0.shared] 1WAIT_REDUCE[0.shared] 1AGREE 1WAIT_AGREE 1STEP")
+
+
+def test_a_smaller_last_microbatch_is_divided_too() -> None:
+    """Two rows instead of four: one each. Only the last one is smaller."""
+    program = lower(gridded(2, 1, microbatches=3), microbatches=2, last=2)
+    loads = [str(a) for actions in program.actions for a in actions if "LOAD" in a.kind]
+    assert loads == ["0LOAD0{0:2}", "0LOAD1{0:1}", "0LOAD0{2:4}", "0LOAD1{1:2}", "1LOAD0", "1LOAD1"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_degrees_make_programs_that_end(seed: int) -> None:
+    """A program that would hang under NCCL's rules, or mix messages up, cannot be made."""
+    rng = Random(seed)
+    degrees = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.randint(1, 5))]
+    schedule = rng.choice(["gpipe", "1f1b", "eager-1f1b", "torchgpipe"])
+    program = lower(gridded(*degrees, samples=12, microbatches=rng.randint(1, 5), schedule=schedule))
+    assert len(program.actions) == sum(degrees)
+
+
+MOVE = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "last", "message"),
+    [
+        (gridded(2, 1, schedule="pipedream"), None, "stage 0 has 2 replicas, and schedule pipedream updates with"),
+        (gridded(2, 1), 3, "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them"),
+        (gridded(2, 1, decisions=(MOVE,)), None, "stage 0 has 2 replicas, whose parameters, .* cannot be moved yet"),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused(plan: Plan, last: int | None, message: str) -> None:
+    """The error names the stage, and what would work."""
+    with pytest.raises(UsageError, match=message):
+        lower(plan, last=last)
+
+
+def test_replicas_that_no_plan_can_have_are_refused() -> None:
+    """A microbatch that they do not divide, and slices of a size that was not profiled."""
+    plan = make_plan(equal_profile(2), [1, 1], cluster=make_cluster(6))
+    stages = (Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)), Stage(start=1, stop=2, grid=Grid.of(3)))
+    with pytest.raises(
+        UsageError, match="3 replicas of stage 0 cannot divide a microbatch of 1 samples equally: use micro"
+    ):
+        replace(plan, stages=stages)
+    sizes = replace(plan.profile, measurements=(replace(plan.profile.measurements[0], microbatch_size=6),))
+    with pytest.raises(UsageError, match=r"slices of 2 samples, and .* at 6: .* microbatch_size=\(6, 2\)\) does"):
+        replace(plan, stages=stages, profile=sizes, training=Training(batch_size=6, microbatches=1))
+
+
+def test_a_buffer_that_is_computed_with_and_changed_is_refused() -> None:
+    """It would become another in every replica, and nobody could say which is the model's."""
+    plan = gridded(2, 1)
+    fed = tuple(
+        replace(made, kinds=tuple(replace(kind, fed_back=("u",)) for kind in made.kinds))
+        for made in plan.profile.measurements
+    )
+    with pytest.raises(UsageError, match=r"layer .* computes with u and changes it in every forward"):
+        lower(replace(plan, profile=replace(plan.profile, measurements=fed)))

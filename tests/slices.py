@@ -1,0 +1,124 @@
+"""Plain training in slices: the oracle for stages with several replicas.
+
+Every stage of a plain `nn.Sequential` is mapped over its slices of a microbatch, and the results are put together again
+before the next stage, all in one autograd graph. It shares no code with what it checks but the seeds of random draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.runtime.draws import seed_layer
+from pipefit.training import Training
+from tiny import batch_of
+
+CPU = torch.device("cpu")
+
+
+def sliced_plan(
+    profiled: ModelProfile,
+    edges: Sequence[int],
+    degrees: Sequence[int],
+    *,
+    microbatches: int = 2,
+    rng: Random | None = None,
+    memory_bytes: int = 1 << 30,
+    **training: Any,
+) -> Plan:
+    """A plan with a stage between every two edges, on as many devices as its degree says, in their order or as `rng`
+    deals them. The profile's first size is that of microbatches.
+    """
+    size, count = profiled.measurements[0].microbatch_size, sum(degrees)
+    devices = list(range(count))
+    if rng is not None:
+        rng.shuffle(devices)
+    places = [sum(degrees[:number]) for number in range(len(degrees) + 1)]
+    return Plan(
+        profile=profiled,
+        cluster=Cluster.emulated((count, memory_bytes)),
+        training=Training(
+            batch_size=size * microbatches,
+            microbatches=microbatches,
+            precision=profiled.assumptions.precision,
+            **training,
+        ),
+        stages=tuple(
+            Stage(start=start, stop=stop, grid=Grid(devices=tuple(devices[first:last]), data=last - first))
+            for (start, stop), (first, last) in zip(pairwise(edges), pairwise(places), strict=True)
+        ),
+    )
+
+
+class Plain:
+    """The plain module of a task, trained in the slices of a plan."""
+
+    def __init__(self, task: Task, plan: Plan, *, seed: int = 0) -> None:
+        self.task, self.plan, self.seed, self.steps = task, plan, seed, 0
+        torch.manual_seed(seed)
+        self.module = task.build()
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = task.optimizer(trained)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """One step on a batch; the mean loss over its samples."""
+        loss = self.backward(inputs, targets)
+        clip = self.plan.training.clip_norm
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return loss
+
+    def backward(self, inputs: Tensor, targets: Tensor, share: float = 1.0) -> float:
+        """The mean loss of a batch, whose gradients are added to those there are."""
+        size, total, losses = self.plan.training.microbatch_size, len(inputs), 0.0
+        for number, (x, y) in enumerate(zip(inputs.split(size), targets.split(size), strict=True)):
+            values = x.clone()
+            for stage in self.plan.stages:
+                values = self._mapped(stage, values, number)
+            data = self.plan.stages[-1].grid.data
+            slices = zip(values.chunk(data), y.chunk(data), strict=True)
+            loss = sum((self.task.loss(one, other) for one, other in slices), torch.zeros(())) / data
+            (loss * (len(x) / total * share)).backward()
+            losses += loss.item() * len(x) / total
+        return losses
+
+    def _mapped(self, stage: Stage, values: Tensor, microbatch: int) -> Tensor:
+        """A stage over the slices of its inputs, each with draws of its own."""
+        data = stage.grid.data
+        parts = values.chunk(data) if data > 1 else [values]
+        return torch.cat([self._run(stage, part, microbatch * data + n) for n, part in enumerate(parts)])
+
+    def _run(self, stage: Stage, values: Tensor, number: int) -> Tensor:
+        layers: Any = self.module
+        for layer in range(stage.start, stage.stop):
+            seed_layer(CPU, self.seed, self.steps, number, layer)
+            values = layers[layer](values)
+        return values
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor], *, relative: float) -> bool:
+    """Whether two states are equal, to a part of their largest number."""
+    return one.keys() == other.keys() and all(
+        (one[name] - tensor).abs().max() <= relative * tensor.abs().max() for name, tensor in other.items()
+    )
+
+
+def batches(task: Task, plan: Plan, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Some batches of the plan's size."""
+    return [batch_of(task, plan, step) for step in range(steps)]
+
+
+Layers = Callable[[], Sequence[nn.Module]]

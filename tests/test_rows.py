@@ -1,0 +1,67 @@
+"""Rows of microbatches between replicas, against counting them one by one."""
+
+from __future__ import annotations
+
+from math import lcm
+
+import pytest
+
+from pipefit.errors import UsageError
+from pipefit.layer_costs import Value
+from pipefit.rows import Division, common_rows, dimensions, rows_of
+
+DEGREES = [(front, behind) for front in range(1, 7) for behind in range(1, 7)]
+
+
+def value(*shape: int) -> Value:
+    """A value of this shape."""
+    return Value(shape=shape, dtype="float32", nbytes=4, requires_grad=True)
+
+
+@pytest.mark.parametrize(("front", "behind"), DEGREES)
+def test_every_row_is_sent_once_to_the_replica_that_has_it(front: int, behind: int) -> None:
+    """A row's sender and receiver are those whose slices it is in, and no row is in two messages."""
+    samples = 2 * lcm(front, behind)
+    sent = [
+        (row, sender, receiver)
+        for sender in range(front)
+        for receiver, (first, end) in common_rows(rows_of(sender, samples // front), samples // behind)
+        for row in range(first, end)
+    ]
+    assert sent == [(row, row * front // samples, row * behind // samples) for row in range(samples)]
+
+
+@pytest.mark.parametrize(("front", "behind"), DEGREES)
+def test_what_has_no_samples_goes_once_to_every_receiver(front: int, behind: int) -> None:
+    """It comes from the replica that has the receiver's first row, and from no other."""
+    samples, division = lcm(front, behind), Division((0, None), front, behind)
+    for receiver in range(behind):
+        first = receiver * samples // behind * front // samples
+        carriers = [sender for sender in range(front) if division.carries_all(sender, receiver)]
+        assert carriers == [first]
+        assert division.carried(first, receiver) == [(0, 0), (1, None)]
+
+
+def test_the_dimension_of_samples_is_the_one_that_changes_with_them() -> None:
+    """Sizes in two profiles tell it; what does not change has none, and dimensions of one in front do not matter."""
+    one, other = (value(4, 7), value(3, 4), value(1, 4, 2)), (value(2, 7), value(3, 4), value(1, 2, 2))
+    assert dimensions(one, other, (4, 2)) == (0, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (
+            value(4, 4),
+            value(2, 2),
+            "value 0 has no dimension of the samples .* 4x4 for 4 samples and 2x2 for 2 samples",
+        ),
+        (value(12, 5), value(6, 5), "value 0 has no dimension of the samples that could be divided: it is 12x5"),
+        (value(4, 5), value(5), "value 0 has no dimension of the samples that could be divided"),
+        (value(7, 4), value(7, 2), r"value 0 has its samples along dimension 1, not the first \(7x4 for 4 samples"),
+    ],
+)
+def test_values_that_cannot_be_divided_are_refused(one: Value, other: Value, message: str) -> None:
+    """Several dimensions that change, several rows for each sample, or rows that lie apart in memory."""
+    with pytest.raises(UsageError, match=message):
+        dimensions((one,), (other,), (4, 2))
