@@ -26,7 +26,9 @@ from pipefit.simulator import Simulation
 from pipefit.training import Training
 
 INPUT = Origin(kind="input", index=0)
-KEEP, RECOMPUTE, JOINED, HOST = "keep", "recompute", "joined", "host"  # joined: in one run with the layer before
+KEEP, RECOMPUTE, JOINED, HOST, PEER = "keep", "recompute", "joined", "host", "peer"
+# joined: recomputed in one run with the layer before; peer: lent by the next device, or by the first to the last
+EVERY = KEEP, RECOMPUTE, JOINED, HOST, PEER
 KIND = DeviceKind(name="tight", flops={"float32": 1.0}, memory_bandwidth=1.0)
 
 
@@ -92,7 +94,7 @@ def plans(case: Case, techniques: Sequence[str]) -> Iterator[Plan]:
     for cuts in combinations(range(1, count), devices - 1):
         stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise((0, *cuts, count))))
         for chosen in product(techniques, repeat=count):
-            decisions = _decisions(stages, chosen)
+            decisions = None if PEER in chosen and devices == 1 else _decisions(stages, chosen)
             if decisions is not None:
                 yield Plan(
                     profile=case.profile,
@@ -116,8 +118,9 @@ def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision
                 run = found[-1].subject
                 assert isinstance(run, Run)
                 found[-1] = replace(found[-1], subject=Run(start=run.start, stop=n + 1))
-            elif chosen[n] == HOST:
-                tensors, place = SavedTensors(tensors=((n, 1),)), parse_place("host")
+            elif chosen[n] in (HOST, PEER):
+                place = parse_place("host" if chosen[n] == HOST else f"device{(number + 1) % len(stages)}")
+                tensors = SavedTensors(tensors=((n, 1),))
                 found.append(Decision(stage=number, subject=tensors, what=What.OFFLOAD, place=place))
     return tuple(found)
 
@@ -127,7 +130,7 @@ def simulated(plan: Plan, costs: Costs | None = None) -> Simulation:
     return Simulation(plan, costs=costs)
 
 
-def fastest(case: Case, techniques: Sequence[str] = (KEEP, RECOMPUTE, JOINED, HOST)) -> float | None:
+def fastest(case: Case, techniques: Sequence[str] = EVERY) -> float | None:
     """Seconds of the fastest plan that fits, with everything brought back in time or one action early; None if none."""
     best: float | None = None
     costs = Costs(case.profile.measurements[0], case.training)

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from random import Random
+
 import pytest
 
 import bench_joint
+from tight import random_case
 
 
-def test_every_schedule_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """With two questions of each."""
-    bench_joint.main(["--questions", "2"])
-    printed = capsys.readouterr().out
-    assert all(schedule in printed for schedule in bench_joint.SCHEDULES)
+def test_every_schedule_has_a_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many questions as were asked for, though some have no answer; and one of all together."""
+    answers = [None, bench_joint.Answer(bound=10.0, fastest=12.0, joint=13.2)] * 20
+    monkeypatch.setattr(bench_joint, "answered", lambda case: answers.pop())
+    bench_joint.main(["--questions", "2", "--json", str(tmp_path / "joint.json")])
+    rows = json.loads((tmp_path / "joint.json").read_text())["rows"]
+    assert [row[:2] for row in rows] == [[name, "2"] for name in bench_joint.SCHEDULES] + [["all", "12"]]
+    assert "pipedream-2bw" in capsys.readouterr().out
 
 
-def test_gaps_are_told_in_percent() -> None:
+def test_a_question_is_answered_by_all_plans_and_by_joint() -> None:
+    """The bound is no higher than the fastest of all, and `joint` is close to it."""
+    answer = bench_joint.answered(random_case(Random(1), ("1f1b",)))
+    assert answer is not None
+    assert answer.bound <= answer.fastest * (1 + 1e-9)
+    assert answer.joint <= answer.fastest * 1.1
+
+
+def test_gaps_are_told_in_per_cent() -> None:
     """A plan a tenth above the fastest, which is a fifth above the bound."""
     answer = bench_joint.Answer(bound=10.0, fastest=12.0, joint=13.2)
-    assert bench_joint.row("1f1b", [answer]) == ("1f1b", "1", "20.0", "20.0", "20.0", "10.0", "10.0", "10.0")
+    cells = bench_joint.row("1f1b", [answer])
+    assert cells == ("1f1b", "1", "20.0", "20.0", "20.0", "10.0", "10.0", "10.0", "0.833")

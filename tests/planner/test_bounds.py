@@ -29,7 +29,7 @@ def never_above(seed: int, schedules: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_bound_is_never_above_the_best_plan(seed: int) -> None:
-    """Of all splits, recomputed runs and moves to the host, with everything just in time or early."""
+    """Of all splits, recomputed runs and moves to the host or to a peer, with everything just in time or early."""
     never_above(seed, SCHEDULES)
 
 
