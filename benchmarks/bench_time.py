@@ -211,18 +211,19 @@ def offload(tokens: int, k: float, lost: float) -> Offload:
     )
 
 
-def offloadable(found: ModelProfile, copy_seconds: float) -> Plan:
-    """Eight blocks on eight A100, one each, 32 microbatches; a block's activations reach the host in `copy_seconds`."""
+def offloadable(found: ModelProfile, copy_seconds: float, stages: int = 8) -> Plan:
+    """So many blocks on A100s, one each, in four times as many microbatches; the host is `copy_seconds` away."""
     box, names = Cluster.preset("dgx-a100"), found.layers
     cost = found.at(1).costs[names.index("block1")]
     rate = sum(cost.storages[index] for index in own_storages(cost)) / copy_seconds
-    peers = tuple(link for link in box.links if all(member.kind is MemberKind.DEVICE for member in link.members))
-    uplinks = tuple(Link.between(f"device{device}", "host0", bytes_per_second=rate) for device in range(8))
-    edges = (0, *(names.index(f"block{number}") for number in range(1, 8)), len(names))
+    nvlink = next(link for link in box.links if all(member.kind is MemberKind.DEVICE for member in link.members))
+    peers = replace(nvlink, members=tuple(map(Member.device, range(stages))))
+    uplinks = tuple(Link.between(f"device{device}", "host0", bytes_per_second=rate) for device in range(stages))
+    edges = (0, *(names.index(f"block{number}") for number in range(1, stages)), len(names))
     return Plan(
         profile=found,
-        cluster=replace(box, links=peers + uplinks),
-        training=Training(batch_size=32, microbatches=32, precision="bfloat16"),
+        cluster=replace(box, devices=box.devices[:1] * stages, links=(peers, *uplinks)),
+        training=Training(batch_size=4 * stages, microbatches=4 * stages, precision="bfloat16"),
         stages=tuple(Stage(start=a, stop=b, grid=Grid.of(device)) for device, (a, b) in enumerate(pairwise(edges))),
     )
 
@@ -231,11 +232,12 @@ def offloaded(plan: Plan, actions: int) -> Plan:
     """The plan with all that blocks save of their own at the host, each copy with so many actions of slack."""
     decisions = []
     for number, name in enumerate(plan.profile.layers):
-        if name.startswith("block") and name != "block7":  # the last stage has one microbatch at a time
+        stage = next(n for n, there in enumerate(plan.stages) if there.start <= number < there.stop)
+        if name.startswith("block") and stage + 1 < len(plan.stages):  # the last one has one microbatch at a time
             saved = own_storages(plan.measurement.costs[number])
             decisions.append(
                 Decision(
-                    stage=int(name.removeprefix("block")),
+                    stage=stage,
                     subject=SavedTensors(tensors=tuple((number, first) for first in saved.values())),
                     what=What.OFFLOAD,
                     place=parse_place("host"),

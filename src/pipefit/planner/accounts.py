@@ -38,13 +38,13 @@ class Accounts(NamedTuple):
         return (f"Of {count + self.left_out} ways in which stages free memory, the {count} of most layers are told.",)
 
 
-def accounts(plan: Plan, whole: Simulation) -> Accounts:
+def accounts(plan: Plan, whole: Simulation, *, most_actions: int = _ACTIONS) -> Accounts:
     """What each technique does on each stage of `plan`, of which `whole` is the simulation."""
     groups = Counter[Group]()
     for decision in plan.decisions:
         groups[decision.stage, _technique(decision)] += len(_layers(decision))
     actions = sum(map(len, whole.program.actions))
-    told = sorted(group for group, _ in groups.most_common(max(1, _ACTIONS // max(1, actions))))
+    told = sorted(group for group, _ in groups.most_common(max(1, most_actions // max(1, actions))))
     return Accounts(tuple(_compactions(plan, whole, told)), len(groups) - len(told))
 
 
