@@ -21,7 +21,7 @@ those of the CPU.
 
 Half an hour on one core. Each row is written to the JSON as soon as it is there, and a row that is there is not made
 again, unless its way is named by `--again`. `--only` takes machines, models and microbatches, such as `dgx1-v100
-bert-4.0B M=32`. `--tables` prints the tables of docs/compaction.md from the JSON, and plans nothing.
+bert-4.0B M=32`. `--tables` plans nothing, and puts the tables of the JSON into docs/compaction.md.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from pipefit.simulator import Simulation
 from pipefit.training import Training
 
 RESULTS = Path(__file__).parent / "results" / "mpress.json"
+PAGE = Path(__file__).parents[1] / "docs" / "compaction.md"
 RESERVE = 2 << 30
 MACHINES = "dgx1-v100", "dgx2-a100"
 GIB = 1 << 30
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[], help="machines, models, or microbatches as M=32")
     parser.add_argument("--again", nargs="+", choices=WAYS, default=[], help="ways whose rows are made anew")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to make rows of")
-    parser.add_argument("--tables", action="store_true", help="print the tables of the JSON, and plan nothing")
+    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = read(options.json)
@@ -178,8 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rows[key] = answered(asked, way, WAYS[way])
                     print(line(rows[key]), flush=True)
                     written(options.json, in_order(rows))
-    for title, text in tables([*rows.values()]).items():
+    found = tables([*rows.values()])
+    for title, text in found.items():
         print(f"\n{title}\n\n{text}")
+    if options.tables:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 # -------------------------------------------------------------------- questions and answers
@@ -432,6 +436,18 @@ def largest(own: Sequence[dict[str, Row]], family: str, way: str) -> str:
         if (row := one.get(way)) and row.model.startswith(family) and row.microbatches == 32 and row.fits
     ]
     return max(sizes, key=lambda size: float(size.removesuffix("B")), default="none")
+
+
+def with_tables(page: str, found: dict[str, str]) -> str:
+    """The page with every table between the two comments that have its title."""
+    for title, text in found.items():
+        begin, end = f"<!-- {title} -->", f"<!-- end of {title} -->"
+        head, _, rest = page.partition(begin)
+        _, there, tail = rest.partition(end)
+        if not there:
+            raise ValueError(f"the page has no place for a table: write {begin} and {end} into it")
+        page = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+    return page
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

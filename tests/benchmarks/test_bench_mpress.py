@@ -12,8 +12,6 @@ from bench_mpress import WAYS, Asked, Freed, Row
 from pipefit.planner import Means
 from pipefit.simulator import Simulation
 
-ROOT = Path(__file__).parents[2]
-
 
 def row(way: str, speed: float | None, *, short: int = 0, model: str = "bert-1.67B", **more: object) -> Row:
     """A row of a batch of 100 samples."""
@@ -115,9 +113,17 @@ def test_techniques_are_told_by_stage() -> None:
     )
 
 
+def test_a_page_gets_the_tables_where_their_titles_are() -> None:
+    """What was there goes, and what stands around stays; a page without a place is refused."""
+    page = "before\n<!-- speeds -->\nold\n<!-- end of speeds -->\nbehind\n"
+    new = "before\n<!-- speeds -->\n\n| a |\n\n<!-- end of speeds -->\nbehind\n"
+    assert bench_mpress.with_tables(page, {"speeds": "| a |"}) == new
+    with pytest.raises(ValueError, match="no place"):
+        bench_mpress.with_tables(page, {"techniques": "| a |"})
+
+
 def test_the_docs_have_the_tables_of_the_json() -> None:
     """Word for word, so that they are of one run."""
-    rows = bench_mpress.read(bench_mpress.RESULTS)
-    page = (ROOT / "docs" / "compaction.md").read_text(encoding="utf-8")
-    for title, text in bench_mpress.tables([*rows.values()]).items():
-        assert text in page, title
+    found = bench_mpress.tables([*bench_mpress.read(bench_mpress.RESULTS).values()])
+    page = bench_mpress.PAGE.read_text(encoding="utf-8")
+    assert bench_mpress.with_tables(page, found) == page

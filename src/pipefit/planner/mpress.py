@@ -130,38 +130,40 @@ class _Assignment:
         best: Evaluation | None = None
         needs = [float(over) for over in self.kept.over]
         for _ in range(_CORRECTIONS):
-            choices = tuple(self._choice(stage, need) for stage, need in enumerate(needs))
+            choices, freed = zip(*map(self._choice, range(len(needs)), needs), strict=True)
             found = self.filler.evaluator.evaluate(Candidate(self.split, choices))
             if found is None:
                 return best
             best = found if best is None or found.order < best.order else best
             if found.fits:
                 return best
-            needs = [need + max(0, over) for need, over in zip(needs, found.over, strict=True)]
+            corrected = zip(needs, freed, found.over, strict=True)
+            needs = [least + over if over > 0 else need for need, least, over in corrected]
         return best
 
-    def _choice(self, stage: int, need: float) -> StageChoice:
-        """The techniques of a stage that is to free `need` bytes."""
+    def _choice(self, stage: int, need: float) -> tuple[StageChoice, float]:
+        """The techniques of a stage that is to free `need` bytes, and how many they free by estimate."""
         menus, tensors = self.menus[stage], self.tensors[stage]
         chosen = [Technique.KEEP] * len(menus)
         held, shares = self.filler.in_flight(self.split, stage), self.mapping.lenders_of(stage)
-        room = sum(shares.values())
+        room, left = sum(shares.values()), need
         for tensor, technique in _ordered(tensors, held, self.options):
-            if need <= 0 or _freed(technique, held) <= _freed(chosen[tensor.block], held):
+            if left <= 0 or _freed(technique, held) <= _freed(chosen[tensor.block], held):
                 continue
             if technique is Technique.PEER:
                 room -= tensor.nbytes * max(1, held - 1)
                 if room < 0:
                     break
             before, chosen[tensor.block] = chosen[tensor.block], technique
-            need -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
+            left -= tensor.nbytes * (_freed(technique, held) - _freed(before, held))
         recipes = tuple(
             len(menu.recipes) - 1 if t is Technique.RECOMPUTE else 0 for menu, t in zip(menus, chosen, strict=True)
         )
         places = tuple(_PLACES.get(technique, KEPT) for technique in chosen)
         peers = shared_out(shares, self.mapping.devices) if TO_PEERS in places else None
-        states = self.filler.states(menus, need)
-        return StageChoice(recipes, places, near=self._near(stage, places), states=states, peers=peers)
+        states = self.filler.states(menus, left)
+        choice = StageChoice(recipes, places, near=self._near(stage, places), states=states, peers=peers)
+        return choice, need - min(left, 0.0)
 
     def _near(self, stage: int, places: Sequence[int]) -> int:
         """How many of the tensors that go to the host have the time of one forward."""
