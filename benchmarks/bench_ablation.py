@@ -147,10 +147,10 @@ def at_the_host(case: tuple[int, float, float]) -> str:
     plan = offload_plan(tokens, k)
     kept, leanest = Simulation(plan), Simulation(offloaded(plan, 2))
     caps = [round(1.02 * peak) for peak in leanest.peak_bytes]  # small tensors are not worth a transfer
-    devices = tuple(replace(d, memory_bytes=b) for d, b in zip(plan.cluster.devices, caps, strict=True))
+    spare = [device.memory_bytes - cap for device, cap in zip(plan.cluster.devices, caps, strict=True)]
     question = Question(
         profile=plan.profile,
-        cluster=replace(plan.cluster, devices=devices),
+        cluster=plan.cluster.reserving(spare),
         training=plan.training,
         options=Options(allow_infeasible=True),
         means=Means(recompute="never", peers=False),

@@ -30,7 +30,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
@@ -222,10 +222,9 @@ def costs(job: Job, size: str) -> ModelProfile:
 
 @lru_cache
 def capped(name: str) -> Cluster:
-    """The machine, whose devices have the reserve less."""
+    """The machine, whose devices leave the reserve to what is no tensor."""
     found = Cluster.preset(name)
-    devices = tuple(replace(device, memory_bytes=device.memory_bytes - RESERVE) for device in found.devices)
-    return replace(found, devices=devices)
+    return found.reserving([RESERVE] * len(found.devices))
 
 
 def answered(asked: Asked, name: str, way: Way) -> Row:
