@@ -33,8 +33,9 @@ from typing import Any
 from torch import nn
 
 from bench_demands import BERT, GPT
-from bench_mpress import GIB, Asked, Row, Way, answered, by_question, cell, line, markdown, read, written
+from bench_mpress import GIB, Asked, Row, Way, answered, by_question, cell, line, read, written
 from bench_time import OFFLOAD, blocks, kind_of, offloadable, offloaded, profiled
+from page_tables import markdown, put
 from pipefit.cost.time import layer_seconds
 from pipefit.planner import Means, Options, Question, joint, solved
 from pipefit.plans import Plan
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="models, such as bert-0.64B or flash")
     parser.add_argument("--again", action="store_true", help="make rows anew that are there")
-    parser.add_argument("--tables", action="store_true", help="print the tables of the JSON, and plan nothing")
+    parser.add_argument("--tables", action="store_true", help="put the table of the JSON into the page, plan nothing")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     rows = read(options.json)
@@ -127,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(line(rows[key]), flush=True)
                 written(options.json, [*rows.values()])
     print(table([*rows.values()]))
-    if not options.tables:
+    if options.tables:
+        put({"ablation": table([*rows.values()])})
+    else:
         print(*map(at_the_host, OFFLOAD), *map(longest_half, (8, 16, 32, 64)), sep="\n")
 
 

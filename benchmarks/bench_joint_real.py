@@ -16,10 +16,11 @@ Plans train by turns, several times over. A plan's figure is the median of all s
 plans of a model are in order if the one that is predicted to be faster is faster, and count if their predictions
 differ by more than the noise, as in `bench_overlap.py`.
 
-    python benchmarks/bench_joint_real.py [--models NAME ...] [--turns 3] [--steps 4] [--json FILE] [--again]
+    python benchmarks/bench_joint_real.py [--models NAME ...] [--turns 3] [--steps 4] [--json FILE] [--again] [--tables]
 
 A quarter of an hour on a quiet machine. Each model is written to the JSON as soon as it is done, and one that is there
-is not trained again without `--again`.
+is not trained again without `--again`. `--tables` trains nothing, and puts the table of the JSON into
+docs/compaction.md.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pipefit
 from gallery import MODELS
 from measured_on import machine
+from page_tables import markdown, put
 from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -124,15 +126,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a turn; the first is not counted")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--tables", action="store_true")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", PipefitWarning)
     done = read(options.json)
-    for name in options.models:
+    for name in () if options.tables else options.models:
         if name not in done or options.again:
             done[name] = result(name, turns=options.turns, steps=options.steps)
             print(*told(done[name]), sep="\n", flush=True)
             written(options.json, [*done.values()])
-    print(summary([*done.values()]))
+    if done:
+        print(summary([*done.values()]))
+    if options.tables:
+        put(tables([*done.values()]))
 
 
 # -------------------------------------------------------------------- questions
@@ -332,6 +338,19 @@ def told(one: Result) -> Iterator[str]:
             f"    {plan.way:10} predicted {plan.predicted_seconds:.3f} s, measured {plan.seconds:.3f} s "
             f"({low:.3f} to {high:.3f})"
         )
+
+
+def tables(results: Sequence[Result]) -> dict[str, str]:
+    """The table of the docs, by its title: of every way, seconds as predicted and as measured; and the summary."""
+    if not results:
+        return {}
+    lines = []
+    for one in results:
+        plans = {plan.way: plan for plan in one.trained}
+        cells = [f"{p.predicted_seconds:.2f}, {p.seconds:.2f}" if (p := plans.get(way)) else "-" for way in WAYS]
+        lines.append((one.model, f"{one.cap_bytes / one.lowest_split_bytes:.0%}", *cells))
+    text = "\n".join(f"- {line}." for line in summary(results).splitlines())
+    return {"trained": f"{markdown(('model', 'cap', *WAYS), lines)}\n\n{text}"}
 
 
 def ordered(one: Result) -> Iterator[bool]:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from bench_demands import BERT, GPT, Job, profiled
 from measured_on import machine
+from page_tables import markdown, put
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner import PLANNERS, Means, Options, Question, solved
@@ -48,7 +49,6 @@ from pipefit.simulator import Simulation
 from pipefit.training import Training
 
 RESULTS = Path(__file__).parent / "results" / "mpress.json"
-PAGE = Path(__file__).parents[1] / "docs" / "compaction.md"
 RESERVE = 2 << 30
 MACHINES = "dgx1-v100", "dgx2-a100"
 GIB = 1 << 30
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, text in found.items():
         print(f"\n{title}\n\n{text}")
     if options.tables:
-        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        put(found)
 
 
 # -------------------------------------------------------------------- questions and answers
@@ -435,24 +435,6 @@ def largest(own: Sequence[dict[str, Row]], family: str, way: str) -> str:
         if (row := one.get(way)) and row.model.startswith(family) and row.microbatches == 32 and row.fits
     ]
     return max(sizes, key=lambda size: float(size.removesuffix("B")), default="none")
-
-
-def with_tables(page: str, found: dict[str, str]) -> str:
-    """The page with every table between the two comments that have its title."""
-    for title, text in found.items():
-        begin, end = f"<!-- {title} -->", f"<!-- end of {title} -->"
-        head, _, rest = page.partition(begin)
-        _, there, tail = rest.partition(end)
-        if not there:
-            raise ValueError(f"the page has no place for a table: write {begin} and {end} into it")
-        page = f"{head}{begin}\n\n{text}\n\n{end}{tail}"
-    return page
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -111,19 +111,3 @@ def test_techniques_are_told_by_stage() -> None:
     assert table[2].startswith(
         "| bert-1.67B | joint | 1-1-1-1-1-1-1-1 | recompute 5.0, host 2.0 | state 3.0, peers 1.0 |"
     )
-
-
-def test_a_page_gets_the_tables_where_their_titles_are() -> None:
-    """What was there goes, and what stands around stays; a page without a place is refused."""
-    page = "before\n<!-- speeds -->\nold\n<!-- end of speeds -->\nbehind\n"
-    new = "before\n<!-- speeds -->\n\n| a |\n\n<!-- end of speeds -->\nbehind\n"
-    assert bench_mpress.with_tables(page, {"speeds": "| a |"}) == new
-    with pytest.raises(ValueError, match="no place"):
-        bench_mpress.with_tables(page, {"techniques": "| a |"})
-
-
-def test_the_docs_have_the_tables_of_the_json() -> None:
-    """Word for word, so that they are of one run."""
-    found = bench_mpress.tables([*bench_mpress.read(bench_mpress.RESULTS).values()])
-    page = bench_mpress.PAGE.read_text(encoding="utf-8")
-    assert bench_mpress.with_tables(page, found) == page
