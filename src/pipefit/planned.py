@@ -7,6 +7,7 @@ A profile is planned without torch. For a task, profiles are made for the microb
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from pipefit.cluster import Cluster
@@ -26,11 +27,14 @@ def plan(
     training: Training | None = None,
     *,
     target: Target | None = None,
+    certify: bool = True,
     **asked: Unpack[Asked],
 ) -> Plan:
     """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
 
-    `model` is a task, or a profile of one. `target` says whose kernels a task will run; the cluster's unless given.
+    `model` is a task, or a profile of one. `target` says whose kernels a task will run; the cluster's unless given. For
+    GPUs the plan of a task is held against what processes reserve (`pipefit.fit.reserving`), unless `certify` is False
+    or what does not fit is allowed: that takes a dry run of the plan.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -41,4 +45,9 @@ def plan(
     from pipefit.profiler.on_demand import on_demand
 
     kernels: Target = target or ("cuda" if cluster.backend == "cuda" else "cpu")
-    return plan_of_profile(on_demand(model, target=kernels), cluster, training, **asked)
+    make = partial(plan_of_profile, on_demand(model, target=kernels), training=training, **asked)
+    if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
+        return make(cluster)
+    from pipefit.fit.reserving import plan_reserving
+
+    return plan_reserving(model, cluster, make)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipefit
 from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
@@ -77,6 +78,20 @@ def test_what_fits_by_requested_bytes_alone_is_refused() -> None:
         plan_reserving(stack(), small, make)
 
 
+def test_a_task_is_held_against_its_process_from_python() -> None:
+    """`pipefit.plan` of a task for GPUs refuses what has no room, unless told not to look; of a profile it cannot."""
+    asked = {"batch_size": 500, "microbatch_size": 500, "planner": "exact", "stages": 1}
+    (needed,) = processes(pipefit.plan(stack(), gpus(1 << 32), certify=False, **asked))
+    assert pipefit.plan(stack(), gpus(needed), **asked).prediction.processes[0].process_bytes == needed
+    with pytest.raises(InfeasibleError, match="the process of device 0 needs"):
+        pipefit.plan(stack(), gpus(needed - 1), **asked)
+    for unchecked in (
+        pipefit.plan(stack(), gpus(needed - 1), certify=False, **asked),
+        pipefit.plan(costs(), gpus(needed - 1), **asked),
+    ):
+        assert not unchecked.prediction.processes
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
     """A device with room for the tensors of the best split alone gets fewer layers, where others have room for more."""
@@ -90,7 +105,7 @@ def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
     assert all(taken <= has for taken, has in zip(processes(found), (peak, ample), strict=True))
     assert [one.memory_bytes for one in found.cluster.devices] == [peak, ample]
     assert found.prediction.peak_bytes[0] <= found.cluster.budgets[0] < peak
-    assert "Planned 2 times, since the process of device 0 needs" in str(found)
+    assert found.provenance.remarks[-1].startswith("Planned 2 times, since the process of device 0 needs")
 
 
 def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
@@ -103,7 +118,7 @@ def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:
     assert (found.stages, found.cluster) == (make(cluster).stages, cluster)
     trace = certify(stack(), found, allocator=AllocatorSettings())
     assert found.prediction.processes == tuple(device.allocator for device in trace.devices)
-    assert "By a dry run the process of device" in str(found)
+    assert "By a dry run the process of device" in " ".join(str(found).split())
 
 
 def test_a_worker_between_two_others_takes_what_is_reserved_for_it() -> None:
