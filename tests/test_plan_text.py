@@ -132,7 +132,8 @@ def test_little_room_on_a_gpu_is_called_tight() -> None:
         found = Prediction(peak_bytes=(peak,) * 8, step_seconds=1.0, processes=known)
         shown = said(replace(make_plan(equal_profile(2), [2]), cluster=on, prediction=found))
         assert "was not checked" in shown or known or on.backend != "cuda"
-        return " tight" in shown
+        assert ("on device 0." in shown) == ("Tight: " in shown)
+        return "Tight: " in shown
 
     edge = -(-95 * budget // 100)
     assert (told(edge - 1), told(edge)) == (False, True)

@@ -271,8 +271,7 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     budget = plan.cluster.budgets[fullest]
     peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
     percent = "-" if full is None else f"{100 * full:.1f} %"
-    tight = plan.prediction is not None and plan.prediction.is_tight(plan.cluster, stage.device)
-    bar = "" if full is None else _bar(full, tight=tight)
+    bar = "" if full is None else _bar(full)
     sizes = format_bytes(parameters), peak, format_bytes(budget)
     return (str(number), " ".join(map(str, stage.devices)), span, str(len(names)), *sizes, percent, bar)
 
@@ -289,9 +288,9 @@ def _fullness(plan: Plan, stage: Stage) -> float | None:
     return None if made is None else made.peak_bytes[device] / plan.cluster.budgets[device]
 
 
-def _bar(full: float, *, tight: bool) -> str:
+def _bar(full: float) -> str:
     filled = min(_BAR, round(full * _BAR))
-    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else " tight" if tight else "")
+    return "#" * filled + "." * (_BAR - filled) + (" does not fit" if full > 1 else "")
 
 
 def _limit(plan: Plan) -> str:

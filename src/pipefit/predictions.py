@@ -57,18 +57,23 @@ class Prediction:
 def reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:
     """What budgets leave to processes of the GPUs among `devices`, and what these take, as sentences."""
     left = {cluster.reserves[device] for device in devices}
-    if not any(left):
-        return
-    sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
-    yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
-    if prediction is None:
-        return
+    if any(left):
+        sizes = format_bytes(min(left)) + (f" to {format_bytes(max(left))}" if len(left) > 1 else "")
+        yield f"Budgets leave {sizes} of a device to what its process takes besides tensors."
+    if prediction is not None and cluster.backend == "cuda":
+        yield _taken(cluster, prediction)
+        if tight := [str(device) for device in dict.fromkeys(devices) if prediction.is_tight(cluster, device)]:
+            named = f"device{'s' * (len(tight) > 1)} {', '.join(tight)}"
+            yield f"Tight: what is not counted, such as cuDNN's workspaces, may not find room on {named}."
+
+
+def _taken(cluster: Cluster, prediction: Prediction) -> str:
+    """Which process takes most of what its device has; or that it is not known."""
     known = {device: process for device, process in enumerate(prediction.processes) if process}
     if not known:
-        yield "What it reserves for them was not checked: pipefit certify does, and pipefit plan of a MODEL."
-        return
+        return "What GPUs reserve was not checked: pipefit certify does, and pipefit plan of a MODEL."
     fullest = max(known, key=lambda device: known[device].process_bytes / cluster.devices[device].memory_bytes)
-    yield f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
+    return f"By a dry run {_process(known[fullest], fullest, cluster.devices[fullest].memory_bytes)}."
 
 
 def _process(process: AllocatorPeaks, device: int, memory: int) -> str:
