@@ -110,6 +110,28 @@ def seen_elsewhere(x: Tensor) -> Tensor:
     return y
 
 
+def changed_without_gradient(x: Tensor) -> Tensor:
+    """A change in place that the gradient does not see."""
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+class Remembering(nn.Module):
+    """A part of a buffer is changed in every forward, after the whole was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.mean
+        with torch.no_grad():
+            self.mean[:4].mul_(0.5)
+        return y + self.mean
+
+
 def without_gradient(x: Tensor) -> Tensor:
     """A value that is used with and without a gradient."""
     with torch.no_grad():
@@ -199,6 +221,16 @@ def test_what_is_changed_in_place_and_seen_elsewhere_is_whole() -> None:
     """A view that is written into stays with the value that it shows, which is replicated."""
     stage = check(of(seen_elsewhere))
     assert {each.reason for each in stage.shares.whole} == {"it shares memory with what is changed in place"}
+
+
+def test_a_change_in_place_without_a_gradient_leaves_the_gradient() -> None:
+    """The value is not made anew under `no_grad`, where it would lose the way back."""
+    check(of(changed_without_gradient))
+
+
+def test_a_buffer_of_which_a_part_is_changed_is_one_on_every_rank() -> None:
+    """It is never changed in a copy that has another form."""
+    check(task(nn.Linear(WIDTH, WIDTH), Remembering(), nn.Linear(WIDTH, WIDTH)))
 
 
 def test_an_unknown_operator_is_whole() -> None:

@@ -223,8 +223,36 @@ def test_mixed_precision_casts_as_the_whole_does(model: Callable[[], Task]) -> N
         rank, given = stage.rank(group), (inputs,)
         for layer in rank.layers:
             given = layer(given)
-        return float(rank.loss(given, (targets,))[0]), {given[-1].dtype}
+        return float(rank.loss(given, (targets,))[0].detach()), {given[-1].dtype}
 
     for loss, types in in_lockstep(2, run):
         assert loss == pytest.approx(float(expected), rel=1e-2)
         assert types == {torch.bfloat16}
+
+
+class Cast(nn.Module):
+    """A linear layer under an autocast of its own, and one outside of it."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.enabled = nn.Linear(16, 64), nn.Linear(64, 16), enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            inner = self.up(x)
+        return self.down(inner.float().tanh())
+
+
+def test_an_autocast_inside_a_model_is_entered_by_every_rank() -> None:
+    """What runs under it is cast as in the module: a divided product has the very results, and not those without."""
+    torch.manual_seed(0)
+    model, without, x = Cast(), Cast(enabled=False), torch.randn(4, 16)
+    without.load_state_dict(model.state_dict())
+    chain = capture(Task(model, batch=lambda size: (x, x), loss=F.mse_loss), x, x)
+    stage = shard_stage(chain.layers, 2, (x,), chain=chain, targets=(x,), is_first=True, prices=CHEAP)
+    assert stage.shares.of_flops == 1
+    expected, far = (float(F.mse_loss(each(x), x).detach()) for each in (model, without))
+    assert expected != pytest.approx(far, rel=1e-5)
+
+    for loss in in_lockstep(2, lambda group: float(stage.rank(group)((x,), (x,))[0].detach())):
+        assert loss == pytest.approx(expected, rel=1e-6)

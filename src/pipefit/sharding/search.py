@@ -17,13 +17,13 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from pipefit.capture.aliases import groups, mutated_arguments
-from pipefit.capture.flat import role, value
+from pipefit.capture.flat import operator_name, role, value
 from pipefit.sharding.forms import Form, R, Split
 from pipefit.sharding.operations import Operation, Strategy
 from pipefit.sharding.prices import Costs, Prices
 from pipefit.sharding.rules import rule_of
 from pipefit.sharding.saved import keeps_operands, keeps_result
-from pipefit.sharding.tracing import TracedStage, is_stored
+from pipefit.sharding.tracing import TracedStage, is_stored, without_gradient
 
 _MOST = 200
 
@@ -89,10 +89,15 @@ def _trained(stage: TracedStage) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             needs = stage.tensor(node).requires_grad if is_stored(node) else _arrives_trained(stage, node)
         else:
-            needs = _is_numeric(node) and any(source in found for source in node.all_input_nodes)
+            needs = _is_numeric(node) and any(source in found for source in node.all_input_nodes) and not _ends(node)
         if needs:
             found.add(node)
     return frozenset(found)
+
+
+def _ends(node: fx.Node) -> bool:
+    """Whether no gradient goes back through an operation; what is changed in place without one still has its own."""
+    return (without_gradient(node) or operator_name(node) == "detach") and not mutated_arguments(node)
 
 
 def _arrives_trained(stage: TracedStage, node: fx.Node) -> bool:
@@ -161,7 +166,9 @@ class _Search:
         self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
         self.trained = costs.trained
         self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
-        self.fixed = {target for node in self.nodes for target in mutated_arguments(node)}
+        roots = groups(stage.graph)
+        changed = {roots[target] for node in self.nodes for target in mutated_arguments(node)}
+        self.fixed = {node for node, root in roots.items() if root in changed}  # another form would be an old copy
 
     def run(self, states: int) -> tuple[dict[fx.Node, Strategy], float]:
         """The strategies of the cheapest way, and its cost."""

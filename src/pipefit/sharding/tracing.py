@@ -17,7 +17,7 @@ from pipefit.capture.aliases import groups, mutated_arguments
 from pipefit.capture.binding import Binding
 from pipefit.capture.chain import Chain, ChainLayer, as_values, packed
 from pipefit.capture.exporting import export
-from pipefit.capture.flat import flatten, role, stack, sweep, value
+from pipefit.capture.flat import context, flatten, role, stack, sweep, value
 from pipefit.capture.structure import Values
 
 
@@ -74,6 +74,11 @@ def is_stored(node: fx.Node) -> bool:
     return (found := role(node)) is not None and found.kind != "input"
 
 
+def without_gradient(node: fx.Node) -> bool:
+    """Whether the operation runs under `torch.no_grad()`."""
+    return [entry[1] for entry in context(node) if entry[0] == "grad"][-1:] == [False]
+
+
 class _Stage(nn.Module):
     """The layers as one module, as the runtime calls them."""
 
@@ -126,8 +131,8 @@ def _made_anew(graph: fx.Graph) -> None:
 def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
     """The operator that returns what `node` writes into its first operand; None where its type would be another."""
     target = node.target
-    if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload):
-        return None
+    if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
+        return None  # what is changed without a gradient keeps the one that it has; what is made anew has none
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():

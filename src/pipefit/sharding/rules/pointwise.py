@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from pipefit.capture.flat import operator_name
+from pipefit.capture.flat import draws, operator_name
 from pipefit.sharding.operations import Operation, Strategy, Wishes
 
 COPIES = frozenset({"contiguous", "clone", "alias", "to", "_to_copy", "detach", "type_as"})
@@ -25,7 +25,7 @@ def pointwise(op: Operation, wishes: Wishes) -> Iterator[Strategy | None]:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the operator is such, by torch's own tag or by our list."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
         return False
     return torch.Tag.pointwise in node.target.tags or operator_name(node) in UNTAGGED
 
