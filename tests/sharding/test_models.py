@@ -17,7 +17,7 @@ GPT = {"layers": 2, "hidden": 16, "heads": 4, "sequence": 8}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IMAGES = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1], "image_size": 32}
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
-FLOWS = ("gpt2", "bert, whole", "vit, whole", "bart, whole")
+FLOWS = ("gpt2", "bert, whole", "bart, whole")
 DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 ORDINARY: dict[str, Callable[[], Task]] = {
