@@ -1,11 +1,11 @@
-# make demo | test | gallery | mutants | check | schemas | format.  Each makes .venv first where it is missing or out of date.
+# make demo | test | gallery | mutants | fuzz | check | schemas | format.  Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds.
 PYTHON ?= python3.11
 PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants check schemas format
+.PHONY: demo test gallery mutants fuzz check schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -25,6 +25,9 @@ gallery: $(VENV)/.installed
 
 mutants: $(VENV)/.installed
 	$(RUN)/python tests/mutate.py
+
+fuzz: $(VENV)/.installed
+	PYTHONPATH=tests $(RUN)/python tests/fuzz.py 10000 2000
 
 check: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -7,16 +7,19 @@ import multiprocessing as mp
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.grids import Grid, Stage
@@ -24,7 +27,9 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, checkpointing, saver
+from pipefit.runtime.runner import DeviceRunner
 from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.trace import Stream
 from pipefit.training import Training
 from tiny import task_of
 
@@ -210,6 +215,84 @@ def killed(worker: int, step: int) -> Task:
         return FEATURES["dropout"].task().batch(size)
 
     return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def patient(seconds: float) -> Task:
+    """A task with dropout, which takes its time for every batch."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        time.sleep(seconds)
+        return FEATURES["dropout"].task().batch(size)
+
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def poisoned(step: int) -> Task:
+    """A task with dropout, in whose batch of one step there is nan."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = FEATURES["dropout"].task().batch(size)
+        return inputs * (float("nan") if torch.initial_seed() == SEED + step else 1), targets
+
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def mortal(folder: str) -> Task:
+    """A task with dropout, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once."""
+    worker = mp.current_process().name.rpartition("-")[2]
+    deaths = {name for name in os.listdir(folder) if name.startswith(f"{worker}-")}
+    step, original = 0, DeviceRunner._timed
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        nonlocal step
+        step = torch.initial_seed() - SEED
+        return FEATURES["dropout"].task().batch(size)
+
+    def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:
+        if (name := f"{worker}-{step}-{text}") in deaths:
+            Path(folder, name).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, done, text, stream)
+
+    if deaths:
+        mock.patch.object(DeviceRunner, "_timed", timed).start()
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def faulty(fault: str, place: str, worker: int, step: int) -> Task:
+    """A task with dropout, one of whose workers has a fault: at its `start`, or in a step, at `batch` or an action."""
+    here, now, original = mp.current_process().name == f"pipefit-worker-{worker}", -1, DeviceRunner._timed
+    if here and place == "start":
+        happen(fault)
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        nonlocal now
+        now = torch.initial_seed() - SEED
+        if here and (place, now) == ("batch", step):
+            happen(fault)
+        return FEATURES["dropout"].task().batch(size)
+
+    def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:
+        if (text, now) == (place, step):
+            happen(fault)
+        original(self, done, text, stream)
+
+    if here:
+        mock.patch.object(DeviceRunner, "_timed", timed).start()
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def happen(fault: str) -> None:
+    """A fault of this process."""
+    match fault:
+        case "raises":
+            raise ValueError("enough")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "ends":
+            os._exit(3)
 
 
 def limited(worker: int, nbytes: int) -> Task:

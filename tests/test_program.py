@@ -19,8 +19,18 @@ MEMBERS = st.one_of(
     st.builds(Member.host, st.none() | NUMBERS),
     st.builds(Member, st.just(MemberKind.DISK), st.none() | NUMBERS),
 )
-PLACES = st.dictionaries(MEMBERS, st.integers(1, 9), min_size=1, max_size=3).map(
-    lambda shares: Place(Share(*item) for item in shares.items())
+PLACES = (
+    st.lists(
+        st.tuples(MEMBERS, st.integers(1, 9)),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda item: item[0] if item[0].number is not None else item[0].kind,
+    )
+    .filter(
+        # a host without a number may be any of those with one
+        lambda shares: all(m.number is not None or [n.kind for n, _ in shares].count(m.kind) == 1 for m, _ in shares)
+    )
+    .map(lambda shares: Place(Share(*item) for item in shares))
 )
 STATES = st.sampled_from(["parameters", "gradients", "optimizer", "versions", "shared"])
 SUBJECTS = st.one_of(st.builds(Subject, NUMBERS, NUMBERS | STATES), st.builds(Bundle, NUMBERS))
@@ -66,6 +76,8 @@ def test_a_place_parses_back_from_its_text(place: Place) -> None:
         ("host\u0661", "is not a place"),
         ("device1*0+device2*1", "every share is one part or more"),
         ("device1*1+device1*2", "names a member twice: add its shares up"),
+        ("host*1+host0*1", "names a host with its number and one without, which may be the same"),
+        ("device1*1+disk2*1+disk*1", "names a disk with its number and one without, which may be the same"),
     ],
 )
 def test_what_is_not_a_place_is_refused(text: str, message: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipefit.errors import (
         FileError,
         InfeasibleError,
+        LossNotFinite,
         OutOfMemory,
         PipefitError,
         PipefitWarning,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     )
     from pipefit.files import load, load_cluster, save
     from pipefit.planned import plan
+    from pipefit.planner import plan_again
     from pipefit.plans import Plan
     from pipefit.profiler import profile
     from pipefit.profiles import ModelProfile
@@ -46,6 +48,7 @@ __all__ = [
     "Cluster",
     "FileError",
     "InfeasibleError",
+    "LossNotFinite",
     "ModelProfile",
     "OutOfMemory",
     "PipefitError",
@@ -66,6 +69,7 @@ __all__ = [
     "load_cluster",
     "lower",
     "plan",
+    "plan_again",
     "profile",
     "save",
     "simulate",
@@ -79,6 +83,7 @@ _HOMES = {
     "errors": (
         "FileError",
         "InfeasibleError",
+        "LossNotFinite",
         "OutOfMemory",
         "PipefitError",
         "PipefitWarning",
@@ -88,6 +93,7 @@ _HOMES = {
     "files": ("load", "load_cluster", "save"),
     "planned": ("plan",),
     "plans": ("Plan",),
+    "planner": ("plan_again",),
     "profiles": ("ModelProfile",),
     "profiler": ("profile",),
     "program": ("Program",),

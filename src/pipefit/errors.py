@@ -6,7 +6,8 @@
     ├── OutOfMemory         4   a run passed a device's cap; says where, at which action, what held the bytes
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   └── PeerLost            what the others report then: a message that does not come
-    └── FileError           6   a document is missing, truncated, of another version, or for another model
+    ├── FileError           6   a document is missing, truncated, of another version, or for another model
+    └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
 
 A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
 message to stderr and exits with `exit_code`. What stops nothing but should be known is a `PipefitWarning`, given by
@@ -54,6 +55,12 @@ class FileError(PipefitError):
     """A document cannot be used: missing, truncated, of another version, invalid, or for another model."""
 
     exit_code = 6
+
+
+class LossNotFinite(PipefitError):
+    """A loss became infinite or nan, and training was to stop then."""
+
+    exit_code = 7
 
 
 class PipefitWarning(UserWarning):

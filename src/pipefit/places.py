@@ -149,6 +149,13 @@ def parse_place(text: str) -> Place:
         raise UsageError(f"place {text!r}: every share is one part or more")
     if len(set(place.members)) != len(place):
         raise UsageError(f"place {text!r} names a member twice: add its shares up")
+    for kind in (MemberKind.HOST, MemberKind.DISK):
+        numbers = [member.number for member in place.members if member.kind is kind]
+        if None in numbers and len(numbers) > 1:
+            raise UsageError(
+                f"place {text!r} names a {kind.value} with its number and one without, which may be the same: "
+                "give both a number"
+            )
     return place
 
 

@@ -25,6 +25,8 @@ from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
 
+MOST_THREADS = 1024  # of a worker; OpenMP ends a process that asks for more than the system has
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -112,8 +114,8 @@ class Assumptions:
     processor: str = ""  # a digest of all that the system says about the processor
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise UsageError(f"a worker has at least one thread, not {self.threads}")
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise UsageError(f"a worker has from 1 to {MOST_THREADS} threads, not {self.threads}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from pipefit.errors import UsageError
@@ -56,8 +57,11 @@ class Training:
                 f"{self.microbatches} microbatches are more than the {MOST_MICROBATCHES} that a step can have: "
                 "use larger ones"
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"gradients can be clipped to a positive norm, not to {self.clip_norm}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < inf:
+            raise UsageError(
+                f"gradients can be clipped to a finite, positive norm, not to {self.clip_norm}: leave it out to keep "
+                "them as they are"
+            )
         if self.endless:
             self._check_endless()
         elif self.versions != "weights":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import chain
+from math import isfinite
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -79,7 +80,8 @@ def validated(kind: type[T], data: object, source: str) -> T:
     try:
         text = json.dumps(data, allow_nan=False, default=str)
     except ValueError:
-        raise FileError(f"{source} is not valid: it holds a number that is not finite") from None
+        where = _path_text(_not_finite(data) or ())
+        raise FileError(f"{source} is not valid: {where}: a number must be finite") from None
     except RecursionError:
         raise FileError(f"{source} is not valid: it is nested too deeply") from None
     return parsed(kind, JsonText(text.encode()), source)
@@ -104,6 +106,15 @@ def sentence(refusal: Refusal, source: str) -> str:
     where = _path_text(refusal.path)
     more = " (and more)" if refusal.more else ""
     return f"{source} is not valid: {f'{where}: ' if where else ''}{refusal.what}{more}"
+
+
+def _not_finite(data: object) -> tuple[str | int, ...] | None:
+    """Where in lists and dictionaries the first number is that is not finite."""
+    if isinstance(data, float):
+        return None if isfinite(data) else ()
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = ((key, path) for key, value in inner if (path := _not_finite(value)) is not None)
+    return next(((key, *path) for key, path in found), None)
 
 
 def _path_text(path: Sequence[str | int]) -> str:

@@ -25,6 +25,17 @@ def no_task(): return 3
 def breaks(): raise ZeroDivisionError("division\\nby zero")
 def leaves(): sys.exit(7)
 def one(size): return size
+def task(batch):
+    import torch
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    return pipefit.Task(model, batch=batch, loss=torch.nn.functional.mse_loss)
+def pairs(size):
+    import torch
+    return torch.zeros(size, 2), torch.zeros(size, 2)
+def no_data(size): raise KeyError("no data")
+def works(): return task(pairs)
+def ignores(): return task(lambda size: pairs(3))
+def empty(): return task(no_data)
 number = 3
 """
 TALKER = """
@@ -56,6 +67,18 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("plan profile.json --cluster dgx1-v100 --stages -1", 2, ["--stages"]),
     ("plan profile.json --cluster dgx1-v100 --recompute often", 2, ["--recompute", "except_last"]),
     ("plan profile.json --cluster dgx1-v100 --clip-norm 0", 2, ["positive norm"]),
+    ("plan profile.json --cluster dgx1-v100 --clip-norm inf", 2, ["finite, positive norm", "not to inf"]),
+    (f"plan profile.json --cluster dgx1-v100 --batch-size {10**30}", 2, ["65536"]),
+    (f"plan profile.json --cluster dgx1-v100 --batch-size {2**70} --microbatches 4", 2, ["was profiled at"]),
+    (f"plan profile.json --cluster emulated:2x{10**30}GiB", 2, ["is not a size"]),
+    (f"plan profile.json --cluster dgx1-v100 --stages {10**30}", 2, ["too few"]),
+    (f"profile zoo:mlp --microbatch-size {10**30}", 2, ["the batch function of mlp fails"]),
+    (f"profile zoo:mlp --microbatch-size 1 --set inputs={10**30}", 2, ["the batch function of mlp fails"]),
+    (f"profile zoo:mlp --microbatch-size 1 --threads {10**30}", 2, ["threads", "from 1 to 1024"]),
+    ("profile zoo:mlp --microbatch-size 1 --threads 99999", 2, ["threads", "from 1 to 1024"]),  # OpenMP would crash
+    (f"train train.json mine:works --seed {10**30}", 2, ["seed must be a whole number from"]),
+    ("profile mine:ignores --microbatch-size 2", 2, ["has the shape (3, 2) where 2 samples were asked for"]),
+    ("profile mine:empty --microbatch-size 2", 2, ["KeyError: 'no data'", "number of samples"]),
     ("profile zoo:mlp", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 0", 2, ["--microbatch-size"]),
     ("profile zoo:mlp --microbatch-size 1 --device tpu", 2, ["tpu", "fake"]),
@@ -115,6 +138,11 @@ TABLE: list[tuple[str, int, list[str]]] = [
     ("show empty.json", 6, ["is empty"]),
     ("show deep.json", 6, ["a: this key is not known"]),
     ("show /dev/null", 6, ["not a regular file"]),
+    ("simulate plan.json -o plan.json", 2, ["plan.json is named twice", "another file"]),
+    ("simulate plan.json -o ./plan.json", 2, ["is named twice"]),
+    ("plan profile.json --cluster dgx1-v100 -o profile.json", 2, ["profile.json is named twice"]),
+    ("plan profile.json --cluster bad.toml -o bad.toml", 2, ["bad.toml is named twice"]),
+    ("train plan.json zoo:mlp -o new.json --metrics new.json", 2, ["new.json is named twice"]),
     ("simulate plan.json -o none/trace.json", 6, ["create"]),
     ("simulate plan.json -o .", 6, ["not a file"]),
     (f"simulate plan.json -o {'a' * 300}", 6, ["name too long"]),
@@ -137,6 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(lower(plan), here / "program.json")
     save(simulate(plan), here / "trace.json")
     save(simulate(make_plan(random_profile(6), (1, 1, 4))), here / "other.json")
+    save(plan, here / "train.json")
     (here / "cut.json").write_text(dumps(plan)[:-100])
     (here / "empty.json").write_text("")
     (here / "deep.json").write_text('{"pipefit": "plan", "version": 2, "a": ' + '{"a": ' * 900 + "1" + "}" * 901)

@@ -123,8 +123,10 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/dev/null")):
         with pytest.raises(FileError, match=r"cannot hold checkpoints: .* is no folder; name another"):
-            Saving(directory=str(place)).check(0)
-    Saving(directory=str(tmp_path / "new" / "runs")).check(0)
+            Saving(directory=str(place)).check(0, plan_for("dropout", "1f1b", (3, 3)).profile, 0)
+    Saving(directory=str(tmp_path / "new" / "runs")).check(
+        0, plan_for("dropout", "1f1b", (3, 3)).profile.fingerprint, 0
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -153,7 +155,9 @@ def test_a_folder_that_only_others_write_to_is_refused(tmp_path: Path, monkeypat
     asked = list[Path]()
     monkeypatch.setattr(folders.os, "access", lambda path, mode: bool(asked.append(Path(path))))
     with pytest.raises(FileError, match=r"this user may not write to .*; name another folder"):
-        Saving(directory=str(tmp_path / "new" / "runs")).check(0)
+        Saving(directory=str(tmp_path / "new" / "runs")).check(
+            0, plan_for("dropout", "1f1b", (3, 3)).profile.fingerprint, 0
+        )
     assert asked == [tmp_path]
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,14 +33,14 @@ from pipefit.cli import (
     simulate,
     train,
 )
+from pipefit.cli.stopping import STOPPED, Stopped, stoppable
 from pipefit.errors import PipefitError, PipefitWarning
 from pipefit.texts import printable
 
-_STOPPED = 130  # what shells say of a command that Ctrl-C ended
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _EPILOG = (
-    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 130 stopped by Ctrl-C, "
-    "143 by SIGTERM, 1 anything else."
+    "Exit codes: 0 ok, 2 usage, 3 nothing fits, 4 out of memory, 5 a worker failed, 6 bad file, 7 a loss that is no "
+    "number, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 anything else."
 )
 
 app = typer.Typer(
@@ -65,7 +63,10 @@ def pipefit(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code. `arguments` are those of the process unless given."""
+    """Runs the command line; the exit code. `arguments` are those of the process unless given.
+
+    Only where they are those of the process may a signal end it.
+    """
     _fill_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take(words, "--debug")
@@ -73,18 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         return _print_version()
     try:
-        with _terminations_raised(), _warnings_on_stderr():
+        with stoppable(at_once=arguments is None), _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
-        if code == _STOPPED:  # typer has made an exit code of the interrupt
-            return _fail("stopped", _STOPPED, debug)
+        if code == STOPPED:  # typer has made an exit code of the interrupt
+            return _fail("stopped", STOPPED, debug)
         return code if isinstance(code, int) else 0
-    except (PipefitError, _Terminated) as error:
+    except (PipefitError, Stopped) as error:
         return _fail(str(error), error.exit_code, debug)
     except typer.TyperException as error:
         return _fail(_usage_sentence(error), error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped", _STOPPED, debug)
+        return _fail("stopped", STOPPED, debug)
     except BrokenPipeError:  # the reader of a pipe left, as head does
         _close_stdout()
         return 1
@@ -112,31 +113,6 @@ def _take(words: list[str], flag: str) -> bool:
     found = flag in words[:end]
     words[:end] = [word for word in words[:end] if word != flag]
     return found
-
-
-class _Terminated(BaseException):
-    """SIGTERM has come, as from a cluster's scheduler: the command clears away what it has made, and ends."""
-
-    exit_code = 143  # what shells say of a command that SIGTERM ended
-
-
-@contextmanager
-def _terminations_raised() -> Iterator[None]:
-    """Inside, SIGTERM is an exception, unless our parent has said that it be ignored."""
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break into the clearing away
-        raise _Terminated("stopped by SIGTERM")
-
-    usual = signal.getsignal(signal.SIGTERM)
-    if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, usual)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def command(
     from pipefit.files import load
     from pipefit.plans import Plan
 
-    check_output(output)
+    check_output(output, plan)
     document = load(plan, Plan)
     with progress("reading the model"):
         task = resolve(model, settings, document.training.precision)

@@ -40,6 +40,7 @@ def command(
     """
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
+    from pipefit.cli.stopping import cleared_away
 
     check_output(output)
     with progress("verifying"):
@@ -48,7 +49,8 @@ def command(
         found = find(checkpoint)
         found.verify()
         if output is not None:
-            export(found.folder, output)
+            with cleared_away():
+                export(found.folder, output)
     if as_json:
         print(json.dumps(_figures(found)))
         return

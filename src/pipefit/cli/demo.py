@@ -33,6 +33,7 @@ def command(
     of it fits. Takes about a minute and needs no GPU, no network and no data.
     """
     from pipefit.cli.progress import progress
+    from pipefit.cli.stopping import cleared_away
     from pipefit.files import load_cluster
 
     say = _silent if as_json else _print
@@ -50,7 +51,7 @@ def command(
     say([_introduction(costs.layers, cluster.name)])
 
     split = question(planner="exact", allow_infeasible=True)
-    with progress("training the best split"):
+    with progress("training the best split"), cleared_away():
         failure = _run_out(task, split, seed)
     say([f"1. The split of lowest peak, which {_needs(split)}:", f"   {failure}"])
 
@@ -59,7 +60,7 @@ def command(
     say(["2. The fastest plan that fits (pipefit plan):", chosen])
     with progress("dry run"):
         certified = certify(task(), chosen)
-    with progress("training") as report:
+    with progress("training") as report, cleared_away():
         losses, measured = train(
             task, chosen, steps=steps, seed=seed, on_step=lambda n, loss: report(n + 1, steps, f"loss {loss:.3f}")
         )

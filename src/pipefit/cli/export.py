@@ -26,7 +26,7 @@ def command(
     from pipefit.cli.output import check_output
     from pipefit.files import load, save_text
 
-    check_output(output)
+    check_output(output, file)
     text = _perfetto(file, load(file)) if to == "perfetto" else _pipelining(file, load(file))
     if output is None:
         sys.stdout.write(text)

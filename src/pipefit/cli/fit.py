@@ -75,10 +75,11 @@ def command(
     """
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
+    from pipefit.cli.stopping import cleared_away
     from pipefit.files import load_cluster, save, save_text
 
-    check_output(output)
-    check_output(plot)
+    check_output(output, cluster)
+    check_output(plot, cluster, output)
     if grow == "batch" and microbatch_size is not None:
         raise UsageError("--microbatch-size is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
@@ -97,13 +98,16 @@ def command(
             threads=threads,
         )
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
-    if output is not None:
-        save(found.best.plan, output)
-    if plot is not None:
-        from pipefit.report.page import fit_page
+    try:
+        _print(found, as_json=as_json)
+    finally:
+        with cleared_away():
+            if output is not None:
+                save(found.best.plan, output)
+            if plot is not None:
+                from pipefit.report.page import fit_page
 
-        save_text(fit_page(found), plot)
-    _print(found, as_json=as_json)
+                save_text(fit_page(found), plot)
     for path in (output, plot):
         if path is not None and not as_json:
             print(f"saved to {path}", file=sys.stderr)

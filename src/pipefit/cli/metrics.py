@@ -17,7 +17,8 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, f
     """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
 
     Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
-    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew.
+    on at step `first` keeps the lines of the steps before it, and makes those of later ones anew. So does a training
+    that is started again.
 
     Raises:
         FileError: the file cannot be written, as on a full disk.
@@ -34,18 +35,26 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, f
             except OSError as error:
                 raise FileError(f"{path} cannot be written: {error.strerror}; step {step} was the last") from error
 
+        begins = list[int]()  # where the lines of this training's steps begin
+
         def note(step: int, loss: float) -> None:
             nonlocal last
             now = perf_counter()
-            # a loss that is not finite has no number in JSON
-            told = loss if isfinite(loss) else str(loss)
-            line = json.dumps({"step": step, "loss": told, "seconds": now - last}) + "\n"
-            write(line.encode(), step)
+            for start in begins[step - first : step - first + 1]:  # it has been trained before
+                file.seek(start)
+                file.truncate()
+            begins[step - first :] = [file.tell()]
+            write(f"{json.dumps({'step': step, 'loss': in_json(loss), 'seconds': now - last})}\n".encode(), step)
             last = now
 
         if before:
             write(b"".join(before), first - 1)
         yield note
+
+
+def in_json(loss: float) -> float | str:
+    """A loss as JSON has it: one that is not finite has no number there."""
+    return loss if isfinite(loss) else str(loss)
 
 
 def _lines_before(path: Path, first: int) -> list[bytes]:

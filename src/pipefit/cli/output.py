@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.files import Document
     from pipefit.tables import Block
 
 
-def check_output(path: Path | None) -> None:
-    """Before any work: can the result be saved?
+def check_output(path: Path | None, *others: str | Path | None) -> None:
+    """Before any work: can the result be saved? `others` are files that the command reads, or writes besides.
 
     Raises:
         FileError: it cannot; says why.
+        UsageError: it is one of the others.
     """
     from pipefit.files import check_target
 
-    if path is not None:
-        check_target(path)
+    if path is None:
+        return
+    check_target(path)
+    for other in others:
+        if other is not None and os.path.realpath(other) == os.path.realpath(path):
+            raise UsageError(f"{path} is named twice, and would be overwritten: name another file for the result")
 
 
 def deliver(
     document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
 ) -> None:
-    """Saves `document` if asked to, then prints it: as JSON, or as `describe` has it (by default as `show` would).
+    """Prints `document` as JSON, or as `describe` has it (by default as `show` would), and saves it if asked to.
 
+    It is printed first, so that a full disk loses nothing, and saved although the reader of a pipe has left.
     A plan, which people read most of all, has lines of at most 80 columns in a pipe too.
     """
-    from pipefit.files import dumps, save
+    from pipefit.cli.stopping import cleared_away
+    from pipefit.files import save
+
+    try:
+        _print(document, as_json, describe)
+    finally:
+        if output is not None:
+            with cleared_away():
+                save(document, output)
+    if output is not None and not as_json:
+        print(f"saved to {output}", file=sys.stderr)
+
+
+def _print(document: Document, as_json: bool, describe: Callable[[], Sequence[Block]] | None) -> None:
+    from pipefit.files import dumps
     from pipefit.plans import Plan
 
-    if output is not None:
-        save(document, output)
     if as_json:
         sys.stdout.write(dumps(document))
         return
@@ -47,5 +68,3 @@ def deliver(
         write(blocks, width=80)
     else:
         write(blocks)
-    if output is not None:
-        print(f"saved to {output}", file=sys.stderr)

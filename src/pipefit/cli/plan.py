@@ -119,7 +119,7 @@ def command(
     from pipefit.cli.output import check_output, deliver
     from pipefit.cli.progress import progress
 
-    check_output(output)
+    check_output(output, profile, cluster)
     if not _is_model(profile) and (settings or target or precision):
         raise UsageError(f"{profile} is a file: --set, --target and --precision are for a MODEL to profile")
     devices = _cluster(cluster, reserve)

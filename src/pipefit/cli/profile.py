@@ -74,7 +74,7 @@ def command(
     from pipefit.cli.progress import progress
     from pipefit.files import load_cluster
 
-    check_output(output)
+    check_output(output, cluster, store)
     if (runs is None) != (cluster is None):
         raise UsageError("--runs and --cluster go together: the runs train on the cluster's devices")
     devices = None if cluster is None else load_cluster(cluster)

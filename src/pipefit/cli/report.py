@@ -34,7 +34,7 @@ def command(
     from pipefit.trace import Trace
 
     target = file.with_suffix(".html") if output is None else output
-    check_output(target)
+    check_output(target, file, measured)
     document = load(file)
     if not isinstance(document, Plan | Trace):
         raise UsageError(f"{file} is neither a plan nor a trace: pipefit show prints it")

@@ -18,7 +18,7 @@ def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None,
     from pipefit.report.trace import describe_trace
     from pipefit.simulator import simulate
 
-    check_output(output)
+    check_output(output, plan)
     document = load(plan, Plan)
     with progress("simulating"):
         trace = simulate(document, steps=steps)

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from pipefit.cli.options import Json, Model, Output, PlanFile, Settings
+from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
+    from pipefit.plans import Plan
     from pipefit.runtime.saver import Saved
     from pipefit.runtime.saving import Saving
     from pipefit.trace import Trace
@@ -50,13 +52,16 @@ def command(
     save: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save checkpoints here, one after the last step too.")
     ] = None,
-    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from checkpoint to checkpoint.")] = 100,
+    every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Steps from checkpoint to checkpoint; 100 unless given.")
+    ] = None,
     keep: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Keep the newest K checkpoints; all, if not given.")
     ] = None,
     on_failed_save: Annotated[
-        Literal["warn", "stop"], typer.Option(help="Whether a checkpoint that cannot be written stops the training.")
-    ] = "warn",
+        Literal["warn", "stop"] | None,
+        typer.Option(help="Whether a checkpoint that cannot be written stops the training; warn unless given."),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Go on from the newest whole checkpoint here, or from this one."),
@@ -65,6 +70,21 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Start from a safetensors file, or a folder in Hugging Face's layout."),
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start again from the last checkpoint when a worker fails, N times.")
+    ] = 0,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            metavar="NAME|FILE",
+            help="The devices there are, read before every start: plan again where they are not those of PLAN.",
+        ),
+    ] = None,
+    on_nan: Annotated[
+        Literal["warn", "stop"], typer.Option(help="Whether a loss that is infinite or nan stops the training.")
+    ] = "warn",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -72,17 +92,20 @@ def command(
 
     One worker process for each device of the plan; what it measured is a trace, like a prediction. With --save and
     --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
+    With --restarts it goes on by itself.
     """
     from pipefit.cli.metrics import lines_of_metrics
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
+    from pipefit.cli.stopping import cleared_away
     from pipefit.files import load
     from pipefit.files import save as save_document
     from pipefit.plans import Plan
 
-    check_output(output)
-    check_output(metrics)
+    check_output(output, plan, cluster)
+    check_output(metrics, plan, cluster, output)
+    saving = _saving(save, every=every, keep=keep, on_failure=on_failed_save, restarts=restarts)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
     with progress("reading the model"):
@@ -90,9 +113,13 @@ def command(
         from pipefit.runtime import train
         from pipefit.runtime.launch import START_SECONDS
 
-    saving = _saving(save, every, keep, on_failed_save)
     told = _Told(saving, resume)
-    with progress("training") as report, lines_of_metrics(metrics, told.steps_done) as note, told.stopping():
+    with (
+        progress("training") as report,
+        lines_of_metrics(metrics, told.steps_done) as note,
+        cleared_away(),
+        told.stopping(),
+    ):
 
         def on_step(step: int, loss: float) -> None:
             note(step, loss)
@@ -109,24 +136,46 @@ def command(
             numbers=numbers,
             share_device=share_device,
             on_step=on_step,
+            on_nan=on_nan,
             saving=saving,
             resume=told.resumed,
             weights=weights,
             on_saved=told.saved,
+            restarts=restarts,
+            replan=None if cluster is None else partial(_planned_for, cluster),
         )
-    if output is not None:
-        save_document(trace, output)
-    _print(losses, trace, told, as_json=as_json)
+    try:
+        _print(losses, trace, told, as_json=as_json)
+    finally:
+        if output is not None:
+            with cleared_away():
+                save_document(trace, output)
     if output is not None and not as_json:
         print(f"saved to {output}", file=sys.stderr)
 
 
-def _saving(save: Path | None, every: int, keep: int | None, on_failure: Literal["warn", "stop"]) -> Saving | None:
-    from pipefit.runtime.saving import Saving
+def _saving(save: Path | None, *, restarts: int, **options: Any) -> Saving | None:
+    """How to save; options about checkpoints are refused where none are saved."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if save is not None:
+        from pipefit.runtime.saving import Saving
 
-    if save is None:
-        return None
-    return Saving(directory=str(save), every=every, keep=keep, on_failure=on_failure)
+        return Saving(directory=str(save), **given)
+    if given or restarts:
+        name = next(iter(given), "restarts").replace("on_failure", "on_failed_save").replace("_", "-")
+        raise UsageError(f"--{name} is about checkpoints: say where they are saved (--save DIR)")
+    return None
+
+
+def _planned_for(cluster: str, plan: Plan) -> Plan:
+    """The plan for the devices that are there now."""
+    from pipefit.files import load_cluster
+    from pipefit.planner import plan_again
+
+    found = plan_again(plan, load_cluster(cluster))
+    if found is not plan:
+        print(f"pipefit: planned again for {found.cluster}", file=sys.stderr)
+    return found
 
 
 class _Told:
@@ -158,7 +207,8 @@ class _Told:
             raise
         except BaseException:
             if self._saving is not None:
-                print(f"pipefit: {self._saving.told(self.steps_done)}", file=sys.stderr)
+                reached = self._saving.reached(self.steps_done)
+                print(f"pipefit: {reached}{self._saving.way_on}", file=sys.stderr)
             raise
 
     @property
@@ -178,12 +228,13 @@ class _Told:
 
 def _print(losses: list[float], trace: Trace, told: _Told, *, as_json: bool) -> None:
     """The losses and the trace."""
+    from pipefit.cli.metrics import in_json
     from pipefit.files import dumps
     from pipefit.report.trace import describe_trace
     from pipefit.tables import write
 
     if as_json:
-        print(json.dumps({"losses": losses, "trace": json.loads(dumps(trace))}))
+        print(json.dumps({"losses": [*map(in_json, losses)], "trace": json.loads(dumps(trace))}))
     else:
         write(
             [

@@ -7,7 +7,7 @@ and makes the plan (`planner.driver`).
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
@@ -58,6 +58,7 @@ __all__ = [
     "mpress",
     "parameters",
     "plan",
+    "plan_again",
     "plan_of",
     "solved",
     "time",
@@ -160,6 +161,31 @@ def plan(
     chooses = planner == "joint"
     space = space_of(profile, cluster, numbers if training is None else training, options, chooses=chooses)
     return _chosen(space) if chooses else solved(space.question, PLANNERS[planner], name=planner)
+
+
+def plan_again(old: Plan, cluster: Cluster) -> Plan:
+    """The plan for the same training on another cluster, as when a device is gone; `old` itself on its own cluster.
+
+    It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
+    and so do the numbers. Where `old` was asked for a number of stages, there are no more of them.
+
+    Raises:
+        UsageError: the planner cannot answer for this cluster.
+        InfeasibleError: the training does not fit there; says by how much and what would.
+    """
+    if cluster == old.cluster:
+        return old
+    made = old.provenance
+    asked = made.options if made else {}
+    stages = asked.get("stages")
+    return plan(
+        old.profile,
+        cluster,
+        old.training,
+        recompute=cast("Recompute", asked.get("recompute", "never")),  # out of a file: checked where options are made
+        planner=made.planner if made and made.planner in PLANNERS else "joint",
+        stages=min(stages, len(cluster.devices)) if isinstance(stages, int) else None,
+    )
 
 
 def _chosen(space: Space) -> Plan:

@@ -45,6 +45,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, Protocol, TypeVar
@@ -52,7 +53,7 @@ from typing import Literal, Protocol, TypeVar
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link, Overheads
 from pipefit.errors import FileError, UsageError
 from pipefit.places import Member, MemberKind, parse_member
-from pipefit.texts import shortened
+from pipefit.texts import printable, shortened
 from pipefit.units import KIB, WHOLE, parse_bytes, parse_part
 from pipefit.validation import validated
 
@@ -176,39 +177,61 @@ def parse_cluster(text: str, source: str, make: Maker[Made_co]) -> Made_co:
 
 def _cluster(written: ClusterText, make: Maker[Made_co]) -> Made_co:
     """The cluster of a whole file. Totals are checked while links are made, which are far more than their texts."""
-    kinds = {
-        name: DeviceKind(
+    kinds = {name: _kind(name, kind) for name, kind in written.kinds.items()}
+    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
+    hosts = tuple(_host(number, host) for number, host in enumerate(written.hosts) for _ in range(host.count))
+    _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), MOST_DEVICES)
+    devices = list[Device]()
+    for number, group in enumerate(written.devices):
+        with _at(f"devices[{number}]"):
+            devices += [_device(group, kinds)] * group.count
+    known = {"device": len(devices), "host": len(hosts)}
+    links, ends = list[Link](), 0
+    for number, text in enumerate(written.links):
+        with _at(f"links[{number}]"):
+            for link in _links(text, known):
+                links.append(link)
+                ends += len(link.members)
+                _check_total("ends of links", ends, _MOST_ENDS)
+    return make(name=written.name, backend=written.backend, devices=tuple(devices), hosts=hosts, links=tuple(links))
+
+
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Inside, what is refused is refused with its place in the file."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _kind(name: str, kind: KindText) -> DeviceKind:
+    flops = dict[str, float]()
+    for dtype, figure in kind.flops.items():
+        with _at(f"kinds.{printable(name)}.flops.{printable(dtype)}"):
+            flops[dtype] = _rate(figure)
+    with _at(f"kinds.{printable(name)}.memory_bandwidth"):
+        memory_bandwidth = _rate(kind.memory_bandwidth)
+    with _at(f"kinds.{printable(name)}"):
+        return DeviceKind(
             name=name,
-            flops={dtype: _rate(figure) for dtype, figure in kind.flops.items()},
-            memory_bandwidth=_rate(kind.memory_bandwidth),
+            flops=flops,
+            memory_bandwidth=memory_bandwidth,
             flops_reached=kind.flops_reached,
             bandwidth_reached=kind.bandwidth_reached,
             operation_seconds=kind.operation_seconds,
             overheads=_overheads(kind),
         )
-        for name, kind in written.kinds.items()
-    }
-    _check_total("hosts", sum(_count(host.count, "hosts") for host in written.hosts), MOST_DEVICES)
-    hosts = tuple(
-        Host(
+
+
+def _host(number: int, host: HostText) -> Host:
+    with _at(f"hosts[{number}]"):
+        return Host(
             memory_bytes=_size(host.memory),
             disk_bytes=_size(host.disk, least=0) if host.disk else 0,
             disk_folder=host.disk_folder,
             memory_bandwidth=None if host.memory_bandwidth is None else _rate(host.memory_bandwidth),
         )
-        for host in written.hosts
-        for _ in range(host.count)
-    )
-    _check_total("devices", sum(_count(group.count, "devices") for group in written.devices), MOST_DEVICES)
-    devices = tuple(_device(group, kinds) for group in written.devices for _ in range(group.count))
-    known = {"device": len(devices), "host": len(hosts)}
-    links, ends = list[Link](), 0
-    for number, text in enumerate(written.links):
-        for link in _links(number, text, known):
-            links.append(link)
-            ends += len(link.members)
-            _check_total("ends of links", ends, _MOST_ENDS)
-    return make(name=written.name, backend=written.backend, devices=devices, hosts=hosts, links=tuple(links))
 
 
 def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
@@ -226,11 +249,11 @@ def _device(group: DevicesText, kinds: dict[str, DeviceKind]) -> Device:
     )
 
 
-def _links(number: int, text: LinksText, known: dict[str, int]) -> Iterator[Link]:
-    """The links that `[[links]]` table number `number` stands for."""
+def _links(text: LinksText, known: dict[str, int]) -> Iterator[Link]:
+    """The links that a `[[links]]` table stands for."""
     ways = [bool(text.members), bool(text.pairs), text.each is not None or text.to is not None]
     if sum(ways) != 1 or (text.each is None) != (text.to is None):
-        raise UsageError(f"links[{number}] needs exactly one of: members, pairs, or each together with to")
+        raise UsageError("a link needs exactly one of: members, pairs, or each together with to")
     rate = _rate(text.bytes_per_second)
     for members, lanes in _joined(text, known):
         yield Link(

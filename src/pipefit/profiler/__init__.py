@@ -11,7 +11,7 @@ from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
-from pipefit.profiles import ModelProfile, Target
+from pipefit.profiles import MOST_THREADS, ModelProfile, Target
 from pipefit.validation import whole
 
 __all__ = ["Progress", "profile"]
@@ -42,7 +42,7 @@ def profile(
     sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(dict.fromkeys(microbatch_size))
     for size in sizes or [0]:
         whole("microbatch_size", size, 1)
-    whole("threads", threads, 1)
+    whole("threads", threads, 1, MOST_THREADS)
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
     real = device if device != "fake" else None

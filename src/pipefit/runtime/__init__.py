@@ -2,7 +2,7 @@
 
 from pipefit.runtime.comparison import certify_numbers
 from pipefit.runtime.dry_run import certify
-from pipefit.runtime.launch import train
+from pipefit.runtime.restarts import train
 from pipefit.runtime.trainer import Trainer
 
 __all__ = ["Trainer", "certify", "certify_numbers", "train"]

@@ -16,7 +16,7 @@ from pipefit import __version__
 from pipefit.checkpoints.folders import find
 from pipefit.checkpoints.manifest import Manifest, Part, ScaleState, joined_settings
 from pipefit.checkpoints.plain import load_weights
-from pipefit.errors import FileError, OutOfMemory, PipefitWarning
+from pipefit.errors import FileError, OutOfMemory, PipefitError, PipefitWarning, in_one_line
 from pipefit.pieces import adapter
 from pipefit.plans import Plan
 from pipefit.runtime.host import free_bytes
@@ -27,6 +27,7 @@ from pipefit.runtime.saver import Saved, Saver, Target
 from pipefit.runtime.snapshot import snapshot
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.texts import printable
 from pipefit.trace import Category
 from pipefit.validation import whole
 
@@ -111,7 +112,15 @@ class Checkpointing:
         self.wait()
         checkpoint = find(path)
         check_task(checkpoint, self.plan.profile)
-        restore(checkpoint, self._all, self.names)
+        try:
+            restore(checkpoint, self._all, self.names)
+        except (PipefitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever an optimizer or scheduler makes of values that it has not written
+            raise FileError(
+                f"{printable(str(checkpoint.folder))} cannot be taken up: its settings are not those of this task's "
+                f"optimizer and scheduler ({in_one_line(error)})"
+            ) from error
         for runner in self.runners:
             _count(runner)
         return checkpoint.manifest.step

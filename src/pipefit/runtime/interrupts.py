@@ -1,4 +1,4 @@
-"""Ctrl-C held back: while processes are started and stopped, so that none is forgotten halfway."""
+"""Signals held back: while processes are started and stopped, so that none is forgotten halfway."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 
+# A terminal, or a scheduler that ends a job, sends these to all processes of a group
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside, Ctrl-C is held back; what was pressed meanwhile takes effect at the end.
+    """Inside, Ctrl-C is held back, and other signals that have a handler; what came meanwhile takes effect at the end.
 
     Processes that are started inside ignore Ctrl-C for good. A terminal sends it to all, and the parent stops them.
     """
-    usual, pressed = signal.getsignal(signal.SIGINT), False
+    came = list[signal.Signals]()
 
-    def press(number: int, frame: object) -> None:
-        nonlocal pressed
-        pressed = True
+    def hold(number: int, frame: object) -> None:
+        came.append(signal.Signals(number))
 
     # A handler too: the signal may arrive at another thread, and Python runs the handler in the main thread then.
-    ours = threading.current_thread() is threading.main_thread() and usual is not None
-    if ours:
-        signal.signal(signal.SIGINT, press)
+    ours = threading.current_thread() is threading.main_thread()
+    usual = {number: handler for number in TO_ALL if ours and callable(handler := signal.getsignal(number))}
+    for number in usual:
+        signal.signal(number, hold)
     try:
         ensure_running()  # otherwise multiprocessing starts its tracker inside, and removes the block
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a new process inherits
@@ -33,7 +36,7 @@ def interrupts_held() -> Iterator[None]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, usual)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)

@@ -9,24 +9,31 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipefit.errors import UsageError
+from pipefit.errors import PeerLost, UsageError, in_one_line
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.hardware import backend_of, check_hosts, local_device
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.transport import Transport, connect
 
+# Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712).
+_ADVICE = "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it"
+
 
 def joins_workers(plan: Plan, timeout_seconds: float, *, share_device: bool) -> bool:
     """Whether this process is one of several workers; joins their process group if a launcher has set one up.
 
     Raises:
+        PeerLost: the workers do not find each other.
         UsageError: there are not as many workers as the plan has devices in use, or not on the plan's hosts.
     """
     if not dist.is_initialized() and "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = backend_of(plan, share_device=share_device)
         # NCCL's timeout would end the process that waits, not the one that hangs (see `transport.connect`).
-        dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
+        try:
+            dist.init_process_group(backend, timeout=None if backend == "nccl" else timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            raise PeerLost(f"the workers did not find each other ({in_one_line(error)}){_ADVICE}") from error
         atexit.register(_part)
     if not dist.is_initialized():
         return False

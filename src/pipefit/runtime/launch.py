@@ -7,13 +7,12 @@ one is, and whether that is an action that waits for others. The parent reports 
 
 The workers find each other through a file without a name in memory: no port is needed that another program may use, and
 nothing is left of it however they end. For several machines, use `torchrun` with a script of your own around
-`pipefit.Trainer`.
+`pipefit.Trainer`. A training that fails is started again by `pipefit.runtime.restarts`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,23 +22,20 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pipefit.actions import COPIES, Action
-from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
-from pipefit.runtime.orders import Orders, orders
+from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import Inherited, Passed, forks, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
-from pipefit.runtime.saving import Saving
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, SAVING, STARTING, Assignment, Heartbeat, work
 from pipefit.schedule import whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
-from pipefit.validation import LONGEST_SECONDS, number
 
 OnStep = Callable[[int, float], None]
 OnSaved = Callable[[Saved], None]
@@ -55,87 +51,33 @@ _PHASES = {
 }
 
 
-def train(
-    task: Callable[[], Task],
+def launch(
+    task: bytes,
     plan: Plan,
+    ordered: Orders,
     *,
-    steps: int,
-    seed: int | None = None,
-    timeout_seconds: float = 60.0,
-    start_seconds: float = START_SECONDS,
-    numbers: bool = True,
-    share_device: bool = False,
-    on_step: OnStep | None = None,
-    saving: Saving | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
-    on_saved: OnSaved | None = None,
-) -> tuple[list[float], Trace]:
-    """Train for `steps` steps in all with one worker process per device; the losses and measured trace of this run.
+    timeout_seconds: float,
+    start_seconds: float,
+    on_step: OnStep,
+    on_saved: OnSaved | None,
+) -> Trace:
+    """Train as ordered, once, by workers that each build the pickled task; the measured trace.
 
-    Args:
-        task: builds the task in each worker; must be picklable (a function of a module, or a `functools.partial` of
-            one).
-        seed: of weights, data and dropout: 0, or that of the checkpoint, unless given.
-        timeout_seconds: the longest that a worker may take for one action, or to make a batch. It may wait for others
-            as long as they take. A GPU's work is queued, so there it is the longest for a whole step.
-        start_seconds: the longest that a worker may take to start, and to build its layers.
-        numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
-        share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
-        on_step: called with (step, mean loss) as each step ends.
-        saving: where checkpoints go and when; None for none.
-        resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on.
-        weights: a safetensors file, or a folder with a sharded model, whose parameters and buffers the training starts
-            from.
-        on_saved: called with what a save took, by each worker, as training goes on after it.
+    The arguments are those of `pipefit.runtime.restarts.train`.
 
     Raises:
-        OutOfMemory: a device passed its cap; the message says where.
-        WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
-        FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used.
-        UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
-            numbers as a chain than as a module.
+        PipefitError: the root cause, if a worker failed.
     """
-    for what, seconds in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
-        number(what, seconds, below=LONGEST_SECONDS)
-    ordered = orders(
-        plan,
-        steps=steps,
-        seed=seed,
-        numbers=numbers,
-        share_device=share_device,
-        resume=resume,
-        weights=weights,
-        saving=saving,
-    )
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
-    supervisor, pickled = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved), _pickled(task)
+    supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved)
     try:
-        supervisor.start(pickled)
+        supervisor.start(task)
         supervisor.until_done()
-    except PipefitError as error:
-        if saving is not None:
-            error.args = (f"{error}; {saving.told(ordered.first + len(supervisor.losses))}",)
-        raise
     finally:
         with interrupts_held():
             supervisor.stop()
-    return supervisor.losses, supervisor.trace()
-
-
-def _pickled(task: Callable[[], Task]) -> bytes:
-    if not callable(task):
-        raise UsageError(
-            f"every worker builds its own task: pass a function that returns it, not a {type(task).__name__}"
-        )
-    try:
-        return pickle.dumps(task)
-    except Exception as error:
-        raise UsageError(
-            f"the task cannot be sent to the workers ({error}): pass a function of a module, or a functools.partial "
-            "of one"
-        ) from error
+    return supervisor.trace()
 
 
 def _nameless() -> int:
@@ -186,10 +128,9 @@ class _Supervisor:
     orders: Orders
     timeout_seconds: float
     start_seconds: float
-    on_step: OnStep | None
+    on_step: OnStep
     on_saved: OnSaved | None
     workers: list[_Worker] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     meeting: int | None = None  # the file through which the workers find each other
 
     def start(self, task: bytes) -> None:
@@ -280,10 +221,7 @@ class _Supervisor:
         finally:
             worker.last_sign = time.monotonic()
         if kind == "step":
-            step, loss = words
-            self.losses.append(loss)
-            if self.on_step is not None:
-                self.on_step(step, loss)
+            self.on_step(*words)
         elif kind == "saved":
             if self.on_saved is not None:
                 self.on_saved(words[0])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from pipefit.checkpoints.folders import Checkpoint, find
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.runtime.restoring import check_task
 from pipefit.runtime.saving import Saving
-from pipefit.texts import printable
+from pipefit.texts import printable, shortened
 from pipefit.validation import seed_number, whole
 
 Path = str | os.PathLike[str]
+OnNan = Literal["warn", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class Orders:
     """Train steps `first` to `steps - 1`, each with random draws by `seed`.
 
     `numbers` says whether a traced model is compared with its chain at the start, `share_device` whether all workers
-    compute on one GPU. `resume` is the folder of the
+    compute on one GPU, `on_nan` what becomes of a training whose loss is infinite or nan. `resume` is the folder of the
     checkpoint after `first` steps, `weights` a safetensors file or sharded model, from which the training starts.
     """
 
@@ -29,6 +31,7 @@ class Orders:
     seed: int
     numbers: bool
     share_device: bool = False
+    on_nan: OnNan = "warn"
     first: int = 0
     resume: str | None = None
     weights: str | None = None
@@ -42,6 +45,7 @@ def orders(
     seed: int | None,
     numbers: bool,
     share_device: bool,
+    on_nan: OnNan,
     resume: Path | None,
     weights: Path | None,
     saving: Saving | None,
@@ -55,17 +59,21 @@ def orders(
     whole("steps", steps, 1)
     if seed is not None:
         seed_number(seed)
+    if on_nan not in get_args(OnNan):
+        raise UsageError(f"on_nan is warn or stop, not {shortened(repr(on_nan))}")
     if resume is not None and weights is not None:
         raise UsageError("a checkpoint has weights of its own: give either a checkpoint or weights to start from")
     checkpoint = None if resume is None else _resumed(resume, plan, steps, seed)
     first = 0 if checkpoint is None else checkpoint.manifest.step
+    seed = (seed or 0) if checkpoint is None else checkpoint.manifest.seed
     if saving is not None:
-        saving.check(first)
+        saving.check(first, plan.profile, seed)
     return Orders(
         steps=steps,
-        seed=(seed or 0) if checkpoint is None else checkpoint.manifest.seed,
+        seed=seed,
         numbers=numbers,
         share_device=share_device,
+        on_nan=on_nan,
         first=first,
         resume=None if checkpoint is None else str(checkpoint.folder),
         weights=None if weights is None else os.fspath(weights),

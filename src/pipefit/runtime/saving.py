@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipefit.checkpoints.folders import check_writable, whole
+from pipefit.checkpoints.folders import check_writable, find, whole
+from pipefit.checkpoints.manifest import Manifest
 from pipefit.errors import UsageError
+from pipefit.fingerprints import differences
+from pipefit.profiles import ModelProfile
 from pipefit.texts import printable
 from pipefit.validation import check_types
 from pipefit.validation import whole as whole_number
@@ -38,24 +41,43 @@ class Saving:
         """Whether there is a checkpoint after so many steps, of `last` in all."""
         return step % self.every == 0 or step == last
 
-    def check(self, first: int) -> None:
-        """Check that `directory` can be written to, and has no checkpoint of a later step than the training's `first`.
+    def check(self, first: int, profile: ModelProfile, seed: int) -> None:
+        """Check that `directory` can be written to, and has no checkpoint of another training than this one.
+
+        That is one of a later step than the training's `first`, or of another model or seed.
 
         Raises:
-            FileError: it cannot be written to.
-            UsageError: it does, and nobody could say later which checkpoints are of which training.
+            FileError: it cannot be written to, or its newest checkpoint cannot be read.
+            UsageError: it does: nobody could say later which are of which training, and `keep` would remove both.
         """
         check_writable(Path(self.directory))
-        newest = whole(Path(self.directory))[-1:]
-        if newest and newest[0][0] > first:
+        newest = self.newest
+        if newest and newest[0] > first:
             raise UsageError(
-                f"{printable(self.directory)} holds a checkpoint of step {newest[0][0]} already, and this training "
+                f"{printable(self.directory)} holds a checkpoint of step {newest[0]} already, and this training "
                 f"begins at {first}: go on from there (--resume), or save to another folder"
             )
+        if newest is not None and _of_another(find(newest[1]).manifest, profile, seed):
+            raise UsageError(
+                f"{printable(self.directory)} holds checkpoints of another training, of another model or with another "
+                "seed: save to another folder"
+            )
 
-    def told(self, steps_done: int) -> str:
+    @property
+    def newest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest whole checkpoint; None where there is none."""
+        return next(iter(whole(Path(self.directory))[-1:]), None)
+
+    @property
+    def way_on(self) -> str:
+        """What to add where the training has ended and can go on; empty where nothing is saved."""
+        return f"; go on with --resume {printable(self.directory)}" if self.newest else ""
+
+    def reached(self, steps_done: int) -> str:
         """How far the training came, and what is left of it."""
-        newest = whole(Path(self.directory))[-1:]
-        if not newest:
-            return f"steps done: {steps_done}, last saved: none"
-        return f"steps done: {steps_done}, last saved: {newest[0][0]}; go on with --resume {printable(self.directory)}"
+        return f"steps done: {steps_done}, last saved: {self.newest[0] if self.newest else 'none'}"
+
+
+def _of_another(manifest: Manifest, profile: ModelProfile, seed: int) -> bool:
+    """Whether a checkpoint is of another training than one of this model with this seed."""
+    return manifest.seed != seed or bool(differences(manifest.model, profile.fingerprint, profile.layers))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipefit.checkpoints.manifest import Scalar, Setting
 from pipefit.errors import FileError, UsageError
-from pipefit.texts import kind_of
+from pipefit.texts import kind_of, shortened
 
 # What torch's schedulers keep for each group
 _BY_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums", "min_lrs"}
@@ -36,9 +36,13 @@ def options_of(group: Mapping[str, Any], what: str) -> Settings:
 
 
 def take_options(group: dict[str, Any], options: Settings) -> None:
-    """Give a parameter group the `options`; those that it alone has stay."""
+    """Give a parameter group the `options`; those that it alone has stay.
+
+    Raises:
+        FileError: one is of another kind than the group's.
+    """
     for name, value in options.items():
-        group[name] = _like(group.get(name), value)
+        group[name] = _like(group.get(name), value, f"the optimizer's {name}")
 
 
 def state_of(scheduler: Any, groups: int) -> tuple[Settings, list[Settings]]:
@@ -133,7 +137,7 @@ def _rebuilt(path: str, template: Any, rest: Settings, by_group: Sequence[Settin
             f"the checkpoint's scheduler has another number of {path} than the task's under this plan: use the same "
             "scheduler, or the plan that was trained"
         )
-    return _like(template, value)
+    return _like(template, value, f"the scheduler's {path}")
 
 
 def _is_by_group(path: str, value: Any, groups: int) -> bool:
@@ -149,12 +153,28 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _like(template: Any, value: Setting) -> Any:
-    """`value` in the type of `template`."""
-    if isinstance(value, tuple):
-        known = template if isinstance(template, list | tuple) and len(template) == len(value) else (None,) * len(value)
-        items = [_like(one, item) for one, item in zip(known, value, strict=True)]
+def _like(template: Any, value: Setting, what: str) -> Any:
+    """`value` in the type of `template`.
+
+    Raises:
+        FileError: it is of another kind, as only a file that somebody else has written can have it; names `what`.
+    """
+    if isinstance(value, tuple) and isinstance(template, list | tuple) and len(template) == len(value):
+        items = [_like(one, item, what) for one, item in zip(template, value, strict=True)]
         return tuple(items) if isinstance(template, tuple) else items
+    if not _fits(template, value):
+        raise FileError(f"the checkpoint has {shortened(repr(value))} as {what}, where the task has {template!r}")
     if _is_number(template) and isinstance(value, bool | int | float):
         return template.clone().fill_(value)
-    return value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _fits(template: Any, value: Setting) -> bool:
+    """Whether a setting can take the place of another; None can, and stands for any."""
+    if template is None or value is None:
+        return True
+    if isinstance(template, list | tuple):
+        return False  # of the same length, it has been taken element by element
+    if isinstance(template, bool | str):
+        return type(value) is type(template)
+    return isinstance(value, int | float) and not isinstance(value, bool)

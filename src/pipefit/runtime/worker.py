@@ -18,6 +18,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from math import isfinite
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from pipefit.capture.task import Task
 from pipefit.errors import (
     FileError,
+    LossNotFinite,
     OutOfMemory,
     PeerLost,
     PipefitError,
@@ -197,14 +199,20 @@ class _Told:
     """What a worker tells its parent while it trains."""
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
-        self._pipe, self._saving = pipe, assignment.orders.saving
+        self._pipe, self._saving, self._stops = pipe, assignment.orders.saving, assignment.orders.on_nan == "stop"
         plan = assignment.plan
         self._reports_losses = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
 
     def step(self, step: int, loss: float) -> None:
-        """The loss of a step, which one worker tells for all."""
+        """The loss of a step, which one worker tells for all; every worker knows it.
+
+        Raises:
+            LossNotFinite: the loss is infinite or nan, which is to end the training.
+        """
         if self._reports_losses:
             self._pipe.send(("step", step, loss))
+        if self._stops and not isfinite(loss):
+            raise LossNotFinite(not_finite(step, loss))
 
     def save(self, trainer: Trainer, saving: Saving) -> None:
         """Save a checkpoint, and tell what that took."""
@@ -221,6 +229,14 @@ class _Told:
         if self._saving is not None and self._saving.on_failure == "stop":
             raise failure
         self._pipe.send(("warning", str(failure)))
+
+
+def not_finite(step: int, loss: float) -> str:
+    """What is said of a loss that is infinite or nan."""
+    return (
+        f"the loss of step {step} is {loss}: lower the learning rate, clip gradients (clip_norm), or look at the data; "
+        "checkpoints of later steps hold what came of it"
+    )
 
 
 def _task(pickled: bytes) -> Task:

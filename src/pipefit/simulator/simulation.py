@@ -22,6 +22,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program, joined
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.schedule.arenas import Arena, arenas, lent_bytes, moved_bytes
+from pipefit.schedule.room import shortage
 from pipefit.schedule.slices import check_slices
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
@@ -38,14 +39,17 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
     is created in the first; under an endless schedule so many that the last is one of a full pipeline. Times are
     seconds; the time of a memory sample is the start of its action. Memory that a device lends to others is allocated
     before the first step. Warns (`PipefitWarning`) of operations in the profile whose kernels could not be measured:
-    the peaks are without what these take.
+    the peaks are without what these take; and of a host, disk or lender with too little room for what is moved there.
 
     Raises:
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
     """
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
-    return Simulation(plan, program=program, steps=steps).trace()
+    simulation = Simulation(plan, program=program, steps=steps)
+    if short := shortage(plan, simulation.arenas):
+        warnings.warn(f"this plan cannot be trained: {short}", PipefitWarning, stacklevel=2)
+    return simulation.trace()
 
 
 class _Reading(NamedTuple):

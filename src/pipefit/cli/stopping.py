@@ -1,0 +1,74 @@
+"""Signals that stop a command: Ctrl-C, and those of a scheduler, a closed terminal or a user who quits.
+
+Most of a command's time passes inside torch, where an exception from outside may be swallowed, taken for another one,
+or abort the process. There the command says a word and ends at once: nothing needs to be cleared away, because what it
+makes appears as a whole or not at all. Where workers run or a file is written (`cleared_away`), a signal is an
+exception instead. Signals that our parent told us to ignore, as nohup does, are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+STOPPED = 130  # what shells say of a command that Ctrl-C ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_USUAL = (signal.SIG_DFL, signal.default_int_handler)
+_CLEAR = b"\r\x1b[2K\x1b[?25h"  # the line of a progress bar; and the cursor, which it hides
+
+
+class Stopped(BaseException):
+    """A signal other than Ctrl-C has come: the command clears away what it has made, and ends."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number  # what shells say of a command that the signal ended
+
+
+@contextmanager
+def stoppable(*, at_once: bool) -> Iterator[None]:
+    """Inside, signals stop the command: at once, or by an exception."""
+    with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None):
+        yield
+
+
+@contextmanager
+def cleared_away() -> Iterator[None]:
+    """Inside, a signal that would end the command at once raises an exception."""
+    with _handled(lambda number: signal.getsignal(number) is _end, None):
+        yield
+
+
+@contextmanager
+def _handled(chosen: Callable[[int], bool], handler: Callable[[int, object], None] | None) -> Iterator[None]:
+    """Inside, `handler` handles the signals that are chosen; without one, each raises its exception."""
+    ours = threading.current_thread() is threading.main_thread()
+    usual = {number: signal.getsignal(number) for number in _SIGNALS if ours and chosen(number)}
+    for number in usual:
+        signal.signal(number, handler or (signal.default_int_handler if number == signal.SIGINT else _raise))
+    try:
+        yield
+    finally:
+        for number, before in usual.items():
+            signal.signal(number, before)
+
+
+def _raise(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not break into the clearing away
+    raise Stopped(number)
+
+
+def _end(number: int, frame: object) -> None:
+    """Say a word, and end. What has been printed is kept, unless a second signal comes before it is out."""
+    for other in _SIGNALS:
+        signal.signal(other, lambda *_: os._exit(128 + number))
+    word = b"stopped" if number == signal.SIGINT else str(Stopped(number)).encode()
+    with suppress(Exception):
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, (_CLEAR if os.isatty(2) else b"") + b"pipefit: " + word + b"\n")
+    os._exit(128 + number)

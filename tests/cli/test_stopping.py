@@ -1,0 +1,134 @@
+"""Signals end a command wherever it is: with a word, the code that shells expect, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.cli.stopping import Stopped, cleared_away, stoppable
+from pipefit.files import load
+
+ROOT = Path(__file__).parents[2]
+MODEL = "signalled:stubborn"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+COMMANDS = {
+    "profile": f"profile {MODEL} -b 2 -o made.json",
+    "plan": f"plan {MODEL} -b 2 --cluster emulated:2x1MiB -o made.json",
+    "fit": f"fit {MODEL} -b 2 --cluster emulated:2x64KiB --grow layers --to 64 -o made.json",
+    "simulate": "simulate plan.json -o made.json",
+    "certify": f"certify plan.json {MODEL} -o made.json",
+    "train": f"train plan.json {MODEL} --steps 200 --save runs --every 5 --metrics made.jsonl -o made.json",
+    "checkpoint": "checkpoint saved -o made.safetensors",
+    "demo": "demo --steps 2",
+    "doctor": "doctor",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, a plan and a checkpoint of the model."""
+    here, before = tmp_path_factory.mktemp("folder"), Path.cwd()
+    os.chdir(here)
+    try:
+        assert main(f"profile {MODEL} -b 2 -o profile.json".split()) == 0
+        assert (
+            main(["plan", "profile.json", "--cluster", "emulated:2x1MiB", "--batch-size", "4", "-o", "plan.json"]) == 0
+        )
+        assert main(f"train plan.json {MODEL} --steps 1 --save saved".split()) == 0
+    finally:
+        os.chdir(before)
+    return here
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command of its own process, which does not ignore Ctrl-C as programs in the background do."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def word(number: signal.Signals) -> str:
+    return "pipefit: stopped\n" if number == signal.SIGINT else f"pipefit: stopped by {number.name}\n"
+
+
+def assert_whole(folder: Path, before: set[str]) -> None:
+    """What a command has written is whole, and taken away again."""
+    for name in set(os.listdir(folder)) - before - {"__pycache__", "runs"}:
+        if name == "made.json":
+            load(folder / name)
+        assert name in ("made.json", "made.jsonl", "made.safetensors")
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("command", "number"), [("profile", signal.SIGINT), ("certify", signal.SIGTERM), ("fit", signal.SIGHUP)]
+)
+def test_a_signal_that_is_swallowed_ends_the_command(command: str, number: signal.Signals, folder: Path) -> None:
+    """In the middle of a layer that swallows every exception, as code between Python and C++ may."""
+    before = set(os.listdir(folder))
+    words = shlex.split(COMMANDS[command].replace(MODEL, f"{MODEL} --set number={int(number)}"))
+    done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, "1000", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", word(number))
+    assert set(os.listdir(folder)) - {"__pycache__"} == before - {"__pycache__"}
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_signal_ends_a_command_whenever_it_comes(command: str, folder: Path) -> None:
+    """At eight random moments: a word and the code of the signal, or the result, if it came too late."""
+    random, before = Random(command), set(os.listdir(folder))
+    for number in SIGNALS * 2:
+        words = shlex.split(COMMANDS[command])
+        done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, str(random.uniform(0, 8)), *words)
+        if done.returncode == 0:
+            assert "stopped" not in done.stderr
+        else:
+            assert done.returncode == 128 + number, done.stderr
+            *reached, last = done.stderr.splitlines(keepends=True)
+            assert last == word(number) and "Traceback" not in done.stderr and "terminate" not in done.stderr
+            assert not reached or reached[-1].startswith("pipefit: steps done: ")
+        assert_whole(folder, before)
+        if (folder / "runs").exists():
+            subprocess.run(["rm", "-r", folder / "runs"], check=True)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_has_to_be_cleared_away_is(number: signal.Signals) -> None:
+    """Where workers run, a signal is an exception, also where a command would end at once; then all is as before."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Stopped),
+            stoppable(at_once=True),
+            cleared_away(),
+        ):
+            signal.raise_signal(number)
+        assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_what_a_parent_has_ignored_is_ignored() -> None:
+    """A command under nohup survives its terminal."""
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable(at_once=True), cleared_away():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, usual)

@@ -1,0 +1,185 @@
+"""Faults of workers and of files, and what training says of each: docs/faults.md is the table of these tests."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipefit.checkpoints.manifest import Manifest, dumps, loads
+from pipefit.cli import main
+from pipefit.errors import FileError, WorkerFailed
+from pipefit.files import save
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.saving import Saving
+from resuming import SEED, faulty, named, plan_for
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+STEP, EVERY, TIMEOUT = 5, 2, 3  # the step of the fault, those between checkpoints, the seconds an action may take
+SPLIT = (3, 3)
+
+FAULTS = {
+    "raises": "failed {where}: ValueError: enough",
+    "is killed (signal 9)": "failed {where}: killed by signal 9",
+    "ends by itself": "failed {where}: its process exited with code 3",
+    "stands still (SIGSTOP)": "hangs {where}: no sign of life for 3 s",
+}
+HAPPENS = dict(zip(FAULTS, ("raises", "killed", "ends", "stopped"), strict=True))
+PLACES = {
+    "start": ("as it builds its task", "while it started"),
+    "batch": ("as it makes a batch", "while it made its batch"),
+    "F1": ("in a forward", "at {worker}F1"),
+    "B1": ("in a backward", "at {worker}B1"),
+    "STEP": ("in the update", "at {worker}STEP"),
+}
+SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "STEP", 1), ("stands still (SIGSTOP)", "F1", 1)]
+OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p, w)) not in SAMPLE]
+
+
+def assert_named(folder: Path, fault: str, place: str, worker: int) -> None:
+    """The worker, where it was, how far training came and what is saved; and no process is left."""
+    where, began = PLACES[place][1].format(worker=worker), time.monotonic()
+    at = place if place in ("start", "batch") else f"{worker}{place}"
+    with pytest.raises(WorkerFailed) as caught:
+        train(
+            partial(faulty, HAPPENS[fault], at, worker, STEP),
+            plan_for("dropout", "1f1b", SPLIT),
+            steps=9,
+            seed=SEED,
+            numbers=False,
+            timeout_seconds=TIMEOUT,
+            start_seconds=TIMEOUT if (fault, place) == ("stands still (SIGSTOP)", "start") else 60,
+            saving=Saving(directory=str(folder), every=EVERY),
+        )
+    said = str(caught.value)
+    assert said.startswith(f"worker {worker} (device {worker}, ") and FAULTS[fault].format(where=where) in said
+    reached = "steps done: 0, last saved: none" if place == "start" else rf"steps done: {STEP}, last saved: [24]; go on"
+    assert re.search(f"; {reached}", said), said
+    assert mp.active_children() == []
+    assert time.monotonic() - began < 60  # on a loaded machine
+
+
+@pytest.mark.parametrize(("fault", "place", "worker"), SAMPLE)
+def test_the_culprit_the_step_and_what_is_saved_are_told(fault: str, place: str, worker: int, tmp_path: Path) -> None:
+    """Whoever fails, at whatever: one sentence, and all processes gone."""
+    assert_named(tmp_path, fault, place, worker)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize(("fault", "place", "worker"), OTHERS)
+def test_the_culprit_is_told_wherever_it_is(fault: str, place: str, worker: int, tmp_path: Path) -> None:
+    """Every fault of every worker in every phase."""
+    assert_named(tmp_path, fault, place, worker)
+
+
+# -------------------------------------------------------------------- files
+
+
+def line(folder: Path, *more: str) -> list[str]:
+    """Training by the command, with a plan in the folder."""
+    save(plan_for("dropout", "1f1b", SPLIT), folder / "plan.json")
+    model = ["resuming:named", "--set", "name=dropout"]
+    return ["train", str(folder / "plan.json"), *model, "--no-numbers", "--seed", str(SEED), "--steps", "6", *more]
+
+
+def test_a_full_disk_under_the_metrics_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the step, and what is saved; the exit code is that of files."""
+    monkeypatch.setattr("pipefit.files.check_target", lambda path: None)  # it lets no device pass
+    assert main(line(tmp_path, "--save", str(tmp_path / "runs"), "--every", "1", "--metrics", "/dev/full")) == 6
+    err = capsys.readouterr().err
+    said = "/dev/full cannot be written: No space left on device; step 0 was the last; steps done: 1, last saved: "
+    assert said in err
+
+
+def test_a_full_disk_under_the_result_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result is printed before it is saved."""
+    command = line(tmp_path, "--json", "-o", str(tmp_path / "trace.json"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(command) == 6
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["losses"]) == 6
+    assert "trace.json cannot be written: No space left on device" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def flipped(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+
+
+SHARDS = {"a bit of a shard is flipped": (flipped, "is damaged"), "a shard is missing": (Path.unlink, "missing")}
+
+
+@pytest.mark.parametrize("what", SHARDS)
+def test_a_damaged_shard_is_named_with_the_checkpoint_before(what: str, tmp_path: Path) -> None:
+    """As the training that would go on from it starts; nothing is trained from half of a checkpoint."""
+    damage, word = SHARDS[what]
+    task, plan, runs = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT), tmp_path / "runs"
+    train(task, plan, steps=4, seed=SEED, numbers=False, saving=Saving(directory=str(runs), every=2))
+    shard = runs / "step-00000004" / "worker-00001.safetensors"
+    damage(shard)
+    with pytest.raises(FileError) as caught:
+        train(task, plan, steps=6, numbers=False, resume=runs)
+    said = str(caught.value)
+    assert str(shard) in said and word in said
+    assert said.endswith(f"the checkpoint before it is {runs}/step-00000002")
+
+
+# -------------------------------------------------------------------- the page
+
+
+def rows() -> list[str]:
+    """The rows of the table of workers' faults."""
+    said = [f"{text.format(where='...')}" for text in FAULTS.values()]
+    return [
+        f"| {fault} | worker 1 (device 1, layers 3 to 5) {text} |" for fault, text in zip(FAULTS, said, strict=True)
+    ]
+
+
+def test_the_page_has_the_faults_of_these_tests() -> None:
+    """Each fault with what is said of it, and each phase."""
+    page = PAGE.read_text()
+    assert [row for row in rows() if row not in page] == []
+    assert [
+        row for place, where in PLACES.values() if (row := f"| {place} | {where.format(worker=1)} |") not in page
+    ] == []
+
+
+# -------------------------------------------------------------------- manifests that somebody has written
+
+
+HAND_MADE: list[dict[str, Any]] = [
+    {"lr": "fast"}, {"lr": True}, {"betas": 3}, {"betas": (0.9,)}, {"eps": "x"}, {"amsgrad": 7},
+]  # fmt: skip
+
+
+def test_a_manifest_made_by_hand_is_refused_as_a_file(tmp_path: Path) -> None:
+    """With the right digest and options of another kind: it is the file's fault, and no worker's."""
+    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", SPLIT), seed=SEED)
+    trainer.save(tmp_path)
+    trainer.finish()
+    path = tmp_path / "step-00000000" / "manifest.json"
+    manifest = loads(path.read_bytes(), Manifest, "it")
+    assert isinstance(manifest, Manifest)
+    for options in HAND_MADE:
+        groups = tuple(replace(group, options=dict(group.options) | options) for group in manifest.groups)
+        path.write_text(dumps(replace(manifest, groups=groups)))
+        with pytest.raises(FileError, match=f"as the optimizer's {next(iter(options))}, where the task has"):
+            trainer.load(tmp_path)

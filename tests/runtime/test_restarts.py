@@ -1,0 +1,198 @@
+"""Training that starts again when a worker fails: it tells of it, and its losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import pipefit
+from pipefit.checkpoints import folders
+from pipefit.cluster import Cluster
+from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.saving import Saving
+from pipefit.schedule import lower
+from resuming import SEED, mortal, named, plan_for
+
+SPLIT = (3, 3)
+ROOT = Path(__file__).parents[2]
+
+
+def undisturbed(steps: int) -> list[float]:
+    """The losses of a training in one process that saves nothing."""
+    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", SPLIT), seed=SEED)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(SEED + step)
+        losses.append(trainer.step(trainer.task.batch(8)))
+    return losses
+
+
+def disturbed(folder: Path, deaths: list[str], steps: int, **options: Any) -> tuple[list[float], list[str]]:
+    """The losses of a training that saves after every third step, whose workers die at these actions; what it told.
+
+    A checkpoint is whole for certain when the next one has begun.
+    """
+    (folder / "deaths").mkdir()
+    for death in deaths:
+        (folder / "deaths" / death).touch()
+    saving = Saving(directory=str(folder / "runs"), every=3, keep=2)
+    plan = options.pop("plan", None) or plan_for("dropout", "1f1b", SPLIT)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", PipefitWarning)
+        losses, _ = train(
+            partial(mortal, str(folder / "deaths")),
+            plan,
+            steps=steps,
+            seed=SEED,
+            saving=saving,
+            numbers=False,
+            **options,
+        )
+    assert list((folder / "deaths").iterdir()) == []
+    return losses, [str(warning.message) for warning in warned]
+
+
+def random_deaths(count: int, steps: int) -> list[str]:
+    """Random workers at random actions of different steps."""
+    random, program = Random(7), lower(plan_for("dropout", "1f1b", SPLIT))
+    return [
+        f"{worker}-{step}-{random.choice(program.actions[worker])}"
+        for step in random.sample(range(steps), count)
+        for worker in [random.randrange(len(SPLIT))]
+    ]
+
+
+def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
+    """Two kills in twelve steps, one before anything is saved: each restart is told with the culprit and the steps."""
+    told_steps = list[int]()
+    losses, told = disturbed(
+        tmp_path, ["1-1-1F2", "0-7-0B0"], 12, restarts=2, on_step=lambda step, loss: told_steps.append(step)
+    )
+    assert losses == undisturbed(12)
+    first, second = told
+    saved = 6 if "last saved: 6" in second else 3
+    assert told_steps == [0, *range(7), *range(saved, 12)]
+    assert first.startswith("worker 1 (device 1, ") and " failed at 1F2: killed by signal 9" in first
+    assert "; steps done: 1, last saved: none; restart 1 of 2 goes on after step 0, with 2 workers on " in first
+    assert second.startswith("worker 0 (device 0, ") and " failed at 0B0: killed by signal 9" in second
+    assert f"; steps done: 7, last saved: {saved}; restart 2 of 2 goes on after step {saved}, with 2 " in second
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(900)
+def test_twenty_killed_workers_change_no_loss(tmp_path: Path) -> None:
+    """Random workers at random actions, twenty times in two hundred steps."""
+    losses, told = disturbed(tmp_path, random_deaths(20, 200), 200, restarts=20)
+    assert losses == undisturbed(200)
+    assert len(told) == 20
+
+
+def test_a_failure_too_many_ends_the_training(tmp_path: Path) -> None:
+    """After as many restarts as were allowed, the failure is what the training ends with, and how to go on by hand."""
+    with pytest.raises(WorkerFailed, match=r"failed at 0F0: .*; steps done: 7, last saved: [36]; go on with --resume"):
+        disturbed(tmp_path, ["1-1-1F0", "0-7-0F0"], 9, restarts=1)
+
+
+def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
+    """A cluster of three devices, of which one is gone when a worker dies: the losses are those of all three."""
+    clusters = iter([Cluster.emulated((3, 1 << 20)), Cluster.emulated((2, 1 << 20))])
+    plan = replace(plan_for("dropout", "1f1b", (2, 2, 2)), cluster=Cluster.emulated((3, 1 << 20)))
+    plans = list[Plan]()
+
+    def replan(plan: Plan) -> Plan:
+        plans.append(pipefit.plan_again(plan, next(clusters)))
+        return plans[-1]
+
+    losses, (told,) = disturbed(tmp_path, ["2-7-2F1"], 9, plan=plan, restarts=1, replan=replan)
+    assert losses == undisturbed(9)
+    assert plans[0] is plan
+    assert len(plans[1].ranks) == 2
+    assert re.search("restart 1 of 1 goes on after step [36], with 2 workers on emulated:2x1MiB$", told)
+
+
+def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:
+    """The failure, what is saved, and which device is short of how much are one sentence."""
+    replies = iter([Cluster.emulated((2, 1 << 30)), Cluster.emulated((2, 1 << 10))])
+    with pytest.raises(
+        InfeasibleError, match=r"killed by signal 9.*last saved: [36]; it does not start again: .*1\.00 KiB"
+    ):
+        disturbed(tmp_path, ["1-7-1F0"], 9, restarts=3, replan=lambda plan: pipefit.plan_again(plan, next(replies)))
+
+
+def test_checkpoints_of_another_training_are_not_gone_on_from(tmp_path: Path) -> None:
+    """A folder may hold older checkpoints than the one that a training begins with: a restart begins there again."""
+    old = tmp_path / "runs"
+    task, plan = partial(named, "dropout"), plan_for("dropout", "1f1b", SPLIT)
+    train(task, plan, steps=2, seed=SEED, saving=Saving(directory=str(old)), numbers=False)
+    other = Saving(directory=str(tmp_path / "other"))
+    begun, _ = train(task, plan, steps=3, seed=SEED, saving=other, numbers=False)
+    (tmp_path / "deaths").mkdir()
+    (tmp_path / "deaths" / "0-3-0F1").touch()
+    with pytest.warns(PipefitWarning, match="goes on after step 3"):
+        rest, _ = train(
+            partial(mortal, str(tmp_path / "deaths")),
+            plan,
+            steps=6,
+            numbers=False,
+            resume=tmp_path / "other",
+            saving=Saving(directory=str(old)),
+            restarts=1,
+        )
+    assert begun + rest == undisturbed(6)
+    assert [step for step, _ in folders.whole(old)] == [2, 6]
+
+
+def test_restarts_need_checkpoints() -> None:
+    """Before any worker starts."""
+    plan = plan_for("dropout", "1f1b", SPLIT)
+    with pytest.raises(UsageError, match="say where they are saved"):
+        train(partial(named, "dropout"), plan, steps=1, restarts=1)
+    with pytest.raises(UsageError, match="restarts must be a whole number of at least 0"):
+        train(partial(named, "dropout"), plan, steps=1, restarts=-1)
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(300)
+def test_a_script_of_ones_own_is_started_again_by_torchrun(tmp_path: Path) -> None:
+    """The example: worker 1 is killed behind the twelfth step, and the losses are those of one process."""
+    script = [str(ROOT / "examples" / "restarting_loop.py"), "--steps", "20", "--every", "5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    alone = subprocess.run(
+        [sys.executable, *script, tmp_path / "alone"], env=environment, capture_output=True, text=True, check=True
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*torchrun, "--max-restarts", "1", *script, str(tmp_path / "together")]
+    printed = list[str]()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            printed.append(line)
+            if line.startswith("step 12:") and len([one for one in printed if one.startswith("step 12:")]) == 1:
+                os.kill(worker_of(run.pid, "1"), signal.SIGKILL)
+    assert run.returncode == 0
+    losses = {line.partition(":")[0]: line for line in printed}
+    assert "".join(losses.values()) == alone.stdout
+    assert len(printed) > 20
+
+
+def worker_of(torchrun: int, rank: str) -> int:
+    """The process of torchrun's worker of that rank."""
+    for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+        if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError("there is none")

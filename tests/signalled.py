@@ -1,0 +1,56 @@
+"""Commands that are sent a signal.
+
+`python signalled.py SIGNAL SECONDS COMMAND ...` runs a pipefit command that gets the signal after so many seconds. The
+model `signalled:stubborn` sends its own process a signal in its forward, and swallows the exception that comes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+from pipefit.cli import main
+
+WIDTH = 8
+
+
+class Stubborn(nn.Linear):
+    """A linear layer that goes on whatever is raised in it, as code between Python and C++ sometimes does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._number = number  # private, as it is no setting of the model
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(batch, width)."""
+        if self._number:
+            with suppress(BaseException):
+                os.kill(os.getpid(), self._number)
+                time.sleep(0.01)
+        return super().forward(values)
+
+
+def stubborn(number: int = 0, layers: int = 2) -> Task:
+    """Layers that send themselves the signal of that number."""
+    return Task(
+        nn.Sequential(*(Stubborn(number) for _ in range(layers))),
+        batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, WIDTH)),
+        loss=nn.functional.mse_loss,
+    )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may have it ignored
+    timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.Signals[sys.argv[1]]))
+    timer.daemon = True
+    timer.start()
+    sys.argv[:3] = ["pipefit"]
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""A simulated plan whose host is too small for what it moves there is not simulated in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moving_plans import make_chain
+from pipefit.decisions import Decision, SavedTensors, What
+from pipefit.errors import PipefitWarning
+from pipefit.places import parse_place
+from pipefit.simulator import simulate
+from tiny import plan_of
+
+
+def test_a_host_that_is_too_small_is_told() -> None:
+    """With the member, what it has and what is missing; the trace is there all the same."""
+    still = plan_of(make_chain(), [3, 3], microbatches=3, schedule="gpipe")
+    moved = Decision(
+        stage=0,
+        subject=SavedTensors(tensors=((1, 0),)),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+        ahead=1,
+    )
+    plan = replace(still, decisions=(moved,))
+    small = replace(plan.cluster.hosts[0], memory_bytes=1)
+    with pytest.warns(PipefitWarning, match=r"cannot be trained: host0 has 1 B and would have to keep .* more"):
+        trace = simulate(replace(plan, cluster=replace(plan.cluster, hosts=(small,))))
+    assert trace.peak_bytes == simulate(plan).peak_bytes
