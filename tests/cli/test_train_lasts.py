@@ -36,7 +36,7 @@ def test_a_killed_worker_costs_a_restart(plan: Path, tmp_path: Path, capsys: pyt
     model = ["resuming:mortal", "--set", f"folder='{deaths}'", "--json"]
     assert main(line(plan, *model)) == 0
     expected = json.loads(capsys.readouterr().out)["losses"]
-    (deaths / "2-7-2F0").touch()
+    (deaths / "0-7-0F0").touch()
     saved = ["--save", str(tmp_path / "runs"), "--every", "3", "--metrics", str(metrics)]
     assert main(line(plan, *model, *saved, "--restarts", "1", "--cluster", "emulated:3x1GiB")) == 0
     out, err = capsys.readouterr()
@@ -44,7 +44,7 @@ def test_a_killed_worker_costs_a_restart(plan: Path, tmp_path: Path, capsys: pyt
     rows = [json.loads(row) for row in metrics.read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == list(enumerate(expected))
     assert "pipefit: planned again for emulated:3x1GiB" in err
-    assert "pipefit: worker 2 (device 2, " in err and "restart 1 of 1 goes on after step" in err
+    assert "pipefit: worker 0 (device 0, " in err and "restart 1 of 1 goes on after step" in err
 
 
 def test_a_loss_that_is_no_number_is_told_once(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
