@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from fuzz import fuzz
+from fuzz import documents, fuzz
+from pipefit.cli import main
 
 
 def test_mutated_documents_and_lines_are_refused_or_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a sentence and a code of ours, in time, without a file that was not asked for and without code being run."""
     monkeypatch.chdir(tmp_path)
     assert fuzz(tmp_path, files=40, command_lines=30, seed=0) == []
+
+
+def test_what_the_fuzzer_found_stays_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest that is no text, and a trace with the text of no action, are refused in a sentence."""
+    monkeypatch.chdir(tmp_path)
+    documents(tmp_path)
+    manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:8] + b"\xff" + content[9:])
+    assert main(["checkpoint", "checkpoints"]) == 6
+    assert "manifest.json is not text: byte 8 is not UTF-8" in capsys.readouterr().err
+    trace = json.loads(Path("trace.json").read_text())
+    trace["devices"][0]["events"][0]["action"] = "1e9LOAD3"
+    Path("trace.json").write_text(json.dumps(trace))
+    assert main(["report", "trace.json", "-o", "page.html"]) == 2
+    assert "'1e9LOAD3' is not an action" in capsys.readouterr().err

@@ -242,8 +242,11 @@ def loads(content: bytes, kind: type[Manifest] | type[Part], source: str) -> Man
         FileError: it holds none, or one of another version, or a damaged one: what, and where.
     """
     try:
+        content.decode()  # and thrown away: the pieces that are read are bytes
         text = JsonText(content)
         header = text.header(*_HEADER)
+    except UnicodeDecodeError as error:
+        raise FileError(f"{source} is not text: byte {error.start} is not UTF-8") from None
     except Refusal as refusal:
         raise FileError(sentence(refusal, source)) from None
     if header.get("pipefit") != _kind(kind):

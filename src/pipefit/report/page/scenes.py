@@ -17,6 +17,8 @@ from typing import Any
 
 from pipefit.actions import RECEIVES, SENDS, Action, Kind, parse_action
 from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.texts import shortened
 from pipefit.trace import CATEGORIES, DeviceTrace, Event, MemorySample, Stream, Trace
 
 _TICKS = 10_000_000
@@ -91,7 +93,8 @@ class _Words:
     def of(self, action: str) -> tuple[int, int]:
         """The number of an action's word, and its microbatch; -1 where it has none."""
         match = _NUMBERED.fullmatch(action)
-        assert match, f"{action} is the text of no action"
+        if match is None:
+            raise UsageError(f"{shortened(repr(action))} is not an action: the trace was not made by pipefit")
         head, microbatch, tail = match.groups()
         word = f"{head}*{tail}" if microbatch else action
         if word not in self._numbers:
