@@ -368,7 +368,7 @@ def _seconds(plan: Plan) -> str:
 
 def _caveats(plan: Plan) -> Iterator[str]:
     """What processes take, where seconds come from, on what machine the peaks hold, and what kernels they leave out."""
-    yield from reserves(plan.cluster, tuple(stage.device for stage in plan.stages), plan.prediction)
+    yield from reserves(plan.cluster, plan.workers, plan.prediction)
     if plan.prediction is not None:
         yield from filter(None, (_seconds(plan), plan.holds_for))
         if gap := plan.profile.kernels.gap:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-from pipefit.actions import Message, Subject
+from pipefit.actions import Subject
 from pipefit.errors import UsageError
 from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.rows import Division
 from pipefit.sharing import SharedBuffer, SharedParameter, SharedTensor
 
 Shared = TypeVar("Shared", bound=SharedTensor)
@@ -327,18 +326,6 @@ class StageStorages:
             for user, later in shared.pairs:
                 if self.start <= user and later < self.stop:
                     yield Repetition(user - self.start, later - self.start, shared)
-
-
-def message_bytes(receiver: StageStorages, division: Division, ends: tuple[int, int], message: Message) -> int:
-    """The bytes of a message to a stage; `ends` are the replicas that are in front of and behind the boundary."""
-    values = receiver.inputs if message.forward else receiver.outputs
-    part, samples = message.part, receiver.samples
-    rows = samples if part is None else part[1] - part[0]
-    return sum(
-        values[number].nbytes * (samples if dimension is None else rows) // samples
-        for number, dimension in division.carried(*ends)
-        if message.forward or values[number].has_gradient
-    )
 
 
 def gradient_bytes(values: Sequence[Value]) -> int:

@@ -57,7 +57,7 @@ def contents(plan: Plan, device: int, *, trace: Trace | None = None) -> Contents
     programs, costs = step_programs(plan), Costs.of(plan)
     kind, first = plan.cluster.devices[device].kind, programs[0]
     stages = {
-        number: costs.stage(stage.start, stage.stop, kind, first.bundles)
+        number: costs.stage(stage.start, stage.stop, kind, first.bundles, data=stage.grid.data)
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }

@@ -7,15 +7,15 @@ is. Costs: one microsecond per action for the peaks, two to three with the secon
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipefit.actions import Action, Message, Placement
+from pipefit.actions import Action
+from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs
 from pipefit.cost.states import Away
-from pipefit.cost.storages import StageStorages, message_bytes
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
@@ -159,7 +159,7 @@ class Simulation:
         )
         # The steps of an endless schedule overlap, so that they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
-        sizes = _message_bytes(self.plan, self.program.placement, self._storages)
+        sizes = message_sizes(self.plan, self.program.placement, self._storages)
         return TimedProgram(whole, self.plan.cluster, self._stages, self._moved_bytes, sizes)
 
     def _of_step(self, step: int) -> Program:
@@ -277,20 +277,6 @@ class Simulation:
                     stream = Stream.COPY if code == COPY else Stream.COMMUNICATION
                 if end > start:
                     yield start, end, step, position, stream
-
-
-def _message_bytes(plan: Plan, placement: Placement, storages: Sequence[StageStorages]) -> Callable[[Message], int]:
-    """The bytes of every message between stages at this placement."""
-    division = cache(plan.division)
-
-    def nbytes(message: Message) -> int:
-        behind = message.receiver + (not message.forward)
-        ends = (message.source, message.target) if message.forward else (message.target, message.source)
-        grids = placement[behind - 1 : behind + 1]
-        front, back = (devices.index(device) for devices, device in zip(grids, ends, strict=True))
-        return message_bytes(storages[message.receiver], division(behind), (front, back), message)
-
-    return nbytes
 
 
 def _check(plan: Plan, program: Program, steps: int) -> None:

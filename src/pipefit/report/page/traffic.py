@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from pipefit.actions import COPIES, MESSAGES, SENDS, Action, Kind, message_of
-from pipefit.cost.storages import StageStorages, gradient_bytes
+from pipefit.actions import COPIES, SENDS, Action, Kind, message_of
+from pipefit.cost.messages import message_sizes
+from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.schedule import step_programs
@@ -27,7 +28,8 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
     The step is the last of those that differ. A device's own bytes in two stages of its own do not travel.
     """
     program, storages = step_programs(plan)[-1], [StageStorages.of(plan, n) for n in range(len(plan.stages))]
-    moved, found = moved_bytes(program, storages), Counter[Stretch]()
+    moved, sizes = moved_bytes(program, storages), message_sizes(plan, program.placement, storages)
+    found = Counter[Stretch]()
     for device, actions in enumerate(program.actions):
         for action in actions:
             if action.wait:
@@ -35,22 +37,10 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
             if action.kind in SENDS:
                 message = message_of(device, action, program.placement)
                 stretch = Stretch(Member.device(device), Member.device(message.target), "messages")
-                found[stretch] += _message_bytes(plan, action, storages)
+                found[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
                 _add_copy(found, plan, device, action, moved(action))
     return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
-
-
-def _message_bytes(plan: Plan, action: Action, storages: list[StageStorages]) -> int:
-    """The bytes of the values or gradients at the boundary behind a send, or of the rows of them that it names."""
-    assert action.kind in MESSAGES
-    if action.kind is Kind.SEND_FORWARD:
-        nbytes = sum(value.nbytes for value in storages[action.neighbour].inputs)
-    else:
-        nbytes = gradient_bytes(storages[action.neighbour].outputs)
-    if action.part is None:
-        return nbytes
-    return nbytes * (action.part[1] - action.part[0]) // plan.training.microbatch_size
 
 
 def _add_copy(found: Counter[Stretch], plan: Plan, device: int, action: Action, nbytes: int) -> None:
