@@ -1,0 +1,37 @@
+"""What is told of simulated stages with several replicas: in print, on the page, and over the links."""
+
+from __future__ import annotations
+
+from pipefit.report.page.traffic import traffic
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.contents import contents
+from profiles_in_slices import gridded
+
+
+def test_a_stage_is_printed_with_all_its_devices() -> None:
+    """The fullest of them stands for the stage."""
+    rows = str(gridded(3, 2, samples=6)).splitlines()
+    assert [row.split()[:4] for row in rows if row.split()[:1] in (["0"], ["1"])] == [
+        ["0", "0", "1", "2"],
+        ["1", "3", "4", "layer1"],
+    ]
+
+
+def test_every_row_crosses_a_boundary_once_in_each_direction() -> None:
+    """Values of eight bytes a sample, and their gradients, between any two degrees."""
+    for front, behind in ((3, 2), (2, 3), (1, 6), (6, 1), (2, 2)):
+        found = traffic(gridded(front, behind, samples=6, microbatches=2))
+        forward = {(s.source.number or 0) < front for s in found}
+        assert forward == {True, False}
+        assert sum(found.values()) == 2 * (2 * 6 * 8)
+
+
+def test_what_fills_a_replica_is_told() -> None:
+    """Its own slice's bytes, as the peak of its device has them."""
+    plan = gridded(2, 1, microbatches=2)
+    trace = simulate(plan)
+    for device in range(3):
+        told = contents(plan, device, trace=trace)
+        assert told is not None
+        assert told.peak == trace.devices[device].peak
+    assert Simulation(plan).peak_bytes[0] == Simulation(plan).peak_bytes[1]
