@@ -19,11 +19,12 @@ Sense = Literal["largest", "smallest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One value that was tried: its plan, and the peaks of its dry run in bytes if there was one."""
+    """One value that was tried: its plan, the peaks of its dry run in bytes if there was one, and what a host lacks."""
 
     value: int
     plan: Plan
     certified_bytes: tuple[int, ...] | None = None
+    shortage: str = ""
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -35,8 +36,8 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory it needs."""
-        return self.over_bytes <= 0
+        """Whether every device and every host has the memory it needs."""
+        return self.over_bytes <= 0 and not self.shortage
 
     @property
     def stage(self) -> int:
@@ -73,7 +74,9 @@ class Attempt:
 
     @property
     def miss(self) -> str:
-        """Which device an attempt overfills, with what, and by how much."""
+        """Which device or host an attempt overfills, with what, and by how much."""
+        if self.over_bytes <= 0:
+            return self.shortage
         return (
             f"device {self.device} needs {format_bytes(self.need_bytes)} for stage {self.stage} "
             f"({first_to_last(self.blocks)}), {format_bytes(self.over_bytes)} over its "

@@ -22,7 +22,7 @@ from pipefit.trace import Trace
 from tiny import task_of
 
 KIB = 1 << 10
-PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2)
+PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact")
 
 
 def wide(width: int) -> Task:
@@ -85,7 +85,7 @@ def test_the_step_is_kept() -> None:
 
 def test_the_fewest_devices() -> None:
     """No split over fewer devices fits, says the exhaustive planner; the training is the same for any number."""
-    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2)
+    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact")
     growth = devices(task, demand, range(1, 1000))
     fit = find(growth)
     check_certified(fit, growth)
@@ -115,7 +115,14 @@ def test_recomputing_fits_more() -> None:
             setting(
                 "width",
                 wide,
-                Demand(cluster=PAIR.cluster, microbatch_size=4, microbatches=8, schedule="gpipe", recompute=recompute),
+                Demand(
+                    cluster=PAIR.cluster,
+                    microbatch_size=4,
+                    microbatches=8,
+                    schedule="gpipe",
+                    recompute=recompute,
+                    planner="exact",
+                ),
                 range(2, 400, 2),
             ),
             certify=False,
@@ -128,7 +135,7 @@ def test_recomputing_fits_more() -> None:
 
 def test_nothing_fits() -> None:
     """Where the first value is too large, or the last device too few, the refusal has device, stage and bytes."""
-    small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2)
+    small = Demand(cluster=Cluster.emulated((2, 128)), microbatches=2, planner="exact")
     with pytest.raises(InfeasibleError, match=r"^not even width=2 fits: device \d needs .* over its 128 B$"):
         find(setting("width", wide, small, range(1, 100)))
     with pytest.raises(InfeasibleError, match="not even devices=3 fits"):

@@ -17,7 +17,7 @@ from pipefit.planner import Options, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from tight import random_case
+from tight import Case, cluster, random_case
 
 AMPLE = 1 << 40
 
@@ -97,14 +97,31 @@ def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
     )
 
 
-def test_what_fits_without_techniques_is_not_told_as_all_that_fits() -> None:
-    """Changes are planned without recomputing and moving, so that less may do for `joint`, which is said."""
-    chain, how, cluster = profile(alike(12, size=100)), training("1f1b", 8), devices(900, 900)
-    text = refusal(chain, cluster, how, objective="throughput")
-    assert "; no plan was found that fits. What would fit, with nothing recomputed or moved: " in text
-    assert "no other split fits" not in text
-    assert "do not help" not in refusal(chain, devices(300, 300), how, objective="throughput")
-    assert "; no other split fits either. What would fit: " in refusal(chain, cluster, how)
+def without_room(seed: int, part: float) -> Case:
+    """Less memory than the joint planner needs for layers that keep much."""
+    case = random_case(Random(seed), ("1f1b",), layers=3)
+    budgets = [max(1, round(part * budget)) for budget in case.cluster.budgets]
+    return case._replace(cluster=cluster(budgets, host_rate=5.0, peer_rate=20.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_would_fit_with_techniques_fits(seed: int) -> None:
+    """Changes for `joint` are planned with recomputing and moving: the memory that it names is enough, and is no more
+    than splits alone need; so are the devices.
+    """
+    case = without_room(seed, 0.3)
+    text = refusal(case.profile, case.cluster, case.training, objective="throughput")
+    assert "; no plan was found that fits. What would fit: " in text and "no other split fits" not in text
+    enough = int(re.search(r"the same devices with .* \((\d+) bytes\)", text)[1])
+    count = len(case.cluster.devices)
+    larger = cluster([enough] * count, host_rate=5.0, peer_rate=20.0)
+    fits = planned(case.profile, larger, case.training)
+    assert max(peaks(fits)) <= enough
+    alone = refusal(case.profile, case.cluster, case.training)
+    assert enough <= int(re.search(r"the same devices with .* \((\d+) bytes\)", alone)[1])
+    if more := re.search(r"(\d+) devices of", text):
+        budgets = [case.cluster.budgets[0]] * int(more[1])
+        assert planned(case.profile, cluster(budgets, host_rate=5.0, peer_rate=20.0), case.training).decisions
 
 
 def test_1f1b_is_suggested_where_it_helps_and_only_there() -> None:

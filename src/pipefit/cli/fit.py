@@ -44,7 +44,7 @@ def command(
     ] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
-    planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "exact",
+    planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "joint",
     target: Annotated[
         Target | None,
         typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),

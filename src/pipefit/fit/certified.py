@@ -1,6 +1,6 @@
 """The search: plans until two neighbouring values are found, one that fits and one that does not; then dry runs.
 
-A plan costs a profile over fake tensors and an exact search; a dry run costs every action of two steps. So the search
+A plan costs a profile over fake tensors and a search; a dry run costs every action of two steps. So the search
 uses plans, and only the two neighbours are run. Where a dry run contradicts its plan, the search goes on with the peaks
 of the dry run.
 """
@@ -15,6 +15,8 @@ from pipefit.fit.growth import Growth
 from pipefit.fit.search import Edge, edge
 from pipefit.fits import Attempt, Fit
 from pipefit.runtime import certify as dry_run
+from pipefit.schedule.room import shortage
+from pipefit.simulator import Simulation
 
 Progress = Callable[[int, int, str], None]
 
@@ -61,7 +63,9 @@ class _Search:
             except UsageError as refusal:
                 self.refused[value] = str(refusal)
             else:
-                self.known[value] = Attempt(value=value, plan=self.growth.plan(costs, value))
+                plan = self.growth.plan(costs, value)
+                short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
+                self.known[value] = Attempt(value=value, plan=plan, shortage=short)
         attempt = self.known.get(value)
         return None if attempt is None else attempt.fits == (self.growth.sense == "largest")
 

@@ -14,12 +14,14 @@ from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.fits import Sense, named_value
 from pipefit.places import Member, MemberKind
-from pipefit.planner import plan
+from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
 from pipefit.schedule.whole_stages import Recompute
+from pipefit.training import Training
 
+_EFFORT = 0.1  # the part of its budget that a planner which simulates has for a value
 _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3.0 x16 reach
 
 
@@ -27,7 +29,9 @@ _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3
 class Demand:
     """How the model is to be trained, whatever grows.
 
-    `microbatches` None is four for each device of the cluster, as in `plan`.
+    `microbatches` None is four for each device of the cluster, as in `plan`. The joint planner has a tenth of its
+    budget for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a
+    step would take many times as long.
     """
 
     cluster: Cluster
@@ -35,7 +39,7 @@ class Demand:
     microbatches: int | None = None
     schedule: str = "1f1b"
     recompute: Recompute = "never"
-    planner: str = "exact"
+    planner: str = "joint"
     target: Target = "cpu"
     threads: int = 1
 
@@ -46,17 +50,23 @@ class Demand:
 
     def plan(self, costs: ModelProfile, cluster: Cluster | None = None) -> Plan:
         """The plan, whether or not it fits."""
+        if self.planner not in PLANNERS:
+            raise UsageError(f"there is no planner {self.planner!r}; choose one of {', '.join(PLANNERS)}")
         microbatches = self.microbatches or 4 * len(self.cluster.devices)
-        return plan(
-            costs,
-            cluster or self.cluster,
+        training = Training(
             batch_size=microbatches * costs.measurements[0].microbatch_size,
             microbatches=microbatches,
             schedule=self.schedule,
-            recompute=self.recompute,
-            planner=self.planner,
-            allow_infeasible=True,
+            precision=costs.assumptions.precision,
         )
+        question = Question(
+            profile=costs,
+            cluster=cluster or self.cluster,
+            training=training,
+            options=Options(recompute=self.recompute, allow_infeasible=True, effort=_EFFORT),
+            means=Means(spill=False),
+        )
+        return solved(question, PLANNERS[self.planner], name=self.planner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

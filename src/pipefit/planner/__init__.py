@@ -201,6 +201,7 @@ def _chosen(space: Space) -> Plan:
     return answer(
         best.question,
         trials.told(best),
+        planner=joint,
         name="joint",
         seconds=perf_counter() - began,
         asked=space.question.options,

@@ -43,7 +43,7 @@ def accounts(plan: Plan, whole: Simulation, *, most_actions: int = _ACTIONS) -> 
     groups = Counter[Group]()
     for decision in plan.decisions:
         groups[decision.stage, _technique(decision)] += len(_layers(decision))
-    actions = sum(map(len, whole.program.actions))
+    actions = whole.actions
     told = sorted(group for group, _ in groups.most_common(max(1, most_actions // max(1, actions))))
     return Accounts(tuple(_compactions(plan, whole, told)), len(groups) - len(told))
 

@@ -1,5 +1,4 @@
-"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and optimizer
-state.
+"""Lower bounds of the seconds of a step, over all splits, devices, and decisions about saved tensors and state.
 
     step_bound(question)
 
@@ -12,11 +11,13 @@ for every k,
     S + (M - 1) f + (M - n) (b + r)                      what it has to do before its last forward
     S + (M - 1) (f + b)                                  under GPipe, where n = M
 
-and the update of the first block. An endless schedule takes M (f + b + r) and the updates of the slowest stage.
+and the update of the first block, unless a host can do it. An endless schedule takes M (f + b + r) and the updates of
+the slowest stage, less what a host may do of them in a step.
 
 How much a stage must recompute follows from its bytes when its first backward begins, and after every n more: n
 microbatches keep so much there, less what its device has, what the host's link carries in a whole step, and what all
-peers have beside parameters. Every term is on the side that lowers the bound: layers take as long
+peers have beside parameters. Gradients and parameters that are away then must be back for the backward, so that they
+take of the link what tensors do. Every term is on the side that lowers the bound: layers take as long
 as on the fastest kind of device, the largest budget is everybody's, links are not shared, copies need no memory, and
 the layers whose bytes cost the fewest seconds are recomputed, in fractions. So the bound holds for any plan, and the
 gap to it is the most that a better plan could gain. Alpa's sum + (M - 1) x maximum is no bound of 1F1B.
@@ -35,6 +36,8 @@ from numpy.typing import NDArray
 
 from pipefit.actions import Kind
 from pipefit.cluster import Cluster
+from pipefit.cost.time import host_update_seconds
+from pipefit.devices import Host
 from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.planner.prices import Floats, Prices, ranges
@@ -167,7 +170,7 @@ class _Bound:
         reached[0] = 0.0
         for stage in range(self.question.stages):
             reached = np.maximum(reached[:-1, None], self._lines(stage, step)).min(axis=0)
-        return float(reached[-1]) + (0.0 if self.endless else float(self.update[1]))
+        return float(reached[-1]) + (0.0 if self.endless or self._updating else float(self.update[1]))
 
     def _lines(self, stage: int, step: float) -> Floats:
         """The highest line of every range of blocks as this stage."""
@@ -189,7 +192,23 @@ class _Bound:
         windows = self.microbatches / held
         recomputed = windows * self._recomputed(held, windows, windows, step)
         passes = self.microbatches * ranges(self.forward + self.backward)
-        return passes + recomputed + updates * ranges(self.update)
+        return passes + recomputed + updates * ranges(self.update) * (1 - self._elsewhere(updates, step))
+
+    def _elsewhere(self, updates: int, step: float) -> Floats:
+        """The part of the updates of every range that the fastest host may do in a step, if it did nothing else."""
+        if not self._updating:
+            return np.zeros_like(ranges(self.update))
+        fastest = max(self._updating, key=lambda host: host.memory_bandwidth or 0.0)
+        times = [host_update_seconds(cost, fastest) for cost in self.question.measurement.costs]
+        sums = np.concatenate([[0.0], np.cumsum(times)])[np.array(self.question.edges)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.minimum(1.0, np.nan_to_num(step / (updates * np.maximum(ranges(sums), 0.0)), nan=1.0, posinf=1.0))
+
+    @cached_property
+    def _updating(self) -> list[Host]:
+        """The hosts that may update layers."""
+        hosts = self.question.cluster.hosts if self.question.means.host and self._host_rate else ()
+        return [host for host in hosts if host.memory_bandwidth is not None]
 
     @cached_property
     def _valid(self) -> NDArray[np.bool_]:
@@ -198,7 +217,10 @@ class _Bound:
 
     @cached_property
     def _fits(self) -> NDArray[np.bool_]:
-        """Ranges whose parameters fit the largest device."""
+        """Ranges whose parameters fit the largest device, unless they may be away between passes."""
+        means = self.question.means
+        if means.host and means.spill and self._host_rate:
+            return self._valid
         return ranges(self.owned) <= max(self.question.cluster.budgets)
 
     # ---------------------------------------------------------------- recomputation

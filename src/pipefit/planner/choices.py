@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, Run, SavedTensors, State, StateKind, What
 from pipefit.places import Place
 from pipefit.planner.menus import Menu, Movable, Recipe
 
@@ -26,7 +26,8 @@ class StageChoice(NamedTuple):
     recomputed the last `early`, whose backwards come first, go forward again one action ahead, so that they may fill
     the time in which the device waits for gradients. If `joined`, runs that touch are one: it keeps only its first
     inputs, but has all of its tensors on the device before its backward. The optimizer state of the first `states`
-    blocks is on the host between steps.
+    blocks is on the host, and the first `updates` of them are updated there. Of the others, the gradients of the first
+    `gradients` blocks are on the host between backwards, and the parameters of the first `parameters` between passes.
     """
 
     recipes: tuple[int, ...]
@@ -36,6 +37,9 @@ class StageChoice(NamedTuple):
     early: int = 0
     joined: bool = False
     states: int = 0
+    updates: int = 0
+    gradients: int = 0
+    parameters: int = 0
     peers: Place | None = None
 
     @staticmethod
@@ -46,7 +50,8 @@ class StageChoice(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether nothing is done."""
-        return not any(self.recipes) and not any(self.places) and not self.states
+        moves = self.states or self.gradients or self.parameters
+        return not any(self.recipes) and not any(self.places) and not moves
 
     def recipe(self, menus: Sequence[Menu], block: int) -> Recipe:
         """The recipe of a block."""
@@ -71,11 +76,26 @@ def decisions_of(stage: int, choice: StageChoice, menus: Sequence[Menu], host: P
     to_host = choice.blocks_to(TO_HOST)
     yield from _bundle(stage, choice, menus, to_host[: choice.near], host, 1, choice.lead)
     yield from _bundle(stage, choice, menus, to_host[choice.near :], host, 2, choice.lead + 1)
-    for menu in menus[: choice.states]:
-        state = State(start=menu.start, stop=menu.stop, kind="optimizer")
-        yield Decision(stage=stage, subject=state, what=What.OFFLOAD, place=host, ahead=1)
+    yield from _states(stage, choice, menus, host)
     if choice.peers is not None:
         yield from _bundle(stage, choice, menus, choice.blocks_to(TO_PEERS), choice.peers, 1, 1)
+
+
+def _states(stage: int, choice: StageChoice, menus: Sequence[Menu], host: Place) -> Iterator[Decision]:
+    """The decisions about what belongs to no microbatch."""
+    there, others = menus[: choice.updates], menus[choice.updates :]
+    moved: tuple[tuple[StateKind, Sequence[Menu]], ...] = (
+        ("optimizer", menus[choice.updates : choice.states]),
+        ("gradients", others[: choice.gradients]),
+        ("parameters", others[: choice.parameters]),
+    )
+    for menu in there:
+        state = State(start=menu.start, stop=menu.stop, kind="optimizer")
+        yield Decision(stage=stage, subject=state, what=What.UPDATE, place=host)
+    for kind, blocks in moved:
+        for menu in blocks:
+            state = State(start=menu.start, stop=menu.stop, kind=kind)
+            yield Decision(stage=stage, subject=state, what=What.OFFLOAD, place=host, ahead=1)
 
 
 def _joined(runs: Sequence[tuple[tuple[int, int], int]]) -> list[tuple[tuple[int, int], int]]:

@@ -13,7 +13,7 @@ from math import isfinite
 
 from pipefit.alternatives import Alternative
 from pipefit.decisions import Decision
-from pipefit.errors import InfeasibleError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.grids import Grid, Stage
 from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
@@ -26,6 +26,9 @@ from pipefit.schedule.room import shortage
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
+_SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
+_JUDGING = 200_000  # actions in all programs that are simulated for a refusal
+
 
 def solved(question: Question, planner: Planner, *, name: str) -> Plan:
     """The plan that `planner`, known as `name`, finds.
@@ -36,13 +39,15 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
     """
     began = time.perf_counter()
     found = planner(question)
-    return answer(question, found, name=name, seconds=time.perf_counter() - began, asked=question.options)
+    seconds = time.perf_counter() - began
+    return answer(question, found, planner=planner, name=name, seconds=seconds, asked=question.options)
 
 
 def answer(
     question: Question,
     found: Found,
     *,
+    planner: Planner,
     name: str,
     seconds: float,
     asked: Options,
@@ -57,7 +62,8 @@ def answer(
     simulation = Simulation(plan)
     peaks = simulation.peak_bytes if plan.decisions else _by_device(question, found.split)
     if not question.options.allow_infeasible:
-        _check(replace(question, options=asked), found, peaks, shortage(plan, simulation.arenas), name)
+        short = shortage(plan, simulation.arenas)
+        _check(replace(question, options=asked), found, peaks, short, name, _Judge(planner))
     options = {option: value for option, value in asdict(asked).items() if value is not None}
     bound = found.value if found.proven else found.bound
     told = accounts(plan, simulation) if found.decisions else Accounts()
@@ -83,7 +89,28 @@ def answer(
     )
 
 
-def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str) -> None:
+class _Judge:
+    """Plans changes of a question by the planner itself, in short searches, until a budget of actions is spent."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spent = planner, 0
+
+    def __call__(self, question: Question) -> float | None:
+        """How full the fullest device of the plan that is found is; None where it does not fit."""
+        if self._spent > _JUDGING:
+            return None
+        try:
+            found = self._planner(replace(question, options=replace(question.options, effort=_SHORT)))
+        except UsageError:  # nothing of it can be carried out
+            return None
+        simulation = Simulation(plan_of(question, found.split, decisions=found.decisions))
+        self._spent += found.evaluated * simulation.actions
+        budgets = question.cluster.budgets
+        full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
+        return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full
+
+
+def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str, name: str, judge: _Judge) -> None:
     """Check that every device has what its stage needs; `short` says what else has too little room, if anything has.
 
     Raises:
@@ -93,7 +120,8 @@ def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str,
     over = any(peaks[device] > question.cluster.budgets[device] for device in devices)
     if over or short:
         held = tuple(peaks[device] for device in devices)
-        raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere="" if over else short))
+        where = "" if over else short
+        raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere=where, judge=judge))
 
 
 def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...] | None = None) -> Plan:

@@ -193,7 +193,7 @@ class Evaluator:
         self.actions += _EACH
         try:
             simulation = Simulation(self._plan(self._short, candidate), costs=self.costs)
-            self.actions += sum(map(len, simulation.program.actions))
+            self.actions += simulation.actions
             found = Evaluation(candidate, simulation, left_out=self._left_out)
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
         except UsageError as error:

@@ -35,7 +35,7 @@ _DOUBLE = 2  # blocks whose optimizer state is on the device while one of them i
 _AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
 
 
-States = Literal["stay", "needed", "all"]
+States = Literal["stay", "needed", "all", "spill"]
 
 
 class Setting(NamedTuple):
@@ -43,7 +43,8 @@ class Setting(NamedTuple):
 
     `host` is the part of what the host's link carries that may be used; `early` how many of the last blocks that are
     recomputed go forward again one action ahead; `lent` how many blocks move to peers, and where. The host may take the
-    optimizer `states` of all blocks, or of as many as are needed where nothing else is enough.
+    optimizer `states` of all blocks, or of as many as are needed where nothing else is enough; or of all and, as far as
+    that is not enough, gradients and parameters too. The part `updated` of those states is updated there.
     """
 
     split: Split
@@ -51,12 +52,13 @@ class Setting(NamedTuple):
     early: tuple[int, ...]
     lent: tuple[tuple[int, Place | None], ...]
     states: States = "stay"
+    updated: float = 0.0
 
     @staticmethod
-    def of(split: Split, host: float = 1.0, early: int = 0, *, states: States = "stay") -> Setting:
+    def of(split: Split, host: float = 1.0, *, states: States = "stay", updated: float = 0.0) -> Setting:
         """The same for every stage, and nothing for peers."""
         count = len(split.devices)
-        return Setting(split, (host,) * count, (early,) * count, ((0, None),) * count, states)
+        return Setting(split, (host,) * count, (0,) * count, ((0, None),) * count, states, updated)
 
 
 class Filled(NamedTuple):
@@ -195,7 +197,7 @@ class Filler:
         """The cheapest choice of a stage that is to free `need` bytes."""
         held, (near, most) = self.in_flight(setting.split, stage), self.host_bytes(setting, stage)
         lent, peers = setting.lent[stage]
-        states = self._state_bytes(menus) if setting.states == "all" and need > 0 else []
+        states = self._state_bytes(menus) if setting.states in ("all", "spill") and need > 0 else []
         need -= max(0, sum(states) - _DOUBLE * max(states, default=0))
         for to_host in range(len(menus), -1, -1):
             moving = _Moving(menus, need, max(0, held - _AWAY))
@@ -204,14 +206,32 @@ class Filler:
             recipes, left = _recomputed(moving, held)
             if left <= 0 or not moved:
                 break
+        count = self.states(menus, left) if setting.states == "needed" else len(states)
+        updates = round(setting.updated * count)
+        gradients, parameters = self._spilled(menus[updates:], left) if setting.states == "spill" else (0, 0)
         return StageChoice(
             recipes=recipes,
             places=tuple(moving.places),
             near=moving.fitting(near),
             early=setting.early[stage],
-            states=self.states(menus, left) if setting.states == "needed" else len(states),
+            states=count,
+            updates=updates,
+            gradients=gradients,
+            parameters=parameters,
             peers=peers if lent else None,
         )
+
+    def _spilled(self, menus: Sequence[Menu], need: float) -> tuple[int, int]:
+        """Of how many blocks the host is to take gradients, and of how many parameters, to free `need` bytes.
+
+        Of both, those of two blocks are on the device at once.
+        """
+        counts = []
+        for nbytes in self._bytes(menus, "gradient_bytes"), self._bytes(menus, "parameter_bytes"):
+            freed = [sum(nbytes[:n]) - _DOUBLE * max(nbytes[:n], default=0) for n in range(len(nbytes) + 1)]
+            counts.append(next((n for n, enough in enumerate(freed) if enough >= need or need <= 0), len(nbytes)))
+            need -= max(0, freed[counts[-1]])
+        return counts[0], counts[1]
 
     def states(self, menus: Sequence[Menu], need: float) -> int:
         """Of how many blocks the host is to take the optimizer state, so that this frees `need` bytes."""
@@ -224,10 +244,14 @@ class Filler:
 
     def _state_bytes(self, menus: Sequence[Menu]) -> list[int]:
         """The optimizer state of every block, if the host may have it."""
+        return self._bytes(menus, "state_bytes")
+
+    def _bytes(self, menus: Sequence[Menu], kind: str) -> list[int]:
+        """What the layers of every block have of a kind of state, if the host may have it."""
         if not self.question.means.host:
             return []
         costs = self.question.measurement.costs
-        return [sum(cost.state_bytes for cost in costs[menu.start : menu.stop]) for menu in menus]
+        return [sum(getattr(cost, kind) for cost in costs[menu.start : menu.stop]) for menu in menus]
 
 
 class _Moving:

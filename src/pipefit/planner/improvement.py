@@ -1,9 +1,9 @@
 """Improves a filled split by small changes, each filled again and simulated, as long as one of them is better.
 
-The stages come in the order of their need: those whose devices lack bytes, then those that compute the largest part of
-a step. For each, a block goes to a neighbour, the host's link is used more or less, and more or fewer recomputations
-come ahead. Better is: fewer bytes over the caps, then fewer seconds, then a lower peak. (Relieve the bottleneck first:
-Aceso, EuroSys 2024.)
+The host updates more or fewer of the blocks whose optimizer state it has. Then stages come in the order of their need:
+those whose devices lack bytes, then those that compute the largest part of a step. Of each a block goes to a neighbour,
+the host's link is used more or less, and more or fewer recomputations come ahead. Better is: fewer bytes over the caps,
+then fewer seconds, then a lower peak. (Relieve the bottleneck first: Aceso, EuroSys 2024.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pipefit.planner.evaluation import Budget
 from pipefit.planner.filling import Filled, Filler, Setting
 from pipefit.planner.question import Split
 
+_UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that is updated there
 _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
 _ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
 
@@ -56,6 +57,8 @@ def _neighbours(filled: Filled) -> Iterator[Setting]:
     found, setting = filled.found, filled.setting
     busy = found.simulation.utilisation
     stages = range(len(setting.host))
+    if any(choice.states for choice in found.candidate.choices):
+        yield from (setting._replace(updated=part) for part in _UPDATED if part != setting.updated)
     for stage in sorted(stages, key=lambda s: (-max(0, found.over[s]), -busy[setting.split.devices[s]])):
         yield from _narrower(setting, stage)
         yield from _host(setting, stage)

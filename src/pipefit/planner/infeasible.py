@@ -1,6 +1,7 @@
-"""Why a split does not fit, and the cheapest changes with which the model fits. Each change has been planned first.
+"""Why a plan does not fit, and the cheapest changes with which the model fits. Each change has been planned first.
 
-Costs up to a dozen exact searches, but only when a plan is refused.
+Planners of splits alone are asked by the exact search, a dozen times at most. A planner that compacts is asked itself,
+with a small part of its budget for each change, until all of them together have spent what there is for a refusal.
 """
 
 from __future__ import annotations
@@ -11,22 +12,38 @@ from math import ceil
 
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import fits, stage_peaks
-from pipefit.planner.question import Found, Question
+from pipefit.planner.question import Found, Question, Split
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
 _BEST = "exact", "joint"  # planners that find a split that fits if there is one
+_BISECTIONS = 4  # of memory, where a search has to find each plan
 _MORE_DEVICES = 8  # times as many devices are tried at most
 
 
-def explanation(question: Question, found: Found, peaks: tuple[int, ...], *, planner: str, elsewhere: str = "") -> str:
-    """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`)."""
+Judge = Callable[[Question], float | None]  # how full the fullest device of a plan is; None where none was found to fit
+
+
+def explanation(
+    question: Question,
+    found: Found,
+    peaks: tuple[int, ...],
+    *,
+    planner: str,
+    elsewhere: str = "",
+    judge: Judge | None = None,
+) -> str:
+    """What does not fit, and what would: the fullest device with its stage, or the host that is short (`elsewhere`).
+
+    `judge` says what fits where a planner compacts; otherwise the exact search does.
+    """
     where = elsewhere or _device(question, found, peaks)
     compacts = found.decisions is not None
     none_fits = ""
     if planner in _BEST:
         none_fits = "; no plan was found that fits" if compacts else "; no other split fits either"
-    return f"{where}{none_fits}. {_remedies(question, planner, compacts=compacts)}"
+    asked = judge if compacts and judge is not None else _fullest
+    return f"{where}{none_fits}. {_remedies(question, planner, asked)}"
 
 
 def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
@@ -45,11 +62,8 @@ def _device(question: Question, found: Found, peaks: tuple[int, ...]) -> str:
     )
 
 
-def _remedies(question: Question, planner: str, *, compacts: bool) -> str:
-    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit.
-
-    They are those of splits alone. Where the planner `compacts` it says so, since less may do then.
-    """
+def _remedies(question: Question, planner: str, judge: Judge) -> str:
+    """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"
     most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
@@ -58,22 +72,22 @@ def _remedies(question: Question, planner: str, *, compacts: bool) -> str:
     size = format_bytes(max(device.memory_bytes for device in question.cluster.devices))
     more, useless = "", ""
     if question.options.stages is None and most > len(question.cluster.devices):
-        count = _enough_devices(question, most)
+        count = _enough_devices(question, most, judge)
         more = f"{count} devices of {size}" if count else ""
-        useless = "" if count else _useless(size, most, compacts=compacts)
-    changes = filter(None, (*_free(question), more, _more_memory(question)))
-    alone = ", with nothing recomputed or moved" if compacts else ""
-    return f"What would fit{alone}: {'; '.join(changes)}{useless}"
+        useless = "" if count else _useless(size, most, exactly=judge is _fullest)
+    memory = _more_memory(question) if judge is _fullest else _less_memory(question, judge)
+    changes = filter(None, (*_free(question, judge), more, memory))
+    return f"What would fit: {'; '.join(changes)}{useless}"
 
 
-def _useless(size: str, most: int, *, compacts: bool) -> str:
-    """That more devices do not help, where that is known: to search with all that planners do takes long."""
-    if compacts:
-        return f". More devices of {size} were not tried with recomputing and moving: plan for them"
-    return f". More devices of {size} do not help, up to {most} of them"
+def _useless(size: str, most: int, *, exactly: bool) -> str:
+    """That more devices do not help, as far as that is known."""
+    if exactly:
+        return f". More devices of {size} do not help, up to {most} of them"
+    return f". No plan for more devices of {size} was found to fit, up to {most} of them"
 
 
-def _free(question: Question) -> Iterator[str]:
+def _free(question: Question, judge: Judge) -> Iterator[str]:
     """Changes that need no other hardware."""
     training, options = question.training, question.options
     changes: list[tuple[str, Callable[[], Question]]] = []
@@ -86,7 +100,7 @@ def _free(question: Question) -> Iterator[str]:
             parts = training.batch_size // size
             changes.append((f"{parts} microbatches", _in_parts(question, parts)))
     for name, change in changes:
-        full = _fullest(change())
+        full = judge(change())
         if full is not None:
             yield f"{name} (the fullest device is then {ceil(100 * full)} % full)"
 
@@ -95,19 +109,19 @@ def _in_parts(question: Question, parts: int) -> Callable[[], Question]:
     return lambda: replace(question, training=replace(question.training, microbatches=parts))
 
 
-def _enough_devices(question: Question, most: int) -> int | None:
+def _enough_devices(question: Question, most: int, judge: Judge) -> int | None:
     """The fewest devices of the largest size with which the model fits, by doubling and bisection.
 
     None if it does not fit on `most`.
     """
     low = high = len(question.cluster.devices)
-    while high == low or _fullest(_with_devices(question, high)) is None:
+    while high == low or judge(_with_devices(question, high)) is None:
         if high == most:
             return None
         low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        fits_already = _fullest(_with_devices(question, middle)) is not None
+        fits_already = judge(_with_devices(question, middle)) is not None
         low, high = (low, middle) if fits_already else (middle, high)
     return high
 
@@ -130,10 +144,43 @@ def _more_memory(question: Question) -> str:
     return f"{ceil(1000 * more) / 10} % more memory on every device"
 
 
+def _less_memory(question: Question, judge: Judge) -> str:
+    """Memory with which the same devices have a plan: by bisection from what they have to what a split alone needs.
+
+    All devices get more in the same proportion.
+    """
+    split = solve(question).split
+    low, high = 1.0, max(_shares(question, split, stage_peaks(question, split)))
+    if high <= low:
+        return ""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if judge(_with_memory(question, middle)) is None else (low, middle)
+    larger = _with_memory(question, high).cluster.devices
+    if question.equal_budgets:
+        return f"the same devices with {format_bytes(larger[0].memory_bytes)} each ({larger[0].memory_bytes} bytes)"
+    return f"{ceil(1000 * (high - 1)) / 10} % more memory on every device"
+
+
+def _with_memory(question: Question, times: float) -> Question:
+    """The question on devices whose budgets are so many times as large."""
+    cluster = question.cluster
+    more = (ceil(times * budget) - budget for budget in cluster.budgets)
+    devices = tuple(
+        replace(one, memory_bytes=one.memory_bytes + n) for one, n in zip(cluster.devices, more, strict=True)
+    )
+    return replace(question, cluster=replace(cluster, devices=devices))
+
+
+def _shares(question: Question, split: Split, peaks: tuple[int, ...]) -> list[float]:
+    """What stages need as parts of their devices' budgets."""
+    budgets = question.cluster.budgets
+    return [peak / budgets[device] for peak, device in zip(peaks, split.devices, strict=True)]
+
+
 def _fullest(question: Question) -> float | None:
     """How full the fullest device of the best split is; None where it does not fit."""
     split = solve(question).split
     peaks = stage_peaks(question, split)
-    budgets = question.cluster.budgets
-    fullest = max(peak / budgets[device] for peak, device in zip(peaks, split.devices, strict=True))
+    fullest = max(_shares(question, split, peaks))
     return fullest if fits(question, split, peaks) else None

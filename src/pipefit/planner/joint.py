@@ -23,6 +23,7 @@ HPCA 2023.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.planner.bisection import bisection
@@ -38,6 +39,7 @@ from pipefit.planner.peers import with_peers
 from pipefit.planner.polishing import polished, spared
 from pipefit.planner.question import Found, Planner, Question, Split
 from pipefit.planner.splits import Balance
+from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.provenance import Objective
@@ -52,7 +54,15 @@ class Searched(NamedTuple):
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
 _HOST_PARTS = 1.0, 0.5, 0.0  # of what the host's link carries, for which even splits are made
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 270_000, 120_000, 70_000, 60_000  # actions in the programs of each part
+_STATES: tuple[tuple[States, float], ...] = (  # what of the state is at the host, and which part is updated there
+    ("all", 1.0),
+    ("all", 0.0),
+    ("needed", 0.0),
+    ("spill", 0.0),
+)
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 200_000, 80_000, 50_000, 60_000  # actions in the programs of each part
+_SPARING, _ALONE = 40_000, 20_000
+_MEANS = Means(recompute="never", host=False), Means(recompute="never", peers=False)  # peers alone, the host alone
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
 _OTHER_SPLITS = 2  # that are polished beside the best
 _CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
@@ -93,9 +103,10 @@ class Search:
         best, remarks = _filled(filler, self.bound)
         found = best.found
         if not evaluator.pinned:
-            tried = [best, *filler.others(best, _OTHER_SPLITS)]
-            found = min((_polished(evaluator, one.found, self.bound) for one in tried), key=lambda one: one.order)
-            found = spared(evaluator, found)
+            tried = [best.found, *(one.found for one in filler.others(best, _OTHER_SPLITS)), *others]
+            tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)[: 1 + _OTHER_SPLITS]
+            found = min((_polished(evaluator, one, self.bound) for one in tried), key=lambda one: one.order)
+            found = spared(evaluator, found, budget=Budget(evaluator, _SPARING))
         found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
         return Searched(found, (*remarks, *evaluator.remarks))
 
@@ -115,10 +126,22 @@ class Search:
 
 
 def _others(filler: Filler) -> list[Evaluation]:
-    """The plan of `mpress`, and the time split as it is, if that can be carried out."""
-    evaluator = filler.evaluator
+    """The time split as it is, if that can be carried out; then the plan of `mpress`, with all means, and with peers or
+    the host alone.
+    """
+    evaluator, means = filler.evaluator, filler.question.means
     kept = evaluator.evaluate(evaluator.kept(time(filler.question).split))
-    return [] if kept is None else [compacted(filler, MpressOptions()), kept]
+    if kept is None:
+        return []
+    found = [kept, compacted(filler, MpressOptions())]
+    for alone in _MEANS if not kept.fits and not evaluator.pinned and means == Means() else ():
+        other = Evaluator(replace(filler.question, means=alone))
+        other.begin(evaluator.effort)
+        budget = Budget(other, _ALONE)
+        made = compacted(Filler(other), MpressOptions(), budget)
+        evaluator.actions += other.actions
+        found.append(evaluator.evaluate(made.candidate) or kept)
+    return found
 
 
 def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
@@ -159,10 +182,11 @@ def _best_start(filler: Filler) -> Filled:
         balance = Balance(question)
         best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best, budget)
         splits = [balance.split(1.0), *(planner(question).split for planner in planners[:2])]
-        ways: tuple[States, ...] = ("all", "needed")
-        for states in ways:
+        for states, updated in _STATES:
+            if states == "spill" and not question.means.spill:
+                continue
             if states == "all" or best is None or not best.found.fits:
-                best = _best_of(filler, splits, best, budget, states=states)
+                best = _best_of(filler, splits, best, budget, states=states, updated=updated)
     return filler.evaluator.refuse() if best is None else best
 
 
@@ -179,7 +203,13 @@ def _affordable(question: Question) -> list[Planner]:
 
 
 def _best_of(
-    filler: Filler, splits: Sequence[Split], best: Filled | None, budget: Budget, *, states: States = "stay"
+    filler: Filler,
+    splits: Sequence[Split],
+    best: Filled | None,
+    budget: Budget,
+    *,
+    states: States = "stay",
+    updated: float = 0.0,
 ) -> Filled | None:
     """The best of `best` and these splits; those whose stages take longer than a plan that fits are left out.
 
@@ -190,7 +220,7 @@ def _best_of(
             if best is not None and (number or best.found.fits) and budget.ends():
                 return best
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
-                filled = filler.fill(Setting.of(split, host, states=states))
+                filled = filler.fill(Setting.of(split, host, states=states, updated=updated))
                 if filled is not None and (best is None or filled.found.order < best.found.order):
                     best = filled
     return best

@@ -38,7 +38,7 @@ from pipefit.planner.techniques import Technique, TensorCosts, mpress_choice
 from pipefit.planner.time import time
 from pipefit.provenance import Objective
 
-_ACTIONS = 60_000  # in the programs of all rounds
+_ACTIONS = 40_000  # in the programs of all rounds
 _CORRECTIONS = 6  # of the first assignment, by what the emulated step says of its bytes
 _PLACES = {Technique.HOST: TO_HOST, Technique.PEER: TO_PEERS}
 
@@ -74,10 +74,10 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
     )
 
 
-def compacted(filler: Filler, options: MpressOptions) -> Evaluation:
-    """What the planner makes of the time split."""
+def compacted(filler: Filler, options: MpressOptions, budget: Budget | None = None) -> Evaluation:
+    """What the planner makes of the time split, within its own budget or another."""
     evaluator = filler.evaluator
-    split, budget = time(filler.question).split, Budget(evaluator, _ACTIONS)
+    split, budget = time(filler.question).split, budget or Budget(evaluator, _ACTIONS)
     kept = evaluator.kept_at(split)
     if kept.fits or evaluator.pinned:
         return kept

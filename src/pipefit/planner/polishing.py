@@ -7,8 +7,8 @@ programs are short; a budget ends it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
 
 from pipefit.planner.choices import KEPT, TO_HOST, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
@@ -27,24 +27,30 @@ def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_leas
     return best if found is None else found
 
 
-def spared(evaluator: Evaluator, best: Evaluation) -> Evaluation:
+def spared(evaluator: Evaluator, start: Evaluation, *, budget: Budget) -> Evaluation:
     """The plan without what it does not need: a technique of a stage is left out if steps are then no longer and no
-    more memory is missing.
+    more memory is missing. Until the budget ends.
     """
-    for candidate in _leaner(best.candidate):
-        found = evaluator.evaluate(candidate)
-        if found is not None and (found.over_bytes, found.seconds) <= (best.over_bytes, best.seconds):
-            return spared(evaluator, found)
+    best: Evaluation | None = None
+    found = start
+    while found is not best:
+        best = found
+        for stage, way in product(range(len(start.candidate.choices)), _LEANER):
+            found = _leaner(evaluator, found, stage, way, budget)
     return best
 
 
-def _leaner(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidates that do one thing less on one stage."""
-    split, choices = candidate
-    for stage, choice in enumerate(choices):
-        for leaner in dict.fromkeys((_without_states(choice), _without_moves(choice), _without_recomputation(choice))):
-            if leaner != choice:
-                yield Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :]))
+def _leaner(
+    evaluator: Evaluator, best: Evaluation, stage: int, way: Callable[[StageChoice], StageChoice], budget: Budget
+) -> Evaluation:
+    """The plan that does one thing less on one stage, if that is as good; else the plan itself."""
+    split, choices = best.candidate
+    leaner = way(choices[stage])
+    if leaner == choices[stage] or budget.ends():
+        return best
+    found = evaluator.evaluate(Candidate(split, (*choices[:stage], leaner, *choices[stage + 1 :])))
+    as_good = found is not None and (found.over_bytes, found.seconds) <= (best.over_bytes, best.seconds)
+    return found if found is not None and as_good else best
 
 
 def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Evaluation | None:
@@ -59,8 +65,13 @@ def _first_better(evaluator: Evaluator, best: Evaluation, budget: Budget) -> Eva
 
 
 def _neighbours(evaluator: Evaluator, best: Evaluation) -> Iterator[Candidate]:
-    """The candidates that differ in one stage, the one that lacks bytes or computes the most first."""
+    """The candidates that differ in one way on all stages, then those in one: the one that lacks bytes or computes
+    the most first.
+    """
     split, choices = best.candidate
+    for way in _EVERYWHERE:
+        if (everywhere := tuple(way(choice) for choice in choices)) != choices:
+            yield Candidate(split, everywhere)
     menus, busy = evaluator.stage_menus(split), best.simulation.utilisation
     for stage in sorted(range(len(choices)), key=lambda s: (-max(0, best.over[s]), -busy[split.devices[s]])):
         for choice in _changes(choices[stage], menus[stage], host=evaluator.question.means.host):
@@ -79,8 +90,7 @@ def _changes(choice: StageChoice, menus: Sequence[Menu], *, host: bool) -> Itera
     for early in (choice.early - 1, choice.early + 1):
         if 0 <= early <= sum(map(bool, choice.recipes)):
             yield choice._replace(early=early)
-    if choice.states:
-        yield choice._replace(states=choice.states - 1)
+    yield from _state(choice)
     yield from _lapped(choice)
     yield from _exchanged(choice, menus)
 
@@ -108,6 +118,19 @@ def _moved(choice: StageChoice, block: int) -> Iterator[StageChoice]:
             yield choice._replace(places=places, recipes=recipes, near=some, lead=lead)
 
 
+def _state(choice: StageChoice) -> Iterator[StageChoice]:
+    """The state of one block less at the host; one block more or less updated there."""
+    if choice.states:
+        yield choice._replace(states=choice.states - 1, updates=min(choice.updates, choice.states - 1))
+    for updates in (choice.updates - 1, choice.updates + 1):
+        if 0 <= updates <= choice.states:
+            yield choice._replace(updates=updates)
+    if choice.gradients:
+        yield choice._replace(gradients=choice.gradients - 1)
+    if choice.parameters:
+        yield choice._replace(parameters=choice.parameters - 1)
+
+
 def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
     """One block more or less in the bundle that has the time of one forward or backward; the other lead."""
     if choice.blocks_to(TO_HOST):
@@ -119,7 +142,27 @@ def _lapped(choice: StageChoice) -> Iterator[StageChoice]:
 
 def _without_states(choice: StageChoice) -> StageChoice:
     """All optimizer state stays on the device."""
-    return choice._replace(states=0)
+    return choice._replace(states=0, updates=0)
+
+
+def _all_updates(choice: StageChoice) -> StageChoice:
+    """All blocks whose optimizer state is at the host are updated there."""
+    return choice._replace(updates=choice.states)
+
+
+def _unhurried(choice: StageChoice) -> StageChoice:
+    """All copies have the time of two forwards or backwards."""
+    return choice._replace(near=0)
+
+
+def _without_updates(choice: StageChoice) -> StageChoice:
+    """All blocks are updated on the device."""
+    return choice._replace(updates=0)
+
+
+def _without_spills(choice: StageChoice) -> StageChoice:
+    """All gradients and parameters stay on the device."""
+    return choice._replace(gradients=0, parameters=0)
 
 
 def _without_moves(choice: StageChoice) -> StageChoice:
@@ -130,6 +173,10 @@ def _without_moves(choice: StageChoice) -> StageChoice:
 def _without_recomputation(choice: StageChoice) -> StageChoice:
     """No layer goes forward again."""
     return choice._replace(recipes=(0,) * len(choice.recipes), early=0)
+
+
+_LEANER = _without_states, _without_updates, _without_spills, _without_moves, _without_recomputation
+_EVERYWHERE = _unhurried, _all_updates, _without_updates
 
 
 def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:

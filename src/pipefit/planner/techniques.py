@@ -42,7 +42,8 @@ class Means:
 
     Recomputed are runs of layers inside blocks, whole blocks alone, or nothing. Tensors move to the `host` or to
     `peers`, of which the `mapping` of stages to devices brings lenders near and `striping` uses several at once.
-    Without `ahead`, nothing comes back or is recomputed before the backward that needs it is next.
+    Without `ahead`, nothing comes back or is recomputed before the backward that needs it is next. Gradients and
+    parameters only move if `spill` says so, as they do in every pass, which makes steps many times longer.
     """
 
     recompute: Literal["runs", "blocks", "never"] = "runs"
@@ -51,6 +52,7 @@ class Means:
     mapping: bool = True
     striping: bool = True
     ahead: bool = True
+    spill: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
 from pipefit.tables import Block, Table
@@ -16,6 +17,9 @@ def describe_fit(fit: Fit) -> list[Block]:
     return ["\n".join(_head(fit)), _tried(fit), "\n".join(_limits(fit))]
 
 
+_WORDS = {What.RECOMPUTE: "recomputed", What.OFFLOAD: "moved away", What.UPDATE: "updated on the host"}  # in parts
+
+
 def _head(fit: Fit) -> Iterator[str]:
     plan = fit.best.plan
     training = plan.training
@@ -24,11 +28,12 @@ def _head(fit: Fit) -> Iterator[str]:
         f"{fit.named(fit.best.value)}{nbytes} is the {fit.sense} that fits: {plan.profile.model} of "
         f"{fit.best.parameters:,} parameters on {plan.cluster}"
     )
-    recompute = ", recomputed" if plan.decisions else ""
+    what = [word for kind, word in _WORDS.items() if any(d.what is kind for d in plan.decisions)]
+    done = f", {' and '.join(what)}" if what else ""
     size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
         f"{training.schedule}, {training.microbatches} microbatches of {size}, "
-        f"{training.precision}{recompute}, kernels of {plan.profile.assumptions.target}"
+        f"{training.precision}{done}, kernels of {plan.profile.assumptions.target}"
     )
 
 

@@ -100,6 +100,11 @@ class Simulation:
         self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
         self._moved_bytes = moved_bytes(self.program, self._storages)
 
+    @property
+    def actions(self) -> int:
+        """The actions in the programs of all steps that differ."""
+        return sum(len(own) for program in self._programs for own in program.actions)
+
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
         """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
