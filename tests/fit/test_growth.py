@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
+from pipefit.decisions import State
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fit import certified
 from pipefit.fit.certified import find
@@ -54,7 +57,11 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
     peaks = {
         width: max(
             plan(
-                profile(wide(width), microbatch_size=2), PAIR.cluster, batch_size=4, allow_infeasible=True
+                profile(wide(width), microbatch_size=2),
+                PAIR.cluster,
+                batch_size=4,
+                objective="peak",
+                allow_infeasible=True,
             ).prediction.peak_bytes
         )
         for width in range(2, fit.best.value + 7, 2)
@@ -64,6 +71,27 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
     assert fit.refused[1] == "width=1 is odd: try 2"
     module = wide(fit.best.value).build()
     assert fit.best.parameters == sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
+    """It is asked unless another planner is; its answer is certified with all that it recomputes, moves and updates."""
+
+    def trained(layers: int) -> Task:
+        return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8, optimizer=torch.optim.AdamW)
+
+    demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2)
+    ours, alone = (setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact")))
+    found, split = find(ours), find(alone)
+    check_certified(found, ours)
+    assert found.best.value > split.best.value and found.best.plan.decisions
+    assert not any(isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions)
+
+
+def test_a_host_that_lacks_memory_does_not_fit() -> None:
+    """The attempt says so in the words of the shortage, though every device has room."""
+    fit = find(setting("layers", deep, PAIR, range(1, 1000)), certify=False)
+    short = replace(fit.best, shortage="host0 has 1 B")
+    assert fit.best.fits and not short.fits and short.miss == "host0 has 1 B"
 
 
 def test_the_largest_microbatch() -> None:
