@@ -12,11 +12,12 @@ from made_up import layer, measurement, profile, training, value
 from pipefit.decisions import Decision, State, What
 from pipefit.devices import Host
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
 from pipefit.planner import Means, Options, Question, solved
 from pipefit.planner.bounds import step_bound
 from pipefit.planner.joint import joint
-from pipefit.plans import Grid, Plan, Stage
+from pipefit.plans import Plan
 from pipefit.simulator import Simulation
 from tight import Case, cluster, keeping_layer
 
