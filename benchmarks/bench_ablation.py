@@ -137,7 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def table(rows: Sequence[Row]) -> str:
     """Samples per second of every model in every way."""
     own = {next(iter(one.values())).model: one for one in by_question(rows)}
-    lines = [(way, *(cell(one[way]) if way in one else "" for one in own.values())) for way in WAYS]
+    lines = [
+        (way, *(cell(one[way]) if way in one else "" for one in own.values()))
+        for way in WAYS
+        if any(way in one for one in own.values())
+    ]
     return markdown(("allowed", *own), lines)
 
 

@@ -428,13 +428,12 @@ def title_of(own: dict[str, Row]) -> str:
 
 
 def largest(own: Sequence[dict[str, Row]], family: str, way: str) -> str:
-    """The largest member of a family that fits with M = 32."""
-    sizes = [
-        row.model.rpartition("-")[2]
-        for one in own
-        if (row := one.get(way)) and row.model.startswith(family) and row.microbatches == 32 and row.fits
-    ]
-    return max(sizes, key=lambda size: float(size.removesuffix("B")), default="none")
+    """The largest member of a family that fits with M = 32; `or more` where a larger one was not asked about."""
+    asked = [one for one in own if title_of(one).startswith(family) and next(iter(one.values())).microbatches == 32]
+    sizes = {float(title_of(one).rpartition("-")[2].removesuffix("B")): one.get(way) for one in asked}
+    best = max((size for size, row in sizes.items() if row is not None and row.fits), default=0.0)
+    more = any(size > best and row is None for size, row in sizes.items())
+    return (f"{best:g}B" if best else "none") + " or more" * more
 
 
 if __name__ == "__main__":

@@ -96,6 +96,9 @@ def test_the_pattern_is_told_in_numbers() -> None:
     assert "recompute against host: bert-1.67B 1.25" in told
     assert "balanced against none: bert-1.67B 0.60" in told
     assert "largest bert: none none, balanced 1.67B, recompute 1.67B, host 1.67B, peers none" in told
+    larger = [*rows, row("none", 5.0, model="bert-4.0B"), row("host", 4.0, model="bert-4.0B", short=1)]
+    told = "\n".join(bench_mpress.summary(larger))
+    assert "largest bert: none 4B, balanced 1.67B or more, recompute 1.67B or more, host 1.67B, peers none or" in told
 
 
 def test_techniques_are_told_by_stage() -> None:
