@@ -29,7 +29,8 @@ from pipefit.runtime import Trainer, certify
 from pipefit.runtime.copying import Part
 from pipefit.runtime.disk import DiskSlot, nameless_file, plain_buffers
 from pipefit.schedule.arenas import Arena
-from pipefit.trace import Stream, Trace
+from pipefit.trace import Stream
+from samples import samples
 from tiny import batch_of, plan_of
 
 SLOT = 512  # bytes of what is moved of a microbatch: the sigmoid's result, 2 samples of 64 numbers
@@ -73,11 +74,6 @@ def files_of(process: int) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
-    """Step, action and bytes of every sample of every device."""
-    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
 
 
 def slot_in(folder: Path, nbytes: int, buffer_bytes: int) -> DiskSlot:

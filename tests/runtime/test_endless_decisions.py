@@ -36,8 +36,8 @@ from pipefit.schedule import ENDLESS, distinct_steps, step_programs, whole_run
 from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.schedule.endless import period
 from pipefit.simulator import Simulation, simulate
-from pipefit.trace import Trace
 from replay import replayed
+from samples import samples, step_peaks_of
 from tiny import batch_of, plan_of, task_of
 
 
@@ -69,16 +69,6 @@ def random_plan(name: str, schedule: str, rng: Random) -> tuple[Task, Plan]:
     )
     plan = replace(plan, training=replace(plan.training, versions=rng.choice(["weights", "weights", "everything"])))
     return task, compacted(plan, rng)
-
-
-def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
-    """Step, action and bytes of every sample of every device."""
-    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
-
-
-def step_peaks_of(trace: Trace) -> list[list[int]]:
-    """The peak of every device in every step."""
-    return [[device.step_peak_bytes(step) for step in range(trace.steps)] for device in trace.devices]
 
 
 def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPatch) -> None:

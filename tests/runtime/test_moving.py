@@ -38,6 +38,7 @@ from pipefit.schedule.arenas import arenas_of, lent_bytes
 from pipefit.simulator import simulate
 from pipefit.trace import Category, Trace
 from random_cases import random_plan
+from samples import samples, step_peaks_of
 from tiny import alone, batch_of, plan_of, task_of
 
 STEPS = 3
@@ -107,16 +108,6 @@ def trained(task: Task, plan: Plan, steps: int = STEPS) -> tuple[list[float], di
     losses = [trainer.step(batch_of(task, plan, step)) for step in range(steps)]
     assert all(not runner.mover.borrowed.in_use for runner in trainer.runners)
     return losses, trainer.state_dict(), trainer.trace
-
-
-def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
-    """Step, action and bytes of every sample of every device."""
-    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
-
-
-def step_peaks_of(trace: Trace) -> list[list[int]]:
-    """The peak of every device in every step."""
-    return [[device.step_peak_bytes(step) for step in range(trace.steps)] for device in trace.devices]
 
 
 def assert_as_foretold(name: str, seed: int) -> None:

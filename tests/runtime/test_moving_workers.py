@@ -23,6 +23,7 @@ from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify
 from pipefit.simulator import simulate
 from pipefit.trace import Stream, Trace
+from samples import samples
 from tiny import plan_of
 
 SLOW = 0.05  # seconds of a copy
@@ -43,11 +44,6 @@ def moved(plan: Plan, *places: str, behind: int = 1, ahead: int = 0) -> Plan:
         for (stage, tensors), place in zip([(0, SIGMOID), (1, ((4, 0),))], places, strict=False)
     )
     return replace(plan, decisions=decisions)
-
-
-def samples(trace: Trace) -> list[list[tuple[int, str, tuple[int, ...]]]]:
-    """Step, action and bytes of every sample of every device."""
-    return [[(s.step, s.action, s.bytes) for s in device.memory] for device in trace.devices]
 
 
 def segments(process: int | None = None) -> list[str]:

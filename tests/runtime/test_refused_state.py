@@ -1,0 +1,138 @@
+"""Plans that move state or update on the host, and optimizers, that are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipefit.decisions import What
+from pipefit.errors import UsageError
+from pipefit.runtime import Trainer
+from pipefit.runtime.lending import check_lending
+from pipefit.schedule import lower
+from state_away import away, one_stage, task_named
+from tiny import batch_of, plan_of, task_of
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+class Hooked(torch.optim.SGD):
+    """Has a hook on its steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_step_post_hook(lambda *_: None)
+
+
+class Groupless(torch.optim.SGD):
+    """Looks at a list of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+
+
+class Joining(torch.optim.SGD):
+    """Puts all parameters into one group."""
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__([p for group in groups for p in group["params"]], lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (Counting, "Counting changes its attribute 'steps' in every step"),
+        (Hooked, "Hooked has hooks on its steps"),
+        (Groupless, "Groupless changes parameters that are not in the groups it is given"),
+        (Joining, "Joining has put parameters of several layers into one group"),
+    ],
+)
+@pytest.mark.parametrize("what", [What.OFFLOAD, What.UPDATE])
+def test_an_optimizer_that_is_more_than_its_groups_is_refused(
+    optimizer: Callable[..., torch.optim.Optimizer], words: str, what: What
+) -> None:
+    """Steps in parts would train something else: the first one says why not, and what to do."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=optimizer)
+    plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2, what),))
+    with pytest.raises(UsageError, match=f"optimizer {words}, so that it cannot update a stage in parts: leave"):
+        Trainer(task, plan).step(batch_of(task, plan))
+
+
+class Hoarding(torch.optim.SGD):
+    """Keeps a copy of every gradient past its state."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hoard: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["at"] = 1
+                self.hoard[parameter] = parameter.grad.clone()
+                parameter.sub_(parameter.grad)
+
+
+def test_state_that_is_not_where_it_belongs_is_refused() -> None:
+    """An optimizer that keeps tensors elsewhere would leave them on the device: the numbers of bytes tell."""
+    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)], optimizer=Hoarding)
+    plan = replace(plan_of(task, [3], devices=2), decisions=(away(0, 1, 2),))
+    words = r"0OFFLOAD\[1.optimizer\]@host: the optimizer state of layer 1 takes 0 bytes, but by the plan 288"
+    with pytest.raises(UsageError, match=words):
+        Trainer(task, plan).step(batch_of(task, plan))
+
+
+def test_an_array_of_a_parameter_is_in_the_way_only_where_its_memory_is_freed() -> None:
+    """A model whose weights are arrays of numpy: its parameters cannot be away, but the host may update them."""
+    plain = task_named("adamw")
+
+    def build() -> nn.Module:
+        model = plain.build()
+        for parameter in model.parameters():
+            parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+        return model
+
+    task = replace(plain, module=build)
+    with pytest.raises(UsageError, match="the plan moves the parameters of layer 0: its memory belongs to something"):
+        Trainer(task, one_stage(away(0, 0, 1, kind="parameters")))
+    one, other = (Trainer(task, one_stage(*decisions)) for decisions in ((away(0, 0, 1, What.UPDATE),), ()))
+    for step in range(2):
+        assert one.step(batch_of(task, one.plan, step)) == other.step(batch_of(task, one.plan, step))
+
+
+def test_another_host_is_refused() -> None:
+    """A device updates its layers on the host that it is in."""
+    plan = one_stage()
+    host = plan.cluster.hosts[0]
+    plan = replace(plan, cluster=replace(plan.cluster, hosts=(host, host)))
+    with pytest.raises(UsageError, match="to host1, which is on another host: only simulated yet"):
+        Trainer(task_named("adamw"), replace(plan, decisions=(away(0, 0, 1, What.UPDATE, place="host1"),)))
+
+
+def test_gpus_move_no_state_yet() -> None:
+    """A plan for GPUs that does is refused before anything starts."""
+    plan = one_stage(away(0, 0, 1))
+    plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
+    with pytest.raises(UsageError, match="which GPUs cannot do yet: move saved tensors"):
+        check_lending(plan, lower(plan))
