@@ -1,7 +1,8 @@
 """Random draws that are the same under every plan: they depend on seed, step, microbatch and layer alone.
 
 Before a layer runs, the device's default generator is seeded from these four numbers. So dropout is the same on one
-device and on eight, under any schedule, and in a recomputation.
+device and on eight, under any schedule, and in a recomputation. An optimizer that draws is seeded in the same way, so
+that replicas of a stage draw alike and stay equal.
 """
 
 from __future__ import annotations
@@ -29,3 +30,8 @@ def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, laye
         torch.cuda.default_generators[device.index or 0].manual_seed(number)
     else:
         torch.default_generator.manual_seed(number)
+
+
+def seed_update(device: torch.device, seed: int, step: int, microbatch: int, first: int) -> None:
+    """Seed the default generator of `device` for the update of a run of layers that begins at layer `first`."""
+    seed_layer(device, seed, step, microbatch, -1 - first)  # which is the number of no layer

@@ -23,7 +23,7 @@ from pipefit.errors import UsageError
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
-from pipefit.runtime.draws import seed_layer
+from pipefit.runtime.draws import seed_layer, seed_update
 from pipefit.runtime.flight import Flight, Piece, gradients_to_send, take
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.states import StateMover
@@ -312,6 +312,7 @@ class StageRunner:
             return
         if self.states is not None:
             self.states.update(action, layers)
+        seed_update(self.device, self.seed, self.batch_number, action.microbatch or 0, layers[0])
         self.updates.step(layers)
         if self.weights is not None:
             self.weights.updated()
