@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ def test_private_interfaces_are_where_we_expect() -> None:
     assert nn.Parameter in optimizer._foreach_supported_types
     assert torch.Tensor in _foreach_utils._foreach_supported_types
     assert callable(FakeTensorConverter.set_tensor_memo)
-    assert isinstance(FakeTensorMode(allow_fallback_kernels=False).fake_tensor_converter, FakeTensorConverter)
+    assert callable(FakeTensorConverter.invalidate_constant_aliases)
+    converter = FakeTensorMode(allow_fallback_kernels=False).fake_tensor_converter
+    assert isinstance(converter, FakeTensorConverter)
+    assert isinstance(converter.meta_converter.tensor_memo, WeakValueDictionary)
     assert SDPBackend.MATH in attention._cur_sdpa_kernel_backends(with_priority=True)
     for operator in ("flash", "efficient", "cudnn"):
         assert hasattr(torch.ops.aten, f"_scaled_dot_product_{operator}_attention")

@@ -42,7 +42,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -158,6 +158,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         check_product(func, args)
+        self._forget_numbers(args)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -168,6 +169,12 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.by_value[func] = None
             return found
 
+    def _forget_numbers(self, args: Any) -> None:
+        """Forget those of parameters that were made of known numbers: training changes them."""
+        for arg in args:
+            if isinstance(arg, FakeTensor) and arg.constant is not None and isinstance(arg, nn.Parameter):
+                self.fake_tensor_converter.forget(arg)
+
     def __deepcopy__(self, memo: dict[int, object]) -> _Mode:
         return self  # a copied fake tensor, as `nn.TransformerEncoder` makes of its layer, stays in the mode it is in
 
@@ -177,6 +184,13 @@ class _Forgetful(FakeTensorConverter):
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass
+
+    def forget(self, known: FakeTensor) -> None:
+        """Keep neither the number of a tensor, as of `torch.tensor(0.5)`, nor the weak references that came with it."""
+        self.invalidate_constant_aliases(known.constant)
+        memo = self.meta_converter.tensor_memo
+        for key in [key for key, tensor in memo.items() if tensor is known]:
+            del memo[key]
 
 
 class _Listed:

@@ -1,0 +1,55 @@
+"""Parameters that are made of numbers, such as gates and temperatures, on fake devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from pipefit.capture import Task
+from pipefit.fake.target import FakeTarget, Target
+from pipefit.profiler import profile
+from pipefit.training import Precision
+from saving import TARGETS
+
+
+class Gated(nn.Module):
+    """A linear layer times a number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gate
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_they_are_cast_and_moved_and_their_numbers_are_not_known(target: Target) -> None:
+    """Torch keeps weak references to tensors of known numbers, with which `Module.to` fails."""
+    with FakeTarget(target) as fake, fake.assuming_nothing():
+        gated = nn.Sequential(Gated(), Gated()).to(torch.bfloat16).to(fake.device)
+        assert {(p.dtype, p.device) for p in gated.parameters()} == {(torch.bfloat16, fake.device)}
+        assert isinstance(gated[0], Gated)
+        with pytest.raises(DataDependentOutputException):
+            gated[0].gate.item()
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16", "master-bfloat16"])
+def test_a_factory_is_profiled_as_the_module_that_it_builds(precision: Precision | None) -> None:
+    """Whoever casts the parameters: the factory, or the task's precision."""
+    dtype = torch.float32 if precision else torch.float64
+
+    def build() -> nn.Module:
+        return nn.Sequential(Gated(), nn.Tanh(), Gated()).to(dtype)
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 8, dtype=dtype), torch.randn(size, 8, dtype=dtype)
+
+    task = Task(build, batch=batch, loss=nn.functional.mse_loss, precision=precision)
+    found, expected = (profile(one, microbatch_size=2) for one in (task, replace(task, module=build())))
+    assert found.measurements == expected.measurements
+    assert found.fingerprint == expected.fingerprint
