@@ -183,6 +183,17 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
     Trainer(task, plan, numbers=False)
 
 
+def rounded(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean over samples in single precision, as that of many language models is."""
+    return torch.nn.functional.mse_loss(outputs.float(), targets.float())
+
+
+def test_a_loss_in_single_precision_of_a_model_in_double_is_a_mean() -> None:
+    """What rounding makes of the loss of a microbatch and of those of its slices is no other loss."""
+    task = replace(replicated("dropped"), loss=rounded)
+    Trainer(task, sliced_plan(profile(task, microbatch_size=(12, 6, 4, 3)), [0, 2, 3, 6], [4, 2, 3]))
+
+
 class Turned(torch.nn.Module):
     """Hands samples on along the second dimension."""
 
