@@ -150,6 +150,8 @@ def is_fake(tensor: Tensor) -> bool:
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """`FakeTensorMode` for modules that are moved and copied after they were built."""
 
+    fake_tensor_converter: _Forgetful
+
     def __init__(self) -> None:
         super().__init__(allow_fallback_kernels=False)  # a fallback would compute, on real zeros
         register_missing_shapes()
@@ -187,6 +189,7 @@ class _Forgetful(FakeTensorConverter):
 
     def forget(self, known: FakeTensor) -> None:
         """Keep neither the number of a tensor, as of `torch.tensor(0.5)`, nor the weak references that came with it."""
+        assert known.constant is not None
         self.invalidate_constant_aliases(known.constant)
         memo = self.meta_converter.tensor_memo
         for key in [key for key, tensor in memo.items() if tensor is known]:
