@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipefit.devices import MOST_DEVICES, Backend, Device, DeviceKind, Host, Link
 from pipefit.errors import UsageError
@@ -110,6 +110,11 @@ class Cluster:
         shared_memory = Link(members=members, bytes_per_second=4e9, latency_seconds=1e-4)
         host = Host(memory_bytes=max(64 << 30, sum(device.memory_bytes for device in devices)), memory_bandwidth=1e10)
         return Cluster(name=name, backend="emulated", devices=devices, hosts=(host,), links=(shared_memory,))
+
+    @property
+    def target(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels run on the devices: emulated ones compute on the CPU."""
+        return "cuda" if self.backend == "cuda" else "cpu"
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def plan(
         return plan_of_profile(model, cluster, training, **asked)
     from pipefit.profiler.on_demand import on_demand
 
-    kernels: Target = target or ("cuda" if cluster.backend == "cuda" else "cpu")
+    kernels: Target = target or cluster.target
     make = partial(plan_of_profile, on_demand(model, target=kernels), training=training, **asked)
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster)

@@ -94,7 +94,7 @@ def command(
             schedule=schedule,
             recompute=recompute,
             planner=planner,
-            target=target or ("cuda" if devices.backend == "cuda" else "cpu"),
+            target=target or devices.target,
             threads=threads,
         )
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)

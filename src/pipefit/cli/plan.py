@@ -126,7 +126,7 @@ def command(
     with progress("planning") as report:
         from pipefit.planner import plan
 
-        kernels: Target = target or ("cuda" if devices.backend == "cuda" else "cpu")
+        kernels: Target = target or devices.target
         task: Task | None
         costs: ModelProfile | Profiles
         if _is_model(profile):

@@ -31,7 +31,6 @@ from pipefit.profiler.placement import Placement
 from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
-from pipefit.runtime.plan_check import target_of
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
@@ -84,7 +83,7 @@ def train(task: Task, plan: Plan, *, steps: int = 2) -> tuple[int, ...]:
     """
     with threads_of(plan.profile.assumptions.threads), torch.random.fork_rng(devices=[]):
         trainer = Trainer(on_a_copy(task), plan, numbers=False)
-        seed_torch(0, target=target_of(plan.cluster))
+        seed_torch(0, target=plan.cluster.target)
         for _ in range(steps):
             trainer.step(task.batch(plan.training.batch_size))
     peaks = trainer.trace.peak_bytes

@@ -29,7 +29,6 @@ from pipefit.profiler.runs import Outcome, RunProgress, Runs
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.hardware import local_device, meter_of
-from pipefit.runtime.plan_check import target_of
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
 
@@ -66,7 +65,7 @@ def profile_trimmed(
     runs = Runs(store, "trimmed", profile, cluster, training, recompute, progress)
     runs.expected = len(planned)
     cut = partial(_cut, profile, cluster, training, recompute)
-    train = run or partial(_train, LoneStages(task, training.microbatch_size, target=target_of(cluster)))
+    train = run or partial(_train, LoneStages(task, training.microbatch_size, target=cluster.target))
     for stages in planned:
         runs.attempt(stages, partial(_outcome, cut, train, stages))
     isolated = tuple(runs.needed((block, block + 1)) for block in range(blocks))

@@ -22,7 +22,7 @@ from pipefit.profiles import Target
 from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
-from pipefit.runtime.plan_check import check_casts, check_model, target_of
+from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.replicas import Source, Sources
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
@@ -94,7 +94,7 @@ class LoneStages:
         try:
             devices = [device] if device.type == "cuda" else []
             with recording("profiling"), torch.random.fork_rng(devices, device_type="cuda"):
-                seed_torch(self.seed, target=target_of(plan.cluster))
+                seed_torch(self.seed, target=plan.cluster.target)
                 for step in range(distinct_steps(plan) if steps is None else steps):
                     inputs, targets = pair(self.task.batch(plan.training.batch_size), "a step takes")
                     flat = self.chain.flatten(inputs), self.chain.flatten_targets(targets)

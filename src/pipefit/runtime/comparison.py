@@ -28,7 +28,7 @@ from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
-from pipefit.runtime.plan_check import check_model, target_of
+from pipefit.runtime.plan_check import check_model
 from pipefit.units import format_bytes
 from pipefit.validation import seed_number
 
@@ -76,7 +76,7 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
     """
     reason = _obstacle(plan.measurement)
     if not reason:
-        target = target_of(plan.cluster)
+        target = plan.cluster.target
         try:
             if chain.traced:
                 compare(whole, chain.measured(plan.measurement), batches, target=target).check()
@@ -101,7 +101,7 @@ def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: 
     """
     count = len(next(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))) // data
     slices = [_rows(batch, first, first + count) for first in range(0, count * data, count)]
-    one, again, *parts = evaluated(whole, chain, [batch, batch, *slices], target=target_of(plan.cluster))
+    one, again, *parts = evaluated(whole, chain, [batch, batch, *slices], target=plan.cluster.target)
     if one != again and isfinite(one):
         raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
     mean = sum(parts) / data

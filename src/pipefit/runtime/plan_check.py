@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pipefit.capture.chain import Chain
 from pipefit.capture.task import Task
-from pipefit.cluster import Cluster
 from pipefit.errors import FileError, UsageError
 from pipefit.fake.fingerprint import fingerprint, with_loss
 from pipefit.fingerprints import differences
 from pipefit.plans import Plan
-from pipefit.profiles import Target
 
 
 def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None) -> None:
@@ -31,18 +29,13 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
         )
 
 
-def target_of(cluster: Cluster) -> Target:
-    """Whose kernels train on these devices."""
-    return "cuda" if cluster.backend == "cuda" else "cpu"
-
-
 def check_casts(plan: Plan, task: Task) -> None:
     """Check that autocast casts on the plan's devices what it casts in its profile, so that values have those types.
 
     Raises:
         UsageError: it casts others.
     """
-    made, trained = plan.profile.assumptions.target, target_of(plan.cluster)
+    made, trained = plan.profile.assumptions.target, plan.cluster.target
     if task.autocast is not None and made != trained:
         raise UsageError(
             f"the plan of {plan.profile.model} has the types of values that autocast makes for the target {made}, and "

@@ -19,7 +19,7 @@ from pipefit.capture.sample import sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
 from pipefit.plans import Plan
-from pipefit.runtime.plan_check import check_model, target_of
+from pipefit.runtime.plan_check import check_model
 
 MakeChain = Callable[[int, int], Chain]  # for so many samples, and for a replica
 
@@ -61,7 +61,7 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, *, copies: bool) -> S
 
     With `copies`, replicas other than the first get copies of the module: where one process runs them all.
     """
-    target = target_of(plan.cluster)
+    target = plan.cluster.target
 
     def make(samples: int, replica: int) -> Chain:
         task = replace(built, module=_copy(built)) if copies and replica else built

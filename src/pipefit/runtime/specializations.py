@@ -25,7 +25,6 @@ from pipefit.fake.target import FakeTarget
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
-from pipefit.runtime.plan_check import target_of
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
 Layers = tuple[ChainLayer, ...]
@@ -98,7 +97,7 @@ class Specializations:
 
     def _make(self, size: int, *, training: bool) -> _Made:
         like = sample(self.task, size)
-        target = target_of(self.plan.cluster)
+        target = self.plan.cluster.target
         with torch.inference_mode(mode=False), casting_for(target), FakeTarget("cpu") as fake:
             # An evaluation may run in inference mode; and a GPU that trains is left alone.
             chain = fake_chain(self.task, fake, like, training=training, target=target)

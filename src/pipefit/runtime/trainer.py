@@ -46,7 +46,7 @@ from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.joining import device_of, joins_workers, transport_of
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
-from pipefit.runtime.plan_check import check_casts, check_model, target_of
+from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
@@ -331,7 +331,7 @@ class Trainer:
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
-            target = target_of(plan.cluster)
+            target = plan.cluster.target
             whole = built(task, seed=seed, target=target)
             first = sample(task, plan.training.microbatch_size)
             chain = capture(whole, *first, target=target)
