@@ -18,7 +18,9 @@ from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Training
 
 if TYPE_CHECKING:
+    from pipefit.allocator import AllocatorSettings
     from pipefit.capture import Task
+    from pipefit.profiler import Progress
 
 
 def plan(
@@ -28,13 +30,16 @@ def plan(
     *,
     target: Target | None = None,
     certify: bool = True,
+    allocator: AllocatorSettings | None = None,
+    progress: Progress | None = None,
     **asked: Unpack[Asked],
 ) -> Plan:
     """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
 
     `model` is a task, or a profile of one. `target` says whose kernels a task will run; the cluster's unless given. For
     GPUs the plan of a task is held against what processes reserve (`pipefit.fit.reserving`), unless `certify` is False
-    or what does not fit is allowed: that takes a dry run of the plan.
+    or what does not fit is allowed: that takes a dry run of the plan, under the settings of torch's `allocator`.
+    `progress` hears of layers that are profiled.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -45,9 +50,9 @@ def plan(
     from pipefit.profiler.on_demand import on_demand
 
     kernels: Target = target or cluster.target
-    make = partial(plan_of_profile, on_demand(model, target=kernels), training=training, **asked)
+    make = partial(plan_of_profile, on_demand(model, target=kernels, progress=progress), training=training, **asked)
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster)
     from pipefit.fit.reserving import plan_reserving
 
-    return plan_reserving(model, cluster, make)
+    return plan_reserving(model, cluster, make, allocator)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,10 +25,7 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
-    from pipefit.cli.progress import Report
     from pipefit.cluster import Cluster
-    from pipefit.planner import Profiles
-    from pipefit.plans import Plan
     from pipefit.profiles import ModelProfile
 
 
@@ -124,18 +119,15 @@ def command(
         raise UsageError(f"{profile} is a file: --set, --target and --precision are for a MODEL to profile")
     devices = _cluster(cluster, reserve)
     with progress("planning") as report:
-        from pipefit.planner import plan
+        from pipefit.planned import plan
 
-        kernels: Target = target or devices.target
-        task: Task | None
-        costs: ModelProfile | Profiles
-        if _is_model(profile):
-            task, costs = _profiled(profile, settings, precision, kernels, report)
-        else:
-            task, costs = None, _loaded(profile)
-        make = partial(
-            plan,
-            costs,
+        made = plan(
+            _modelled(profile, settings, precision) if _is_model(profile) else _loaded(profile),
+            devices,
+            target=target,
+            certify=certify,
+            allocator=allocator(None, devices.target) if certify and _is_model(profile) else None,
+            progress=report,
             batch_size=batch_size,
             microbatches=microbatches,
             microbatch_size=microbatch_size,
@@ -147,8 +139,6 @@ def command(
             planner=planner,
             stages=stages,
         )
-        on_gpus = devices.backend == kernels == "cuda"
-        made = _reserving(task, devices, make) if task and certify and on_gpus else make(devices)
     deliver(made, output=output, as_json=as_json)
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         print(
@@ -174,13 +164,6 @@ def _cluster(name: str, reserve: str | None) -> Cluster:
     return found.reserving([parse_part(reserve, device.memory_bytes) for device in found.devices])
 
 
-def _reserving(task: Task, devices: Cluster, make: Callable[[Cluster], Plan]) -> Plan:
-    """The plan whose processes have room, under the allocator's settings of the environment."""
-    from pipefit.fit.reserving import plan_reserving
-
-    return plan_reserving(task, devices, make, allocator(None, "cuda"))
-
-
 def _loaded(path: str) -> ModelProfile:
     from pipefit.files import load
     from pipefit.profiles import ModelProfile
@@ -188,13 +171,7 @@ def _loaded(path: str) -> ModelProfile:
     return load(Path(path), ModelProfile)
 
 
-def _profiled(
-    model: str, settings: list[str], precision: Precision | None, target: Target, report: Report
-) -> tuple[Task, Profiles]:
-    """A model, and its profiles, which are made without a device when they are asked for."""
+def _modelled(model: str, settings: list[str], precision: Precision | None) -> Task:
     from pipefit.cli.model import resolve
 
-    task = resolve(model, settings, precision)
-    from pipefit.profiler.on_demand import on_demand
-
-    return task, on_demand(task, target=target, progress=report)
+    return resolve(model, settings, precision)
