@@ -45,7 +45,6 @@ def i(*shape: int) -> Indices:
 
 _IMAGE, _KERNEL, _BIAS = f(2, 4, 8, 8), f(4, 4, 3, 3), f(4)
 _ONE, _ZERO = [1, 1], [0, 0]
-_CELL = (f(3, 8), f(3, 6))
 _GATES = {"lstm": 24, "gru": 18, "rnn": 6}
 _ATTENDED = (f(2, 4, 8, 16),) * 3
 _PAIR = (f(4, 6), f(4, 6))

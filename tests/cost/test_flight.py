@@ -141,9 +141,9 @@ def test_the_output_of_a_run_may_be_there_twice() -> None:
 def test_the_step_grows_by_optimizer_state_from_layer_to_layer() -> None:
     """The first step's peak is above the state of the layers before; later ones hold the highest single update."""
     rest = StageRest(StageStorages(chain(), 0, 2), 2)
-    assert (rest.first_update.peak_bytes, rest.later_update.peak_bytes, rest.state_bytes) == (3, 4, 2)
-    assert rest.first_update.after_bytes == 2 - (7 + 9)
-    assert rest.later_update.after_bytes == -(7 + 9)
+    first, later = (rest.update(0, 2, first=first) for first in (True, False))
+    assert (first.peak_bytes, later.peak_bytes, rest.state_bytes) == (3, 4, 2)
+    assert (first.after_bytes, later.after_bytes) == (2 - (7 + 9), -(7 + 9))
 
 
 def test_what_rests_on_a_stage() -> None:

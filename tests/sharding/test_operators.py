@@ -139,7 +139,6 @@ def without_gradient(x: Tensor) -> Tensor:
     return x / scale
 
 
-NORMED = {"norm": nn.LayerNorm(2)}
 DIVIDED = {
     "gelu": of(F.gelu, inner=12, outer=12),
     "gated": of(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], inner=24, outer=12),

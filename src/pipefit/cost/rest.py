@@ -115,11 +115,6 @@ class StageRest:
         """The first STEP of the whole stage."""
         return self.update(self.storages.start, self.storages.stop, first=True)
 
-    @property
-    def later_update(self) -> Effect:
-        """Every later STEP of the whole stage."""
-        return self.update(self.storages.start, self.storages.stop, first=False)
-
     def update(self, start: int, stop: int, *, first: bool) -> Effect:
         """A STEP of layers `start` to `stop - 1`, the first one of them or a later one."""
         found = self._updates.get((start, stop, first))

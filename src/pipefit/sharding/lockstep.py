@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -58,20 +58,19 @@ class LockstepCollectives:
         return tensor.copy_(self.all_gather(tensor)[source])
 
 
-@dataclass
 class _Group(Generic[T]):
     """The threads, whose turn it is, and what they have brought to the collective under way."""
 
-    size: int
-    run: Callable[[LockstepCollectives], T]
-    turn: int = 0
-    failure: BaseException | None = None
-    found: dict[int, T] = field(default_factory=dict)
-    brought: list[list[Tensor]] = field(default_factory=list)  # for each collective so far, the ranks' tensors
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, size: int, run: Callable[[LockstepCollectives], T]) -> None:
+        self.size, self.run, self.turn = size, run, 0
+        self.found: dict[int, T] = {}
+        self.failure: BaseException | None = None
+        self.brought: list[list[Tensor]] = []  # for each collective so far, the ranks' tensors
+        self.counts = [0] * size  # the collectives that each rank has begun
+        self.states = [torch.get_rng_state()] * size
+        self.changed = threading.Condition()
 
     def results(self) -> list[T]:
-        self.counts, self.states = [0] * self.size, [torch.get_rng_state()] * self.size
         threads = [threading.Thread(target=self._body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()

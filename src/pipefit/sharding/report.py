@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
@@ -56,12 +55,6 @@ class Shares:
     def of_flops(self) -> float:
         """The share of the operations of products, convolutions and attention that is divided."""
         return self.divided_flops / self.flops if self.flops else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        names = ("ranks", "parameter_bytes", "divided_bytes", "rank_bytes", "flops", "divided_flops")
-        whole = [{name: getattr(each, name) for name in Whole.__slots__} for each in self.whole]
-        return {**{name: getattr(self, name) for name in names}, "whole": whole}
 
     def __str__(self) -> str:
         lines = [
