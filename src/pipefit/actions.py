@@ -169,7 +169,7 @@ class Action(NamedTuple):
 
 
 def collective(action: Action) -> Hashable:
-    """What is the same at all starts of one collective: its kind and subject, and the stage, if it is within one."""
+    """A key that the starts of one collective share: its kind and subject, and the stage if all members are in one."""
     kind, stage, _, layers, subject, *_ = action
     within = kind is Kind.GATHER_FORWARD or (kind is Kind.REDUCE and subject is None)
     return kind, subject, stage if within else None, layers

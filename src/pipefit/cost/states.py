@@ -152,7 +152,7 @@ class Conditions:
         self.reset()
 
     def reset(self) -> None:
-        """Everything is where it is between steps."""
+        """Put every state where it is between steps."""
         for home, kept in self._moves.homes.items():
             self.of[home] = Condition.AWAY if self._moves.begins_away(kept) else Condition.HERE
 

@@ -49,7 +49,7 @@ class Mapping(NamedTuple):
         return {lender: nbytes for (borrower, lender), nbytes in self.lent.items() if borrower == stage}
 
     def without_striping(self) -> Mapping:
-        """The same, but every stage gets only what the one that lends it the most does."""
+        """The same, but every stage borrows from one lender alone: the one that lends it the most."""
         most: dict[int, tuple[int, int]] = {}
         for pair, nbytes in self.lent.items():
             if pair[0] not in most or nbytes > self.lent[most[pair[0]]]:

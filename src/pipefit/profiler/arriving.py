@@ -47,7 +47,7 @@ def dense(values: Sequence[Tensor]) -> Layouts:
 
 
 def dense_alike(layouts: Layouts, dense_ones: Layouts) -> Layouts:
-    """Those of the `dense_ones` whose value has a gradient in `layouts` too: what a stage that ends there receives."""
+    """The `dense_ones` without those that `layouts` have no gradient for: what a stage that ends here receives."""
     left = [one if layout is not None else None for layout, one in zip(layouts, dense_ones, strict=True)]
     numbers = {one.storage: number for number, one in enumerate(filter(None, left))}
     return tuple(None if one is None else replace(one, storage=numbers[one.storage]) for one in left)

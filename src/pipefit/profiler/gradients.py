@@ -21,7 +21,7 @@ class Gradients(NamedTuple):
     storages: tuple[int, ...]
 
     def also_as(self, others: Sequence[Gradients]) -> Gradients:
-        """The same, where one is contiguous and a storage as small as that only if it is so in all `others` alike."""
+        """What holds here and in all `others`: gradients contiguous in each, storages the largest."""
         alike = [one for one in others if len(one.storages) == len(self.storages)]
         origins = tuple(
             replace(origin, contiguous=all(one.origins[number].contiguous for one in others))

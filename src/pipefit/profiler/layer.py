@@ -163,9 +163,9 @@ class LayerMeter:
         return cost, kept.outputs
 
     def measure_again(self, arriving: Layouts, usual: Sequence[GradientOrigin]) -> BackwardPass:
-        """Backwards from gradients that lie so.
+        """Backward passes whose outputs' gradients have the layouts `arriving`.
 
-        The origins of those that they leave are `usual` where each that arrives is in a storage of its own.
+        `usual` are the origins of the inputs' gradients where each output's gradient is in a storage of its own.
         """
         with self.meter:
             self.meter.tag(self._statics(), Category.PARAMETERS)

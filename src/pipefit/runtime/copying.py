@@ -62,7 +62,7 @@ class Pace:
         self._ending = Event()
 
     def keeping(self, seconds: float, run: Callable[[], None]) -> Callable[[], None]:
-        """What runs `run` and takes `seconds` or longer from its own begin on."""
+        """A function that runs `run`, and returns `seconds` after it was called or later."""
         ending = self._ending
 
         def paced() -> None:
@@ -74,7 +74,7 @@ class Pace:
         return paced
 
     def abandon(self) -> None:
-        """What has been made so far, whether it has begun or not, has no time to keep any more."""
+        """Functions that `keeping` has returned so far wait no longer, as after a failed step."""
         self._ending.set()
         self._ending = Event()
 

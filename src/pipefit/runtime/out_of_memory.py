@@ -28,7 +28,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def unless_ran_out(lost: PeerLost, error: BaseException) -> PeerLost | OutOfMemory:
-    """`lost`, but for an `error` of this process's own memory, of which no peer is to blame."""
+    """What to raise for a failed message: `lost`, or `OutOfMemory` if `error` says that this process had no memory."""
     if not ran_out(error):
         return lost
     return OutOfMemory(

@@ -51,7 +51,7 @@ def root_cause(failures: Mapping[int, tuple[PipefitError, float]]) -> int:
 
 
 def _order(error: PipefitError) -> int:
-    """The smaller, the likelier it is a cause."""
+    """By what failures are sorted: causes first, then those that follow from others."""
     match error:
         case Aborted():
             return 2

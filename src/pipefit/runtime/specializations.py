@@ -44,7 +44,7 @@ class Specialization:
 
     @staticmethod
     def usual(plan: Plan, layers: Mapping[int, Layers]) -> Specialization:
-        """That to the microbatches of the plan."""
+        """The specialization to the microbatches of the plan."""
         measured = {number: plan.measured(number) for number in layers}
         samples = {number: one.microbatch_size for number, one in measured.items()}
         return Specialization(layers, {number: boundaries(one) for number, one in measured.items()}, samples)
