@@ -156,7 +156,7 @@ class Survey:
         self.layers = [used.index(kind) for kind in self.layers]
 
     def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
-        """The kind for gradients that arrive in one of several layouts (`ways`), and what layouts it hands on for each."""
+        """The kind for gradients that arrive in one of several layouts (`ways`), and what it hands on for each."""
         metered = self._meters[kind]
         if ways == (metered.arriving,):
             return kind, (metered.left,)
