@@ -379,7 +379,7 @@ def test_training_with_the_memory_and_copies_of_gpus_is_plain_training(
     driver, queue = AtOnce(), Settled()
     task, plan = make_chain(), replace(on_gpus(place), cluster=with_disk(Cluster.emulated((2, 1 << 30))))
 
-    def within(plan: Plan, program: Program) -> Lending:
+    def within(plan: Plan, program: Program, **_: object) -> Lending:
         arenas = arenas_of(plan, program)
         memory = memory_of(driver, arenas, plan.cluster)
         return Lending(arenas, lambda _: OnStream(queue, lambda: queue, driver, nullcontext), memory)

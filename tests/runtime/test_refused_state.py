@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from pipefit.decisions import What
 from pipefit.errors import UsageError
 from pipefit.runtime import Trainer
-from pipefit.runtime.lending import check_lending
-from pipefit.schedule import lower
 from state_away import away, one_stage, task_named
 from tiny import batch_of, plan_of, task_of
 
@@ -128,11 +126,3 @@ def test_another_host_is_refused() -> None:
     plan = replace(plan, cluster=replace(plan.cluster, hosts=(host, host)))
     with pytest.raises(UsageError, match="to host1, which is on another host: only simulated yet"):
         Trainer(task_named("adamw"), replace(plan, decisions=(away(0, 0, 1, What.UPDATE, place="host1"),)))
-
-
-def test_gpus_move_no_state_yet() -> None:
-    """A plan for GPUs that does is refused before anything starts."""
-    plan = one_stage(away(0, 0, 1))
-    plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
-    with pytest.raises(UsageError, match="which GPUs cannot do yet: move saved tensors"):
-        check_lending(plan, lower(plan))

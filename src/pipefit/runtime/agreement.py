@@ -96,12 +96,17 @@ class Agreement:
         return vector
 
     def conclude(self, total: Tensor) -> None:
-        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages' vectors."""
-        self.overflow = self.scale is not None and not is_fake(total) and bool(total[-1] > 0)
+        """Clip the gradients, and decide whether this step is skipped. `total` is the sum of all stages' vectors.
+
+        The host reads all that it needs at once: on a GPU it waits there for what has been computed.
+        """
         norm = torch.linalg.vector_norm(total[:-1])
-        self.norm = 0.0 if is_fake(norm) else norm.item()
+        factor = torch.ones_like(norm) if self.clip_norm is None else self._factor(norm, self.clip_norm)
+        told = torch.stack((total[-1], norm, factor))
+        overflow, self.norm, on_host = (0.0, 0.0, 1.0) if is_fake(told) else told.tolist()
+        self.overflow = self.scale is not None and overflow > 0
         if self.clip_norm is not None and not self.overflow:
-            self._clip((self.clip_norm / (norm + _EPSILON)).clamp(max=1.0))
+            self._clip(factor, on_host)
         if self.scale is not None:
             self.scale.update(self.overflow)
 
@@ -110,10 +115,14 @@ class Agreement:
         found: Tensor = torch.linalg.vector_norm(gradient.float() if self.master_weights else gradient)
         return found.mul_(self.gradient_factor)
 
-    def _clip(self, factor: Tensor) -> None:
-        """Multiply the gradients by `factor`, or leave that to the update."""
+    def _factor(self, norm: Tensor, clip_norm: float) -> Tensor:
+        """What gradients of this norm are multiplied by."""
+        return (clip_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+    def _clip(self, factor: Tensor, on_host: float) -> None:
+        """Multiply the gradients by `factor`, which the host has read, or leave that to the update."""
         if self.master_weights:
-            self.gradient_factor *= 1.0 if is_fake(factor) else factor.item()
+            self.gradient_factor *= on_host
             return
         for parameter in self._parameters:
             if parameter.grad is not None:

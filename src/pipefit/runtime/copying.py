@@ -90,7 +90,10 @@ class Copier(Protocol):
         """Begin to copy, into the slots if `outward`, over links that take `seconds`; a handle to join."""
 
     def join(self, handle: Any) -> None:
-        """Return when the copy is complete."""
+        """What computes from now on finds the copy complete; the host may not, on a GPU."""
+
+    def settle(self, handle: Any) -> None:
+        """Return when the copy is complete, so that the host may read and write what was copied. Any thread may ask."""
 
     def abandon(self) -> None:
         """End all copies after a step has failed."""
@@ -105,6 +108,9 @@ class NoCopier:
         """There is nothing to copy."""
 
     def join(self, handle: None) -> None:
+        """The copy was complete from the start."""
+
+    def settle(self, handle: None) -> None:
         """The copy was complete from the start."""
 
     def abandon(self) -> None:
@@ -136,6 +142,9 @@ class Beside:
         return copy
 
     def join(self, handle: Future[None]) -> None:
+        handle.result()
+
+    def settle(self, handle: Future[None]) -> None:
         handle.result()
 
     def abandon(self) -> None:

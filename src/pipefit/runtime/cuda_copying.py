@@ -5,7 +5,8 @@ alternates forwards and backwards. That was faster than a stream for each direct
 (PipeOffload, arXiv 2503.01328). A copy begins when all that was launched before its start has been computed: the bytes
 that leave are there, and memory for those that come is free. Its join lets the computing stream wait for it. What is
 freed or read afterwards is so on the computing stream, whose allocations torch's allocator gives out again in the order
-of that stream: no `record_stream`, which would make peaks depend on timing.
+of that stream: no `record_stream`, which would make peaks depend on timing. The host does not wait at a join: before it
+reads or writes what was copied, as an update on the host does, it settles the copy.
 
 What goes to a disk or comes from one is copied by threads, on streams of their own: files know no events, so that the
 join of such a copy stops the host.
@@ -115,6 +116,13 @@ class OnStream:
         if handle.files is not None:
             handle.files.result()
         self._computing().wait_event(handle.done)
+        handle.parts = ()
+
+    def settle(self, handle: UnderWay) -> None:
+        if handle.files is not None:
+            handle.files.result()
+        with self._here():
+            handle.done.synchronize()
         handle.parts = ()
 
     def abandon(self) -> None:

@@ -28,7 +28,7 @@ from pipefit.runtime.disk import check_folder, folder_of
 from pipefit.runtime.hardware import gpu
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.memory import HostMemory, Memory
-from pipefit.schedule.arenas import Arena, arenas_of, lent_bytes
+from pipefit.schedule.arenas import Arena, arenas_of, arenas_of_copies, lent_bytes
 from pipefit.schedule.room import check_room, room_needed
 from pipefit.trace import CATEGORIES, Category, DeviceTrace, MemorySample
 from pipefit.units import format_bytes
@@ -172,8 +172,7 @@ def check_lending(plan: Plan, program: Program) -> None:
 
     Raises:
         OutOfMemory: a host, a disk, or a device that only lends, has no room for it; says by how much.
-        UsageError: it goes to another host, or to a folder that cannot be used; or it is state, and the plan is for
-            GPUs.
+        UsageError: it goes to another host, or to a folder that cannot be used.
     """
     _checked_here(plan, program)
 
@@ -211,13 +210,8 @@ def _checked(plan: Plan, program: Program) -> tuple[Arena, ...]:
 
 
 def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
-    """The same, if this machine can make them."""
+    """The arenas of its copies, if this machine can make them, and has room for all that goes there."""
     arenas = _checked(plan, program)
-    if plan.cluster.backend == "cuda" and any(a.moves_state for actions in program.actions for a in actions):
-        raise UsageError(
-            "the plan moves parameters, gradients or optimizer state, or updates layers on the host, which GPUs cannot "
-            "do yet: move saved tensors, or certify the plan and train on emulated devices"
-        )
     needed, on_disk = 0, Counter[str]()
     for member, shares in room_needed(plan, arenas).items():
         if member.kind is MemberKind.HOST:
@@ -231,4 +225,4 @@ def _checked_here(plan: Plan, program: Program) -> tuple[Arena, ...]:
         )
     for folder, nbytes in on_disk.items():
         check_folder(folder, nbytes)
-    return arenas
+    return arenas_of_copies(plan, program)

@@ -348,8 +348,12 @@ class Mover:
         return self.copier.start(parts, outward=outward, seconds=seconds * paced)
 
     def join(self, copy: Any) -> None:
-        """Return when a copy is complete."""
+        """What computes from now on finds a copy complete."""
         self.copier.join(copy)
+
+    def settle(self, copy: Any) -> None:
+        """Return when a copy is complete for the host too."""
+        self.copier.settle(copy)
 
 
 def _subject(action: Action) -> Subject | Bundle:

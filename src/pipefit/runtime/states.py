@@ -4,6 +4,10 @@ A home is memory at a place, of its own for the whole run. What is away has stor
 that are away have (`pipefit.runtime.moving`): all who hold the tensors, optimizers and graphs, see them again when they
 are back. Parameters that are updated at a place stay on the device; their copies there, which the optimizer works on,
 are tensors over the memory of their home, and so are the gradients that arrive.
+
+A join of a copy orders it before what the device computes next, which on a GPU is later than the host. So whoever reads
+or writes a home on the host settles the copies there first: an update at a place those of its gradients, on its own
+thread, and whatever looks at state between steps all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ from pipefit.errors import UsageError
 from pipefit.places import Member
 from pipefit.runtime.copying import Slot
 from pipefit.runtime.moving import Mover
-from pipefit.runtime.updates import Updates
+from pipefit.runtime.updates import Gradients, Updates
 from pipefit.schedule.arenas import slots
 
 Storages = list[tuple[torch.UntypedStorage, int]]
@@ -62,7 +67,7 @@ class StateMover:
             taken = [(member, mover.borrowed.keep(member, n)) for member, n in slots(home.place, planned, host)]
             self._contents[home] = _Content(kept, taken, planned)
         self._started: dict[Layers, Any] = {}
-        self._layouts: dict[Layers, dict[nn.Parameter, Tensor]] = {}
+        self._sent: dict[Layers, Gradients] = {}
 
     # ---------------------------------------------------------------- before training, and around what looks at state
 
@@ -93,8 +98,13 @@ class StateMover:
 
     @contextmanager
     def all_here(self, updates: Updates) -> Iterator[None]:
-        """Inside, everything is on the device, outside of its account; afterwards all is where it was."""
+        """Inside, everything is on the device, outside of its account; afterwards all is where it was.
+
+        The host may write to homes inside, so that no copy is under way.
+        """
         for home, content in self._contents.items():
+            if content.copy is not None:
+                self._mover.settle(content.copy)
             if self.conditions.of[home] is Condition.AWAY:
                 for storage, nbytes in content.storages:
                     storage.resize_(nbytes)
@@ -124,7 +134,7 @@ class StateMover:
     def _copies_of(self, content: _Content) -> dict[int, torch.UntypedStorage]:
         """Copies of the storages of a state that is away, by these storages."""
         pairs = [(torch.empty(n, dtype=torch.uint8).untyped_storage(), n) for _, n in content.storages]
-        self._mover.join(self._mover.copy(pairs, content.slots, outward=False, paced=False))
+        self._mover.settle(self._mover.copy(pairs, content.slots, outward=False, paced=False))
         return {one._cdata: copy for (one, _), (copy, _) in zip(content.storages, pairs, strict=True)}
 
     # ---------------------------------------------------------------- actions
@@ -159,7 +169,7 @@ class StateMover:
         """Find the storages of a state, each once, and check that they are as it was planned."""
         kept = content.kept
         content.storages = storages_of(self._tensors(kept, updates), f"{action} cannot move {kept}")
-        nbytes = sum(nbytes for _, nbytes in content.storages)
+        nbytes = sum(nbytes for _, nbytes in content.storages) + updates.bytes_left(kept)
         if nbytes > content.planned or (nbytes != content.planned and updates.is_whole(kept)):
             why = "it is not kept in tensors of the optimizer's state, or it changes its size"
             raise UsageError(
@@ -185,7 +195,8 @@ class StateMover:
         if content.kept.kind == "gradients" and self._moves.updated_elsewhere(layers):
             own = [parameter for parameter in updates.parameters(layers) if parameter.grad is not None]
             views = self._views(content, [p.grad for p in own if p.grad is not None])
-            self._layouts[layers] = {p: view for p, view in zip(own, views, strict=True) if view is not None}
+            there = {p: view for p, view in zip(own, views, strict=True) if view is not None}
+            self._sent[layers] = Gradients(there, partial(self._mover.settle, content.copy))
             content.storages = []
             for parameter in own:
                 parameter.grad = None
@@ -226,7 +237,7 @@ class StateMover:
             updates.end_elsewhere(layers, self._started.pop(layers))
         else:
             seconds = self._seconds.get(layers, 0.0)
-            self._started[layers] = updates.start_elsewhere(layers, self._layouts.pop(layers), seconds)
+            self._started[layers] = updates.start_elsewhere(layers, self._sent.pop(layers), seconds)
 
     # ---------------------------------------------------------------- after a failed step
 
@@ -234,8 +245,9 @@ class StateMover:
         """All is at rest again after a step has failed: what was away for the step is away, and gradients are gone."""
         updates.abandon()
         self._started.clear()
-        self._layouts.clear()
+        self._sent.clear()
         for home, content in self._contents.items():
+            content.copy = None
             condition, kind = self.conditions.of[home], content.kept.kind
             if self._moves.begins_away(content.kept):
                 if condition in (Condition.HERE, Condition.LEAVING):
@@ -251,7 +263,7 @@ class StateMover:
     # ---------------------------------------------------------------- bytes
 
     def _write(self, home: Home, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to their home, in no time of a link."""
+        """Copy tensors to their home, in no time of a link. They are there when this returns."""
         content = self._contents[home]
         refusal = f"the plan moves {content.kept}" if self._moves.begins_away(content.kept) else ""
         content.storages = storages_of(tensors, refusal)
@@ -263,7 +275,7 @@ class StateMover:
         content.changed = False
 
     def _copy_at_once(self, content: _Content, *, outward: bool) -> None:
-        self._mover.join(self._mover.copy(content.storages, content.slots, outward=outward, paced=False))
+        self._mover.settle(self._mover.copy(content.storages, content.slots, outward=outward, paced=False))
 
     def _free(self, content: _Content) -> None:
         for storage, _ in content.storages:
@@ -271,7 +283,7 @@ class StateMover:
             self._mover.resized(storage)
 
     def _views(self, content: _Content, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """Tensors like these over the memory of a home on one host; None where it has no memory, as in a dry run."""
+        """Tensors of the host like these, over the memory of a home there; None where it has none, as in a dry run."""
         places, at = dict[int, tuple[int, int]](), 0
         for storage, nbytes in storages_of(tensors):
             places[storage._cdata] = at, nbytes
@@ -299,9 +311,9 @@ def storages_of(tensors: Sequence[Tensor], refusal: str = "") -> Storages:
 
 
 def _view(slot: Slot, at: int, nbytes: int, like: Tensor) -> Tensor | None:
-    """A tensor like another one, over the memory of a slot in which the other one's storage begins at byte `at`."""
+    """A tensor of the host like another one, over a slot in which the other one's storage begins at byte `at`."""
     if not slot.address or not nbytes:
-        return None if not slot.address and nbytes else torch.empty_like(like)
+        return None if not slot.address and nbytes else torch.empty_like(like, device="cpu")
     memory = (ctypes.c_char * nbytes).from_address(slot.address + at)
     flat = torch.frombuffer(memory, dtype=like.dtype, count=nbytes // like.element_size())
     return flat.as_strided(like.shape, like.stride(), like.storage_offset())

@@ -1,30 +1,45 @@
 """The updates of a stage: of all its layers at once, or of a run of them after the other, here or at a place.
 
-An update at a place runs on a thread beside the device. The optimizer works there on copies of the parameters, and on
-gradients that have been sent; of the stage's own parameters it knows nothing. Its operations are those of an update on
-the device, on tensors of the same shapes, so that the numbers are the same. Beside an emulated device it ends no
-earlier than the host's memory would let it.
+An update at a place runs on a thread beside the device, which waits until the gradients have arrived; whoever began it
+goes on. The optimizer works there on copies of the parameters, and on gradients that have been sent; of the stage's own
+parameters it knows nothing. Its operations are those of an update on the device, on tensors of the same shapes, so that
+the numbers are the same but for a GPU's kernels, which round other intermediate results. Beside an emulated device it
+ends no earlier than the host's memory would let it.
+
+What an optimizer keeps on the host for parameters of a GPU, such as the counters of Adam's steps, stays there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import Task
 from pipefit.cost.states import Kept, Layers
+from pipefit.errors import UsageError
+from pipefit.fake.target import is_fake
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
-from pipefit.runtime.master_weights import copies_of, make_optimizer, make_scheduler
+from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.runtime.parts import step_part
 
 Elsewhere = Mapping[nn.Parameter, nn.Parameter | None]
+_OF_GPUS = "fused", "capturable"  # options of groups whose steps are for parameters on a GPU
+
+
+class Gradients(NamedTuple):
+    """Gradients that have been sent to a place, as they are `there`; `arrive` returns when they have arrived."""
+
+    there: Mapping[nn.Parameter, Tensor]
+    arrive: Callable[[], None]
 
 
 class Updates:
@@ -34,6 +49,9 @@ class Updates:
         agreement: what the stages agree on before an update; None if they need not agree.
         elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which updates only
             what is on the device.
+
+    Raises:
+        UsageError: the optimizer's steps are for GPUs alone, and a place is to update something.
     """
 
     def __init__(
@@ -45,6 +63,8 @@ class Updates:
         if elsewhere:
             groups = _with_copies(groups, elsewhere)
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
+        if elsewhere and self.optimizer is not None:
+            _check_for_hosts(self.optimizer)
         self.scheduler = make_scheduler(task, self.optimizer)
         self._updated: set[int] = set()  # layers, in this step
         self._thread: ThreadPoolExecutor | None = None
@@ -69,18 +89,30 @@ class Updates:
         return self._kept([p for own in self._own for p in own if p not in self._elsewhere])
 
     def state(self, layers: Layers) -> list[Tensor]:
-        """The optimizer's tensors for these layers, float32 copies included."""
+        """The optimizer's tensors for these layers that are where it works on them, float32 copies included."""
         return self._kept(self.parameters(layers))
 
+    def bytes_left(self, kept: Kept) -> int:
+        """Bytes of an optimizer's state that stay on the host, though plans for GPUs count them as the device's."""
+        if kept.kind != "optimizer":
+            return 0
+        return sum(t.nbytes for p in self.parameters(kept.layers) for t in self._items(p) if not self._moves(t, p))
+
     def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        known, copies = self.optimizer.state if self.optimizer else {}, copies_of(self.optimizer)
-        found: list[Tensor] = []
+        copies, found = copies_of(self.optimizer), list[Tensor]()
         for parameter in parameters:
-            trained = self.worked_on(parameter)
             found += [copy for copy in (copies.get(parameter),) if copy is not None]
-            kept = known[trained].values() if trained in known else ()
-            found += [item for item in kept if isinstance(item, Tensor)]
+            found += [item for item in self._items(parameter) if self._moves(item, parameter)]
         return found
+
+    def _items(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The tensors that the optimizer keeps for a parameter."""
+        known, trained = self.optimizer.state if self.optimizer else {}, self.worked_on(parameter)
+        return [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
+
+    def _moves(self, item: Tensor, parameter: nn.Parameter) -> bool:
+        """Whether state is on a parameter's device. A dry run counts all of it there, as profiles do."""
+        return item.device == self.worked_on(parameter).device or is_fake(item)
 
     def is_whole(self, kept: Kept) -> bool:
         """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
@@ -111,29 +143,29 @@ class Updates:
         left_out = {*map(id, parameters), *map(id, self._elsewhere)}
         return [p for own in self._own for p in own if p.requires_grad and id(p) not in left_out]
 
-    def start_elsewhere(
-        self, layers: Layers, gradients: Mapping[nn.Parameter, Tensor], seconds: float
-    ) -> Future[None] | None:
-        """Begin to update these layers at their place, with the `gradients` there; None where nothing is to be done.
+    def start_elsewhere(self, layers: Layers, gradients: Gradients, seconds: float) -> Future[None] | None:
+        """Begin to update these layers at their place, once the `gradients` are there; it takes `seconds` or longer.
 
-        It takes `seconds` or longer.
+        None where nothing is to be done.
         """
         copies = [copy for p in self.parameters(layers) if p.requires_grad and (copy := self._elsewhere[p]) is not None]
         if self.optimizer is None or not copies or self._skipped:
             return None
-        for parameter, gradient in gradients.items():
+        for parameter, gradient in gradients.there.items():
             copy = self._elsewhere[parameter]
             assert copy is not None
             copy.grad = gradient
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "pipefit-updates", torch.set_num_threads, (torch.get_num_threads(),))
-        started = self._thread.submit(self._pace.keeping(seconds, partial(self._step_elsewhere, copies)))
+        step = partial(self._step_elsewhere, copies, gradients.arrive)
+        started = self._thread.submit(self._pace.keeping(seconds, step))
         self._under_way.append(started)
         return started
 
-    def _step_elsewhere(self, copies: Sequence[nn.Parameter]) -> None:
+    def _step_elsewhere(self, copies: Sequence[nn.Parameter], arrive: Callable[[], None]) -> None:
         assert self.optimizer is not None
         try:
+            arrive()
             left_out = set(map(id, copies))
             others = [copy for copy in self._elsewhere.values() if copy is not None and id(copy) not in left_out]
             step_part(self.optimizer, copies, others)
@@ -168,6 +200,16 @@ class Updates:
         self._updated.clear()
         if self.scheduler is not None and not self._skipped:
             self.scheduler.step()
+
+
+def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:
+    """Refuse options that a step on the host cannot have."""
+    for option in _OF_GPUS:
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise UsageError(
+                f"the plan updates layers on the host, which an optimizer with {option}=True cannot: make it without "
+                "fused and capturable, or update all layers on their devices"
+            )
 
 
 def own_parameters(layers: Sequence[ChainLayer]) -> list[list[nn.Parameter]]:

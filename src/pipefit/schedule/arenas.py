@@ -88,9 +88,18 @@ def slots(place: Place, nbytes: int, host: int) -> list[tuple[Member, int]]:
 
 def arenas_of(plan: Plan, program: Program) -> tuple[Arena, ...]:
     """The arenas that `program` uses, which carries out `plan`."""
+    return _arenas(plan, program, program.actions)
+
+
+def arenas_of_copies(plan: Plan, program: Program) -> tuple[Arena, ...]:
+    """The same without what updates at a place need there, which is no slot: their optimizer allocates it."""
+    return _arenas(plan, program, [[a for a in actions if a.kind is not Kind.STEP] for actions in program.actions])
+
+
+def _arenas(plan: Plan, program: Program, devices: Sequence[Sequence[Action]]) -> tuple[Arena, ...]:
     storages = [StageStorages.of(plan, stage) for stage in range(len(plan.stages))]
     hosts = [device.host for device in plan.cluster.devices]
-    return arenas(program.actions, moved_bytes(program, storages), hosts)
+    return arenas(devices, moved_bytes(program, storages), hosts)
 
 
 def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[Action], int]:
