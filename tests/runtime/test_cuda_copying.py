@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -176,6 +177,21 @@ def test_a_join_lets_go_of_the_storages() -> None:
     handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, memory(), 0, BYTES)], outward=True, seconds=0.0)
     assert handle.parts
     gpu.copier.join(handle)
+    assert not handle.parts
+
+
+def test_settling_a_copy_stops_the_host_until_it_is_complete() -> None:
+    """Any thread may wait for a copy; when it goes on, the bytes are there, and the storages are let go of."""
+    gpu, tensor, slot = Gpu(), torch.ones(BYTES, dtype=torch.uint8), memory()
+    gpu.computing.work.append(lambda: tensor.fill_(7))
+    handle = gpu.copier.start([Part(tensor.untyped_storage(), 0, slot, 0, BYTES)], outward=True, seconds=0.0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(gpu.copier.settle, handle)
+        time.sleep(0.05)
+        assert not waiting.done()
+        gpu.run(Random(0))
+        waiting.result()
+    assert ctypes.string_at(slot.address, BYTES) == b"\7" * BYTES
     assert not handle.parts
 
 
@@ -414,8 +430,9 @@ def test_a_copy_to_a_file_waits_for_what_it_copies(tmp_path: Path) -> None:
     os.ftruncate(file.fileno(), 10)
     copy = gpu.copier.start(parts, outward=False, seconds=0.0)
     gpu.run(Random(0))
-    with pytest.raises(WorkerFailed, match="cannot be read from the disk"):
-        gpu.copier.join(copy)
+    for wait in (gpu.copier.join, gpu.copier.settle):
+        with pytest.raises(WorkerFailed, match="cannot be read from the disk"):
+            wait(copy)
     gpu.copier.abandon()
 
 
