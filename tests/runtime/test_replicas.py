@@ -194,6 +194,28 @@ def test_a_loss_in_single_precision_of_a_model_in_double_is_a_mean() -> None:
     Trainer(task, sliced_plan(profile(task, microbatch_size=(12, 6, 4, 3)), [0, 2, 3, 6], [4, 2, 3]))
 
 
+class Backwards(torch.nn.Module):
+    """Puts the samples in the opposite order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(0)
+
+
+def test_samples_in_another_order_between_stages_are_refused_where_degrees_differ() -> None:
+    """The loss of every slice is right, for they are put back in order; but rows would meet those of other samples."""
+    linear = partial(torch.nn.Linear, 8, 8)
+    task = task_of(lambda: [linear(), Backwards(), linear(), Backwards(), torch.nn.Linear(8, 4)])
+    found = profile(task, microbatch_size=(4, 2))
+    for degrees in ([1, 2], [2, 1]):
+        with pytest.raises(UsageError, match=r"of stage 1 would exchange wrong rows: in slices for 2 replicas value 0"):
+            Trainer(task, sliced_plan(found, [0, 3, 5], degrees))
+    plan = sliced_plan(found, [0, 3, 5], [2, 2])
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for one in batches(task, plan, 2):
+        assert trainer.step(one) == pytest.approx(plain.step(*one), rel=1e-5)
+    Trainer(task, sliced_plan(found, [0, 4, 5], [1, 2]))
+
+
 class Turned(torch.nn.Module):
     """Hands samples on along the second dimension."""
 

@@ -30,6 +30,7 @@ from pipefit.capture.numbers import Numbers, Run, compared, same
 from pipefit.capture.random_state import put_back, seed_all
 from pipefit.capture.refusals import REMEDY
 from pipefit.capture.sample import Sample
+from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, UsageError, in_one_line
 from pipefit.profiles import Target
@@ -78,6 +79,24 @@ def evaluated(task: Task, chain: Chain, batches: Sequence[Sample], *, target: Ta
         (own,), loss_of = _copies([module], task.loss)
         with _plainly(task, "evaluation"):
             return [loss.item() for loss in _losses(_forward(task, own.eval(), loss_of, chain), batches)]
+
+
+def values_before(
+    layers: Sequence[int], task: Task, chain: Chain, batch: Sample, *, target: Target = "cpu"
+) -> list[Values]:
+    """The values that come into some layers of a chain of modules for `batch`, in evaluation and without gradients."""
+    module = task.module
+    assert isinstance(module, nn.Module)
+    with put_back(), recording("comparing numbers"), casting_for(target), _put_back(module), torch.no_grad():
+        own, _ = _copies([layer.module for layer in chain.layers], None)
+        seed_all(0)
+        values = chain.flatten(pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch[0]))
+        found = []
+        for number, (layer, copy) in enumerate(zip(chain.layers, own, strict=True)):
+            if number in layers:
+                found.append(tuple(value.clone() for value in values))
+            values = replace(layer, module=copy.eval())(values)
+        return found
 
 
 class NotComparable(UsageError):

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.capture.caller import on_a_copy, recording
 from pipefit.capture.chain import Chain
-from pipefit.capture.comparison import NotComparable, compare, evaluated
+from pipefit.capture.comparison import NotComparable, compare, evaluated, values_before
 from pipefit.capture.model import built, capture
 from pipefit.capture.numbers import Numbers
 from pipefit.capture.sample import Sample, sample
@@ -68,11 +69,12 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
     """Compare the module of `whole` with its chain, if it was traced, before that is trained.
 
-    Where replicas divide microbatches, also compare the loss of one with those of its slices. Nothing, or why they were
-    not compared.
+    Where replicas divide microbatches, also compare the loss of one with those of its slices, and what stages of
+    different degree exchange, if the layers are modules. Nothing, or why they were not compared.
 
     Raises:
-        UsageError: the chain computes other numbers than the module, or slices have another loss; says which.
+        UsageError: the chain computes other numbers than the module, or slices have another loss or other values; says
+            which.
     """
     reason = _obstacle(plan.measurement)
     if not reason:
@@ -82,6 +84,8 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
                 compare(whole, chain.measured(plan.measurement), batches, target=target).check()
             for data in sorted({stage.grid.data for stage in plan.stages} - {1}):
                 _compare_slices(whole, plan, chain, batches[0], data)
+                if not chain.traced:
+                    _compare_rows(whole, plan, chain, batches[0], data)
         except NotComparable as error:
             reason = str(error)
         else:
@@ -105,14 +109,49 @@ def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: 
     if one != again and isfinite(one):
         raise NotComparable(f"{whole.name} draws random numbers in evaluation too")
     mean = sum(parts) / data
-    tolerance = _ROUNDED if plan.training.precision in ("float32", "float64") else _ROUNDED_HALF
-    if abs(mean - one) > tolerance * max(abs(one), abs(mean)):
+    if abs(mean - one) > _tolerance(plan) * max(abs(one), abs(mean)):
         raise UsageError(
             f"{data} replicas would train another loss of {whole.name}: that of a microbatch is {one:.6g}, and its "
             f"{data} slices have {mean:.6g} on average. Return the mean over samples, which do not depend on each "
             "other; or use one device for each stage; or, if every slice's own loss is meant, leave this comparison "
             "out (numbers=False, train --no-numbers)"
         )
+
+
+def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
+    """Compare what slices for `data` replicas send, where the next stage has others, with the microbatch's own rows.
+
+    Raises:
+        UsageError: they differ, as behind a layer that puts samples in another order.
+    """
+    degrees = [stage.grid.data for stage in plan.stages]
+    changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
+    first, target = [plan.stages[number].start for number in changing], target_of(plan.cluster)
+    size = plan.training.microbatch_size // data
+    sliced = chain.measured(plan.profile.at(size))
+    entire = values_before(first, whole, chain.measured(plan.measurement), batch, target=target)
+    slices = (_rows(batch, start, start + size) for start in range(0, size * data, size))
+    parts = zip(*(values_before(first, whole, sliced, one, target=target) for one in slices), strict=True)
+    for number, own, others in zip(changing, entire, parts, strict=True):
+        for value, dimension in enumerate(plan.division(number).dimensions):
+            if dimension is not None and not _close(own[value], torch.cat([o[value] for o in others], dimension), plan):
+                raise UsageError(
+                    f"{degrees[number - 1]} replicas of stage {number - 1} and {degrees[number]} of stage {number} "
+                    f"would exchange wrong rows: in slices for {data} replicas value {value} between them has other "
+                    "numbers than in a whole microbatch, as where a layer puts samples in another order. Use as many "
+                    "replicas on both sides, or end the stage at another layer"
+                )
+
+
+def _close(one: Tensor, other: Tensor, plan: Plan) -> bool:
+    """Whether two values are equal but for rounding."""
+    one, other, tolerance = one.double(), other.double(), _tolerance(plan)
+    return torch.allclose(one, other, rtol=0, atol=tolerance * float(one.abs().max()), equal_nan=True)
+
+
+def _tolerance(plan: Plan) -> float:
+    """By which part of the largest number two results of the same operations may differ."""
+    return _ROUNDED if plan.training.precision in ("float32", "float64") else _ROUNDED_HALF
 
 
 def _rows(batch: Sample, first: int, end: int) -> Sample:
