@@ -126,7 +126,7 @@ def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: in
     """
     degrees = [stage.grid.data for stage in plan.stages]
     changing = [number for number in range(1, len(degrees)) if degrees[number - 1] != degrees[number]]
-    first, target = [plan.stages[number].start for number in changing], target_of(plan.cluster)
+    first, target = [plan.stages[number].start for number in changing], plan.cluster.target
     size = plan.training.microbatch_size // data
     sliced = chain.measured(plan.profile.at(size))
     entire = values_before(first, whole, chain.measured(plan.measurement), batch, target=target)
