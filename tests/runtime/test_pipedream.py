@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from endless_training import SEED, TASKS, Skipping, batches_of, differences, skipping, trained
 from oracle import measured_peaks
-from pipefit.actions import Kind
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, What
-from pipefit.errors import OutOfMemory, UsageError
+from pipefit.errors import OutOfMemory
 from pipefit.meter.cpu import Meter
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
@@ -28,7 +27,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.endless_folding import fewer
-from pipefit.schedule import ENDLESS, distinct_steps, lower, step_programs
+from pipefit.schedule import ENDLESS, distinct_steps, step_programs
 from pipefit.simulator import simulate
 from pipefit.trace import Category
 from pipefit.training import Versions
@@ -363,93 +362,7 @@ def test_versions_count_against_a_device() -> None:
         trainer.step(last)
 
 
-# -------------------------------------------------------------------- refusals
-
-
-class Aside(nn.Module):
-    """Reads its weight from a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(8))
-        self.aside = [self.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.aside[0]
-
-
-def hooked() -> list[nn.Module]:
-    """The gradient of a weight goes through a hook."""
-    layer = nn.Linear(8, 8)
-    layer.weight.register_hook(lambda gradient: 2 * gradient)
-    return [layer, nn.Linear(8, 4)]
-
-
-def watched_after() -> list[nn.Module]:
-    """Something happens when the gradient of a weight has been added up."""
-    layer = nn.Linear(8, 8)
-    layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
-    return [layer, nn.Linear(8, 4)]
-
-
-def overlapping() -> list[nn.Module]:
-    """Two weights that are one memory."""
-    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
-    last.weight = nn.Parameter(first.weight.data.T)
-    return [first, last, nn.Linear(8, 4)]
-
-
-@pytest.mark.parametrize(
-    ("layers", "split", "message"),
-    [
-        (lambda: [Aside(), nn.Linear(8, 4)], [1, 1], "parameter weight of layer 0 was used past the attribute that"),
-        (hooked, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
-        (watched_after, [1, 1], "parameter weight of layer 0 has a hook on its gradient"),
-        (overlapping, [2, 1], "parameters weight of layer 0 and weight of layer 1 lie in the same memory"),
-    ],
-)
-def test_weights_that_have_no_versions_are_refused(
-    layers: Callable[[], list[nn.Module]], split: list[int], message: str
-) -> None:
-    """By name, with the schedule that can train them."""
-    task = task_of(layers)
-    plan = plan_of(task, split, schedule="pipedream")
-    with pytest.raises(UsageError, match=message):
-        Trainer(task, plan).step(task.batch(4))
-
-
-def test_a_dry_run_finds_weights_that_have_no_versions() -> None:
-    """What a forward does with its parameters is the same with fake ones."""
-    task = task_of(lambda: [Aside(), nn.Linear(8, 4)])
-    with pytest.raises(UsageError, match="was used past the attribute that holds it"):
-        certify(task, plan_of(task, [1, 1], schedule="pipedream"))
-
-
-def test_an_update_of_weights_that_are_needed_is_refused() -> None:
-    """A program without the copy stops at the update, in simulation and in training."""
-    task = TASKS["perceptrons"]()
-    plan = plan_of(task, [3, 3], microbatches=1, schedule="pipedream")
-    trainer = Trainer(task, plan)
-    trainer.step(task.batch(2))
-    program = lower(plan, entered=1)
-    without = replace(
-        program, actions=tuple(tuple(a for a in own if a.kind is not Kind.STASH) for own in program.actions)
-    )
-    with pytest.raises(UsageError, match="1 microbatches in flight need the weights that an update would change"):
-        trainer._run_program(without, inputs=[[torch.randn(2, 8)]], targets=[[torch.randn(2, 4)]])
-
-
-def test_a_step_that_two_versions_are_too_few_for_is_refused() -> None:
-    """A smaller batch with fewer microbatches than stages, and batches whose gradients would wait for each other."""
-    task = TASKS["perceptrons"]()
-    plan = plan_of(task, [2, 2, 2], microbatches=3, schedule="pipedream-2bw")
-    trainer = Trainer(task, plan)
-    trainer.step(task.batch(6))
-    with pytest.raises(UsageError, match="needs as many microbatches in a step as there are stages, 3, not 2"):
-        trainer.step(task.batch(4))
-    trainer.step(task.batch(5))
-    with pytest.raises(UsageError, match="cannot accumulate the gradients of several batches"):
-        Trainer(task, plan, accumulate=2).step(task.batch(6))
+# -------------------------------------------------------------------- folding
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)

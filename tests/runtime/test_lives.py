@@ -1,0 +1,235 @@
+"""The lives of storages, of which a dry run tells what a GPU reserves; and for which microbatches they are repeated."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+
+from moving_plans import moving
+from pipefit.allocator import AllocatorSettings
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.program import Program
+from pipefit.runtime import certify, dry_run
+from pipefit.runtime.folding import Folding
+from pipefit.runtime.lives import LivesMeter
+from pipefit.runtime.reserved import LivesOf
+from pipefit.schedule import lower
+from pipefit.trace import AllocatorPeaks
+from random_cases import random_plan
+from tiny import plan_of, task_of
+from wide import on_gpus, wide, wide_profile
+
+DEFAULT = AllocatorSettings()
+
+
+@pytest.fixture(scope="module")
+def found() -> ModelProfile:
+    """What the layers of `wide` cost on a GPU."""
+    return wide_profile()
+
+
+# ---------------------------------------------------------------- the lives of storages
+
+
+def step_of(parameters: list[Tensor], data: Tensor) -> None:
+    """A step of plain training whose kernels take nothing for themselves."""
+    for parameter in parameters:
+        parameter.grad = None
+    hidden = torch.tanh(data * parameters[0])
+    other = hidden.exp() + parameters[1]
+    del hidden
+    (torch.relu(other) * parameters[0]).sum().backward()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.sub_(parameter.grad * data[:1])
+
+
+def test_births_and_deaths_are_those_of_the_allocator() -> None:
+    """On the CPU, where its events are seen: the same sizes in the same order, forward, backward and update."""
+    parameters = [torch.randn(1, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)]
+    data = torch.randn(50, 300)
+    meter = LivesMeter(0, kernels=None, swept={}, place=torch.device("cpu"), workspace_bytes=0)
+    gc.collect()
+    meter.begin("before")
+    with meter:
+        step_of(parameters, data)  # what is made once is made
+    meter.end(0, 0.0)
+    meter.changes()
+    meter.take()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as observed:
+        meter.begin("step")
+        with meter:
+            step_of(parameters, data)
+        meter.end(0, 0.0)
+    meter.changes()
+    _, (lives,) = meter.take()
+    sizes: dict[int, int] = {}
+    seen = []
+    for name, nbytes in lives:
+        sizes.setdefault(name, nbytes)
+        seen.append(nbytes or -sizes[name])
+    events = observed.profiler.kineto_results.events()
+    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
+    told = [nbytes for _, nbytes in memory]
+    assert [nbytes for nbytes in seen if nbytes] == [nbytes for nbytes in told if nbytes in seen]
+    assert len(seen) > 20
+
+
+@contextmanager
+def captured() -> Iterator[list[Any]]:
+    """The events of every device of the dry run inside, in its order."""
+    seen: list[Any] = []
+    original = dry_run.allocator_peaks
+
+    def capturing(*args: Any) -> AllocatorPeaks:
+        seen.append(args[3])
+        return original(*args)
+
+    with mock.patch.object(dry_run, "allocator_peaks", capturing):
+        yield seen
+
+
+def highest(events: Any) -> int:
+    """The highest sum of what lives."""
+    level, most, living = 0, 0, {}
+    for name, nbytes in events:
+        level += nbytes or -living.pop(name)
+        most = max(most, level)
+        if nbytes:
+            living[name] = nbytes
+    return most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_lives_is_what_the_meter_counts(found: ModelProfile, seed: int) -> None:
+    """The highest sum of living storages is the certified peak, to the byte, on every device."""
+    plan = random_plan(found, Random(seed))
+    with captured() as events:
+        trace = certify(wide(), plan, allocator=DEFAULT)
+    used = [device for device in trace.devices if device.allocator]
+    assert len(used) == len(plan.ranks) == len(events)
+    for device, own in zip(used, events, strict=True):
+        assert highest(own) == device.peak_bytes == device.allocator.requested_bytes
+
+
+def test_what_is_on_the_host_has_no_block() -> None:
+    """Adam counts its steps there: what lives on the device is less than the meter counts by 4 bytes a parameter."""
+    task = task_of(lambda: [nn.Linear(600, 600) for _ in range(3)], inputs=600, outputs=600, optimizer=torch.optim.Adam)
+    plan = plan_of(task, [3], size=8, microbatches=1, profiled=profile(task, microbatch_size=8, target="cuda"))
+    with captured() as events:
+        trace = certify(task, plan, allocator=DEFAULT)
+    assert trace.peak_bytes[0] - highest(events[0]) == 6 * 4
+
+
+# ---------------------------------------------------------------- folding
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_folded_microbatches_reserve_what_all_do(found: ModelProfile, seed: int) -> None:
+    """Any split, schedule and recomputation: all three numbers of three steps are equal, and nothing is run twice."""
+    plan = on_gpus(random_plan(found, Random(seed), microbatches=5))
+    with mock.patch.object(dry_run._DryRun, "_whole") as again:
+        folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
+    assert not again.called
+    assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_moved_away_loses_its_block(found: ModelProfile, seed: int) -> None:
+    """With random moves of saved tensors, folded microbatches reserve what all do, and the meter's peak is met: what a
+    device lends to others is a tensor there, from the first to the last.
+    """
+    plan = moving(random_plan(found, Random(seed), microbatches=5), Random(seed))
+    with captured() as events:
+        folded = certify(wide(), plan, steps=3, allocator=DEFAULT)
+    assert folded == certify(wide(), plan, steps=3, allocator=DEFAULT, fold=False)
+    used = [device for device in folded.devices if device.allocator]
+    for device, own in zip(used, events, strict=True):
+        assert highest(own) == device.peak_bytes
+
+
+def test_of_equal_layers_all_are_run() -> None:
+    """A stack that dry runs fold to four layers reserves what all of its layers do."""
+    task = task_of(lambda: [nn.Linear(640, 640) for _ in range(9)], inputs=640, outputs=640, optimizer=torch.optim.Adam)
+    plan = plan_of(task, [9], size=600, profiled=profile(task, microbatch_size=600, target="cuda"))
+    one = certify(task, plan, allocator=DEFAULT)
+    assert one == certify(task, plan, allocator=DEFAULT, fold=False)
+    assert one.peak_bytes == certify(task, plan).peak_bytes
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_endless_schedules_reserve_too(found: ModelProfile, schedule: str) -> None:
+    """Under them all microbatches are run; requested bytes are those of a dry run that folds them."""
+    plan = plan_of(wide(), [2, 4], size=700, microbatches=4, schedule=schedule, profiled=found)
+    trace = certify(wide(), plan, allocator=DEFAULT)
+    assert trace.peak_bytes == certify(wide(), plan).peak_bytes
+    assert all(device.allocator.reserved_bytes >= device.peak_bytes for device in trace.devices)
+
+
+def program_of(found: ModelProfile) -> Program:
+    """Three microbatches, of which the second stands for the third."""
+    return lower(plan_of(wide(), [6], size=700, microbatches=3, schedule="gpipe", profiled=found))
+
+
+def seen_in(program: Program, lives: dict[str, tuple[tuple[int, int], ...]]) -> Any:
+    """Lives in the actions that are run, by the actions' texts."""
+    ran = Folding.of(program).first
+    actions = [a for a in program.actions[0] if a.microbatch is None or a.microbatch in ran]
+    return (), [lives.get(str(action), ()) for action in actions]
+
+
+def test_lives_are_repeated_under_other_names(found: ModelProfile) -> None:
+    """What microbatch 1 allocates and frees microbatch 2 does too, and what lasts till the update dies there twice."""
+    program = program_of(found)
+    assert Folding.of(program).like[0, 2] == 1
+    lives = LivesOf(Folding.of(program))
+    in_run = {"0F1": ((1, 100), (2, 7)), "0B1": ((1, 0),), "0STEP": ((2, 0),)}
+    lives.step(0, program.actions[0], seen_in(program, in_run))
+    assert lives.consistent
+    assert lives.events == [
+        (1, 100), (2, 7), ((1, 0, 2), 100), ((2, 0, 2), 7), (1, 0), ((1, 0, 2), 0), (2, 0), ((2, 0, 2), 0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "in_run",
+    [
+        {"0F0": ((1, 100),), "0B1": ((1, 0),)},  # what microbatch 0 left dies twice
+        {"0F1": ((1, 100),)},  # what microbatch 1 leaves stays twice
+    ],
+)
+def test_a_repetition_that_cannot_be_is_noticed(found: ModelProfile, in_run: Any) -> None:
+    """Where a microbatch frees what is another's, or leaves something behind, it cannot stand for others."""
+    program = program_of(found)
+    lives = LivesOf(Folding.of(program))
+    lives.step(0, program.actions[0], seen_in(program, in_run))
+    assert not lives.consistent
+
+
+def test_microbatches_that_differ_are_all_run(found: ModelProfile) -> None:
+    """A dry run whose repetitions turn out to be wrong is made again with every microbatch."""
+    plan = plan_of(wide(), [6], size=700, microbatches=3, profiled=found)
+    whole, original = dry_run._DryRun._whole, LivesOf.step
+
+    def doubtful(self: LivesOf, *args: Any) -> None:
+        original(self, *args)
+        self.consistent &= not any(isinstance(name, tuple) for name, _ in self.events)
+
+    with (
+        mock.patch.object(LivesOf, "step", doubtful),
+        mock.patch.object(dry_run._DryRun, "_whole", autospec=True) as run,
+    ):
+        run.side_effect = whole
+        trace = certify(wide(), plan, allocator=DEFAULT)
+    assert run.call_count == 1
+    assert trace == certify(wide(), plan, allocator=DEFAULT, fold=False)
