@@ -9,8 +9,8 @@ import pytest
 from compaction import compacted
 from pipefit.decisions import Decision, State, What
 from pipefit.places import parse_place
-from pipefit.simulator import Simulation
-from pipefit.simulator.contents import contents
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.contents import all_contents, contents
 from pipelines import equal_profile, make_cluster, make_plan, random_profile
 
 
@@ -76,3 +76,4 @@ def test_a_device_without_a_stage_has_no_contents() -> None:
     plan = make_plan(equal_profile(4), (2, 2), cluster=make_cluster(3))
     assert contents(plan, 1) is not None
     assert contents(plan, 2) is None
+    assert all_contents(plan, simulate(plan)) == [contents(plan, device) for device in range(3)]

@@ -2,12 +2,13 @@
 
     for row in contents(plan, device=0).layers: ...
 
-Costs: the time of one simulation, and that of one more walk through the device's program.
+Costs: the time of one simulation, and that of one more walk through the programs of the devices that are asked for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.cost.passes import Working
@@ -15,6 +16,7 @@ from pipefit.cost.rest import LayerState
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.decisions import State, What
 from pipefit.plans import Plan
+from pipefit.program import Program
 from pipefit.schedule import step_programs
 from pipefit.simulator.ledger import Ledger
 from pipefit.simulator.simulation import simulate
@@ -48,13 +50,19 @@ class Contents(NamedTuple):
     layers: tuple[LayerContents, ...]
 
 
-def contents(plan: Plan, device: int, *, trace: Trace | None = None) -> Contents | None:
-    """What fills a device at its peak; None for a device without a stage.
+def contents(plan: Plan, device: int) -> Contents | None:
+    """What fills a device at its peak; None for a device without a stage."""
+    return _contents(plan, device, simulate(plan), step_programs(plan), Costs.of(plan))
 
-    `trace` is that of the plan's simulation, if there is one already.
-    """
-    peak = (trace or simulate(plan)).devices[device].peak
+
+def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
+    """The same for every device; `trace` is that of the plan's simulation."""
     programs, costs = step_programs(plan), Costs.of(plan)
+    return [_contents(plan, device, trace, programs, costs) for device in range(len(trace.devices))]
+
+
+def _contents(plan: Plan, device: int, trace: Trace, programs: Sequence[Program], costs: Costs) -> Contents | None:
+    peak = trace.devices[device].peak
     kind, first = plan.cluster.devices[device].kind, programs[0]
     stages = {
         number: costs.stage(stage.start, stage.stop, kind, first.bundles, data=stage.grid.data)

@@ -24,7 +24,7 @@ from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
-from pipefit.simulator.contents import Contents, LayerContents, contents
+from pipefit.simulator.contents import Contents, LayerContents, all_contents
 from pipefit.tables import Table
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
@@ -149,14 +149,13 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
     """For every device the layers with the most bytes as the action begins at which it is fullest."""
     yield "<p>What each layer has as the action begins at which its device is fullest, and what that adds.</p>"
     shares = [device.peak_bytes / (device.budget_bytes or 1) for device in trace.devices]
-    for device, share in enumerate(shares):
-        found = contents(plan, device, trace=trace)
+    for device, found in enumerate(all_contents(plan, trace)):
         if found is not None:
             told = (
                 f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
             )
             table = markup.blocks([_layers(plan, found)])
-            opened = " open" if share == max(shares) else ""
+            opened = " open" if shares[device] == max(shares) else ""
             yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
 
 
