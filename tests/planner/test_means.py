@@ -29,6 +29,13 @@ def planned(case: Case, means: Means, planner: str = "joint", *, allow_infeasibl
     return solved(asked, PLANNERS[planner], name=planner)
 
 
+def lending(case: Case) -> Case:
+    """The same with so much memory on the last device that it can lend some."""
+    *others, last = case.cluster.devices
+    roomy = replace(last, memory_bytes=8 * last.memory_bytes)
+    return case._replace(cluster=replace(case.cluster, devices=(*others, roomy)))
+
+
 def used(made: Plan) -> set[str]:
     """What a plan does with tensors, in the words of `tight`, and `peers`."""
     places = [decision.place for decision in made.decisions if decision.place is not None]
@@ -48,10 +55,13 @@ def used(made: Plan) -> set[str]:
     ],
 )
 def test_nothing_else_is_used(planner: str, means: Means, allowed: set[str]) -> None:
-    """Whatever is short of memory, also where the plan then does not fit."""
-    for seed in range(6):
-        case = random_case(Random(seed), SCHEDULES, layers=4)
-        assert used(planned(case, means, planner, allow_infeasible=True)) <= allowed
+    """Nothing but what is allowed, also where the plan then does not fit; by mpress, whose split is fixed, all of it
+    in one case or another.
+    """
+    cases = (lending(random_case(Random(seed), SCHEDULES, layers=4)) for seed in range(6))
+    found = set().union(*(used(planned(case, means, planner, allow_infeasible=True)) for case in cases))
+    assert found <= allowed
+    assert planner == "joint" or found == allowed
 
 
 @pytest.mark.parametrize("seed", range(8))
