@@ -46,6 +46,18 @@ def test_no_line_is_longer_than_80_columns() -> None:
     assert "".join(str(one).split()).count("decoder.") >= 8 * 9
 
 
+@pytest.mark.parametrize(("stages", "batch", "layers"), [(1, 1, 1), (1, 1, 3), (2, 1, 2), (2, 2, 3), (3, 4, 3)])
+@pytest.mark.parametrize("planner", ["joint", "exact"])
+def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batch: int, layers: int) -> None:
+    """Whatever is counted: stages, microbatches, samples, arrangements, splits."""
+    shown = said(plan(profile(alike(layers)), devices(*[AMPLE] * stages), batch_size=batch, planner=planner))
+    for count, noun in re.findall(
+        r"(?<![-0-9.,])([0-9]+) (stage|microbatch|sample|layer|split|arrangement)(?=s|es)", shown
+    ):
+        assert count != "1", (count, noun, shown)
+    assert not re.search(r"(?<![-0-9.,1 ])[02-9] (stage|microbatch|sample|layer|split|arrangement)\b", shown)
+
+
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:
     """Layers by name, their count, the peak in bytes and as a part of the budget, with a bar of that length."""
     shown = made()

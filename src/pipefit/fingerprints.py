@@ -13,6 +13,8 @@ from dataclasses import astuple, dataclass
 from hashlib import sha256
 from itertools import zip_longest
 
+from pipefit.texts import counted
+
 _NAMED = 3  # layers that are named in an error; more are counted
 
 
@@ -42,7 +44,7 @@ class Fingerprint:
 
 def samples(count: int, lengths: Sequence[int]) -> str:
     """So many samples in words, with the lengths of their sequences, if they have any."""
-    return f"{count} sample{'s' * (count > 1)} of {_length(lengths)}" if lengths else str(count)
+    return f"{counted(count, 'sample')} of {_length(lengths)}" if lengths else str(count)
 
 
 def digest(text: str, digits: int = 16) -> str:
@@ -66,7 +68,7 @@ def differences(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> li
 
 def _layers(made: Fingerprint, now: Fingerprint, names: Sequence[str]) -> Iterator[str]:
     if len(made.layers) != len(now.layers):
-        yield f"{len(made.layers)} layers, not {len(now.layers)}"
+        yield f"{counted(len(made.layers), 'layer')}, not {len(now.layers)}"
         return
     tensors = _unlike(names, made.parameters, now.parameters)
     settings = [name for name in _unlike(names, made.layers, now.layers) if name not in tensors]

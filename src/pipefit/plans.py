@@ -23,6 +23,7 @@ from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
 from pipefit.tables import Table, plain
+from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.units import format_bytes, format_number, format_seconds
 from pipefit.validation import check_types
@@ -86,12 +87,12 @@ class Plan:
             if size % data:
                 sizes = dict.fromkeys((size - size % data or data, size + -size % data))
                 raise UsageError(
-                    f"the {data} replicas of stage {number} cannot divide a microbatch of {size} samples equally: use "
-                    f"microbatches of {' or '.join(map(str, sizes))} samples, or another number of replicas"
+                    f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
+                    f"equally: use microbatches of {' or '.join(map(str, sizes))} samples, or another number of replicas"
                 )
             if size // data not in known:
                 raise UsageError(
-                    f"the {data} replicas of stage {number} compute slices of {size // data} samples, and "
+                    f"the {data} replicas of stage {number} compute slices of {counted(size // data, 'sample')}, and "
                     f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it at all "
                     f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
                 )
@@ -242,7 +243,7 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
         UsageError: no such stage, layers outside it, or a place that the cluster does not have.
     """
     if not 0 <= decision.stage < len(stages):
-        raise UsageError(f"{decision}: the plan has {len(stages)} stages")
+        raise UsageError(f"{decision}: the plan has {counted(len(stages), 'stage')}")
     stage = stages[decision.stage]
     if any(not stage.start <= layer < stage.stop for layer in decision.layers):
         raise UsageError(f"{decision}: the stage holds layers {stage.start} to {stage.stop - 1}")
@@ -256,8 +257,8 @@ def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Clus
 def _head(plan: Plan) -> str:
     training = plan.training
     return (
-        f"{plan.profile.model}: {plan.profile.parts} in {len(plan.stages)} stages on {plan.cluster}\n"
-        f"{training.phrases[0]}, a batch of {training.batch_size} in {training.microbatches} microbatches of "
+        f"{plan.profile.model}: {plan.profile.parts} in {counted(len(plan.stages), 'stage')} on {plan.cluster}\n"
+        f"{training.phrases[0]}, a batch of {training.batch_size} in {counted(training.microbatches, 'microbatch')} of "
         f"{samples(training.microbatch_size, plan.profile.fingerprint.lengths)}, {training.precision}"
     )
 
@@ -318,7 +319,8 @@ def _planner(plan: Plan) -> Iterator[str]:
     if made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
-        yield f"This holds for all {splits:,} splits of {parts} {plan.profile.part}s in {len(plan.stages)} stages."
+        into = f"{counted(parts, plan.profile.part)} in {counted(len(plan.stages), 'stage')}"
+        yield f"This holds for all {splits:,} splits of {into}." if splits > 1 else f"It is the only split of {into}."
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -349,8 +351,8 @@ def _bubble(plan: Plan) -> str:
         return f"; stages of equal time would not wait under {plan.training.schedule}, but for messages"
     share = (stages - 1) / (microbatches + stages - 1)
     return (
-        f"; the ideal bubble of {plan.training.schedule} with {stages} stages and {microbatches} microbatches "
-        f"is {100 * share:.0f} %"
+        f"; the ideal bubble of {plan.training.schedule} with {stages} stages and "
+        f"{counted(microbatches, 'microbatch')} is {100 * share:.0f} %"
     )
 
 

@@ -20,7 +20,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import LayerCost
 from pipefit.sharing import SharedBuffer, SharedParameter
-from pipefit.texts import first_to_last
+from pipefit.texts import counted, first_to_last
 from pipefit.training import Precision
 
 Target = Literal["cpu", "cuda"]
@@ -191,9 +191,8 @@ class ModelProfile:
     @property
     def parts(self) -> str:
         """How many parts planners distribute, in words: `14 blocks (158 layers)`, or `14 layers` without blocks."""
-        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
-        blocks = f"{len(self.blocks)} block{'s' * (len(self.blocks) > 1)}"
-        return f"{blocks} ({layers})" if self.blocks else layers
+        layers = counted(len(self.layers), "layer")
+        return f"{counted(len(self.blocks), 'block')} ({layers})" if self.blocks else layers
 
     @property
     def block_names(self) -> tuple[str, ...]:

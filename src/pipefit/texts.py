@@ -27,6 +27,12 @@ def first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """So many things, by the `noun` of one: `1 stage`, `4 stages`, `1,024 microbatches`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def kind_of(value: object) -> str:
     """What a value is: `None`, or `a` and the name of its class."""
     return "None" if value is None else f"a {type(value).__name__}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes
 
 Source = Literal["simulated", "dry run", "measured"]
@@ -124,7 +125,7 @@ class AllocatorPeaks:
         if not self.communicators:
             return told
         nbytes = format_bytes(self.communicators * self.communicator_bytes)
-        return f"{told} and {nbytes} for {self.communicators} communicators"
+        return f"{told} and {nbytes} for {counted(self.communicators, 'communicator')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from math import inf
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.validation import check_types
 
 ENDLESS = ("pipedream", "pipedream-2bw")  # schedules that leave microbatches in flight from step to step
@@ -124,7 +125,7 @@ class Training:
         """The settings that a stage's memory depends on, as phrases in which two trainings can be compared."""
         return (
             self.schedule if self.versions == "weights" else f"{self.schedule} with versions of {self.versions}",
-            f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} of {self.microbatch_size}",
+            f"{counted(self.microbatches, 'microbatch')} of {self.microbatch_size}",
             self.precision,
             "gradients that are not clipped" if self.clip_norm is None else "clipped gradients",
         )

@@ -105,7 +105,7 @@ def test_where_another_plan_fits_that_one_is_found(schedule: str) -> None:
     assert all(taken <= has for taken, has in zip(processes(found), (peak, ample), strict=True))
     assert [one.memory_bytes for one in found.cluster.devices] == [peak, ample]
     assert found.prediction.peak_bytes[0] <= found.cluster.budgets[0] < peak
-    assert found.provenance.remarks[-1].startswith("Planned 2 times, since the process of device 0 needs")
+    assert found.provenance.remarks[-1].startswith("Planned 2 times: in the first plan the process of device 0 needs")
 
 
 def test_what_fits_at_once_is_the_planner_s_own_plan() -> None:

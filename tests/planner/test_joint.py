@@ -176,4 +176,4 @@ def test_a_search_that_a_budget_ends_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.modules["pipefit.planner.joint"], "_POLISHING", 300)
     found = planned(case)
     check(case, found)
-    assert found.provenance and "ended by its budget" in str(found.provenance)
+    assert found.provenance and "ended at its limit of work" in str(found.provenance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -152,6 +153,20 @@ def test_a_wrong_question_is_refused(wrong: dict[str, object], says: str) -> Non
     """With the numbers, before any planning."""
     with pytest.raises(UsageError, match=says):
         plan(profile(alike(8)), devices(*[AMPLE] * 4), **wrong)
+
+
+@pytest.mark.parametrize("planner", ["joint", "exact"])
+@pytest.mark.parametrize("batch", [5, 100])
+def test_a_batch_that_microbatches_do_not_divide_is_refused_with_ones_that_they_do(batch: int, planner: str) -> None:
+    """Where their size is profiled and their number follows, each batch size that the refusal names can be planned."""
+    costs = replace(profile(alike(8)), measurements=(replace(profile(alike(8)).measurements[0], microbatch_size=32),))
+    cluster = devices(*[AMPLE] * 4)
+    with pytest.raises(UsageError, match=f"a batch of {batch} is not a whole number of microbatches of 32") as refusal:
+        plan(costs, cluster, batch_size=batch, planner=planner)
+    named = re.findall(r"[0-9]+", str(refusal.value).partition(": use ")[2])
+    assert named
+    for size in map(int, named):
+        assert plan(costs, cluster, batch_size=size, planner=planner).training.microbatches * 32 == size
 
 
 def test_the_exhaustive_planner_refuses_what_it_cannot_finish() -> None:

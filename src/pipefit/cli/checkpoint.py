@@ -77,11 +77,11 @@ def _figures(found: Checkpoint) -> dict[str, object]:
 
 
 def _described(found: Checkpoint) -> list[Block]:
-    from pipefit.texts import printable
+    from pipefit.texts import counted, printable
     from pipefit.units import format_bytes
 
     manifest = found.manifest
-    shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
+    shards = counted(len(manifest.shards), "shard")
     stages = f"{len(manifest.stages)} stage{'s' * (len(manifest.stages) > 1)}"
     made_by = f"pipefit {printable(manifest.pipefit_version)} and torch {printable(manifest.torch_version)}"
     sizes = {what: manifest.bytes_of(kind) for kind, what in _WORDS.items()}
@@ -89,5 +89,5 @@ def _described(found: Checkpoint) -> list[Block]:
     return [
         f"{printable(str(found.folder))}: step {manifest.step}, seed {manifest.seed}, {shards}, all as they were saved",
         f"trained in {stages} under {printable(manifest.schedule)}, by {made_by}",
-        f"{len(manifest.tensors)} tensors: {held}",
+        f"{counted(len(manifest.tensors), 'tensor')}: {held}",
     ]

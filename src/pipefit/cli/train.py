@@ -216,11 +216,11 @@ class _Told:
         """How many checkpoints there were, how large, and how long training stood still for one."""
         if self._saving is None or not self._bytes:
             return []
-        from pipefit.texts import printable
+        from pipefit.texts import counted, printable
         from pipefit.units import format_bytes, format_seconds
 
         last, count = max(self._bytes), len(self._bytes)
-        what = f"{count} checkpoint{'s' * (count > 1)} of {format_bytes(self._bytes[last])}"
+        what = f"{counted(count, 'checkpoint')} of {format_bytes(self._bytes[last])}"
         where = f"in {printable(self._saving.directory)}, the last of step {last}"
         longest = format_seconds(max(self._still_seconds.values()))
         return [f"{what} {where}; training stood still for at most {longest} for one"]

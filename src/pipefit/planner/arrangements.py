@@ -27,6 +27,7 @@ from pipefit.planner.joint import Search, Searched
 from pipefit.planner.question import Found, Question
 from pipefit.planner.spaces import Space, by_distance
 from pipefit.profiles import ModelProfile
+from pipefit.texts import counted
 
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
@@ -252,19 +253,21 @@ class Trials:
         if space.count == 1:
             return
         yield (
-            f"It is chosen from {_listed(space.stages)} stages, microbatches of {_listed(self.sizes)} samples and "
+            f"It is chosen from {_listed(space.stages, 'stage')}, microbatches of {_listed(self.sizes, 'sample')} and "
             f"schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."
         )
         short = self._untried + self._tried_shortly
         if short or self._unseen:
-            sizes = f"microbatches of {_listed(self._unseen)} samples" if self._unseen else ""
-            others = f"{short} arrangements that may be faster" if short else ""
-            yield f"The budget was too small for {' and '.join(filter(None, (sizes, others)))}: pin what you know."
+            sizes = f"microbatches of {_listed(self._unseen, 'sample')}" if self._unseen else ""
+            others = f"{counted(short, 'other arrangement')} that may be faster" if short else ""
+            left = " and ".join(filter(None, (sizes, others)))
+            yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """`1`, `3 or 4`, `1, 2 or 4`; `1 to 8` where there are many."""
+def _listed(numbers: Sequence[int], noun: str) -> str:
+    """`1 stage`, `3 or 4 stages`, `1, 2 or 4 stages`; `1 to 8 stages` where there are many."""
+    last = counted(numbers[-1], noun)
     if len(numbers) > 3 and tuple(numbers) == tuple(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]} to {numbers[-1]}"
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+        return f"{numbers[0]} to {last}"
+    others = ", ".join(map(str, numbers[:-1]))
+    return f"{others} or {last}" if others else last

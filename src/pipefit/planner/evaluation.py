@@ -28,6 +28,7 @@ from pipefit.planner.question import Question, Split
 from pipefit.plans import Plan
 from pipefit.schedule.room import missing_bytes
 from pipefit.simulator import Simulation
+from pipefit.texts import counted
 from pipefit.training import Training
 
 HOST = Place([Share(Member.host(), 1)])
@@ -124,10 +125,10 @@ class Evaluator:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A sentence that says so, if a budget has ended a search."""
+        """A sentence that says so, if a budget of work has ended a search."""
         if not self.ended:
             return ()
-        return (f"The search was ended by its budget, after {self.actions:,} simulated actions.",)
+        return (f"The search ended at its limit of work, after {counted(self.actions, 'simulated action')}.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """The menus of every stage of a split."""

@@ -55,9 +55,8 @@ class Numbers:
         Raises:
             UsageError: numbers that do not go together.
         """
-        count, batch = self.microbatches, self.batch_size
-        if count is None:
-            count = _EACH * len(cluster.devices) if batch is None else max(1, batch // size)
+        batch = self.batch_size
+        count = self.microbatches or (_EACH * len(cluster.devices) if batch is None else _count(batch, size))
         return Training(
             batch_size=count * size if batch is None else batch,
             microbatches=count,
@@ -137,6 +136,22 @@ def sizes_of(batch_size: int) -> tuple[int, ...]:
         if batch_size % size == 0 and size >= 2 * found[-1]:
             found.append(size)
     return tuple(found)
+
+
+def _count(batch_size: int, size: int) -> int:
+    """The number of microbatches of `size` samples in a batch.
+
+    Raises:
+        UsageError: it is not a whole one.
+    """
+    count, left = divmod(batch_size, size)
+    if left:
+        fitting = " or ".join(str(number * size) for number in (count, count + 1) if number)
+        raise UsageError(
+            f"a batch of {batch_size} is not a whole number of microbatches of {size} samples: use {fitting} samples, "
+            "or another microbatch size"
+        )
+    return count
 
 
 def _batch(how: Training | Numbers, sizes: Sequence[int]) -> int:

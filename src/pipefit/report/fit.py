@@ -8,7 +8,7 @@ from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
 from pipefit.tables import Block, Table
-from pipefit.texts import first_to_last
+from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes
 
 
@@ -32,7 +32,7 @@ def _head(fit: Fit) -> Iterator[str]:
     done = f", {' and '.join(what)}" if what else ""
     size = samples(training.microbatch_size, plan.profile.fingerprint.lengths)
     yield (
-        f"{training.schedule}, {training.microbatches} microbatches of {size}, "
+        f"{training.schedule}, {counted(training.microbatches, 'microbatch')} of {size}, "
         f"{training.precision}{done}, kernels of {plan.profile.assumptions.target}"
     )
 

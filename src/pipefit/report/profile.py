@@ -13,6 +13,7 @@ from pipefit.layer_costs import LayerCost, SavedTensor
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.tables import Block, Table
+from pipefit.texts import counted
 from pipefit.units import format_bytes, format_flops, format_seconds
 from pipefit.work import Work
 
@@ -81,7 +82,7 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
             sum(value.nbytes for value in costs[-1].outputs),
             int(band.forward_peak[0, first]),
         )
-        module = costs[0].module if len(costs) == 1 else f"{len(costs)} layers"
+        module = costs[0].module if len(costs) == 1 else counted(len(costs), "layer")
         work = (_sum([cost.forward for cost in costs]), _sum([cost.backward for cost in costs]))
         rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
     rows.append(_layer_row("", "(loss)", measurement.loss))

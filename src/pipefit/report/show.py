@@ -10,6 +10,7 @@ from pipefit.report.cluster import describe_cluster
 from pipefit.report.profile import describe_profile
 from pipefit.report.trace import describe_trace
 from pipefit.tables import Block
+from pipefit.texts import counted
 from pipefit.trace import Trace
 
 
@@ -30,5 +31,5 @@ def describe(document: Cluster | ModelProfile | Plan | Program | Trace) -> list[
 
 def describe_program(program: Program) -> list[Block]:
     """The text form, a paragraph for each of its lines that is not empty."""
-    head = f"program of {program.stages} stages and {program.microbatches} microbatches"
+    head = f"program of {counted(program.stages, 'stage')} and {counted(program.microbatches, 'microbatch')}"
     return [head, *(line for line in str(program).splitlines() if not line.endswith(": "))]

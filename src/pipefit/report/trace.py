@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.tables import Block, Table
+from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_seconds
 
@@ -18,7 +19,7 @@ def describe_trace(trace: Trace) -> list[Block]:
 
 
 def _head(trace: Trace) -> str:
-    steps = f"{trace.steps} step{'s' if trace.steps != 1 else ''}"
+    steps = counted(trace.steps, "step")
     if not trace.has_clock or not trace.step_seconds:
         return f"{trace.source}: {steps}, without times"
     estimated = ", by estimated seconds of layers" if trace.estimated else ""

@@ -26,6 +26,7 @@ from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
 from pipefit.simulator.contents import Contents, LayerContents, all_contents
 from pipefit.tables import Table
+from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
@@ -105,8 +106,7 @@ def _uses(trace: Trace, category: int) -> bool:
 
 def _head(plan: Plan | None, trace: Trace) -> str:
     over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
-    many = "s" if len(over) > 1 else ""
-    verdict = f"device{many} {', '.join(map(str, over))} would run out of memory" if over else "fits"
+    verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else "fits"
     title = plan.profile.model if plan else f"A {trace.source} trace"
     where = markup.blocks(plan.explanation[:1]) if plan else ""
     return (
@@ -136,7 +136,7 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_batch(plan: Plan) -> str:
-    return f"a batch of {plan.training.batch_size} in {plan.training.microbatches} microbatches"
+    return f"a batch of {plan.training.batch_size} in {counted(plan.training.microbatches, 'microbatch')}"
 
 
 def _drawing() -> str:
@@ -165,7 +165,9 @@ def _layers(plan: Plan, found: Contents) -> Table:
     rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
     rest = ordered[_MOST_LAYERS:]
     if rest:
-        rows.append((f"{len(rest)} others", *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), ""))
+        rows.append(
+            (counted(len(rest), "other"), *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), "")
+        )
     left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
     rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(left), "", "", "", "", ""))
     columns = ("layer", "in all", "parameters", "gradients", "optimizer state", "activations", "microbatches")
@@ -191,7 +193,7 @@ def _decided(plan: Plan) -> Iterator[str]:
     shown = plan.decisions[:_MOST_DECISIONS]
     rows = tuple((str(decision.stage), *_decision(plan, decision)) for decision in shown)
     left = len(plan.decisions) - len(shown)
-    yield f"<details{' open' if len(rows) <= 12 else ''}><summary>All {len(plan.decisions)} decisions</summary>"
+    yield f"<details{' open' if len(rows) <= 12 else ''}><summary>{counted(len(plan.decisions), 'decision')}</summary>"
     yield markup.blocks([Table(("stage", "what", "of what", "where to", "why"), rows)])
     yield f"<p>and {left} more</p></details>" if left else "</details>"
 
