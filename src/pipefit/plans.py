@@ -88,7 +88,8 @@ class Plan:
                 sizes = dict.fromkeys((size - size % data or data, size + -size % data))
                 raise UsageError(
                     f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
-                    f"equally: use microbatches of {' or '.join(map(str, sizes))} samples, or another number of replicas"
+                    f"equally: use microbatches of {' or '.join(map(str, sizes))} samples, or another number of "
+                    "replicas"
                 )
             if size // data not in known:
                 raise UsageError(

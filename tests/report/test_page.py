@@ -164,6 +164,17 @@ def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
     assert ">fits</em>" in page(made) and ">fits</em>" not in page(tight) and "would run out of memory" in page(tight)
 
 
+def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
+    """Figure, bars and verdict are of what the plan's own table is: a peak that only a whole device holds is too much."""
+    made = planned()
+    highest = max(simulate(made).peak_bytes)
+    cluster = Cluster.emulated((3, 2 * highest))
+    half, more = (replace(made, cluster=cluster.reserving([left] * 3), prediction=None) for left in (0, highest + 1))
+    assert ">fits</em>" in page(half) and "<b>50.0 %</b>" in page(half)
+    assert "would run out of memory" in page(more) and f"<b>{100 * highest / (highest - 1):.1f} %</b>" in page(more)
+    assert [device["budget"] for device in unpacked(page(more))[0]["devices"]] == [highest - 1] * 3
+
+
 def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
     """A decision's row says what is recomputed by the names of the profile."""
     made = planned()

@@ -9,6 +9,7 @@ most 3,000 shapes: what is too narrow to be seen alone is drawn together until o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -40,7 +41,7 @@ def page(document: Plan | Trace, measured: Trace | None = None) -> str:
     Raises:
         UsageError: the traces are of different devices.
     """
-    trace = simulate(document) if isinstance(document, Plan) else document
+    trace = _simulated(document) if isinstance(document, Plan) else document
     plan = document if isinstance(document, Plan) else None
     title = f"{plan.profile.model} on {plan.cluster.name}" if plan else f"{trace.source} trace"
     scenes = [_scene(plan, one) for one in (trace, measured) if one is not None]
@@ -51,10 +52,17 @@ def fit_page(fit: Fit) -> str:
     """The page of a search: peak against size and all that was tried, and then the plan of the value that fits."""
     answer, *more = describe_fit(fit)
     best = fit.best.plan
-    trace = simulate(best)
+    trace = _simulated(best)
     chart = f'<div class="wide">{growth(fit)}</div>'
     sections = [_section("What fits", markup.blocks([answer]), chart, markup.blocks(more)), *_sections(best, trace)]
     return _assembled(f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)])
+
+
+def _simulated(plan: Plan) -> Trace:
+    """The plan's trace beside its budgets, which leave a process what it takes besides tensors."""
+    trace = simulate(plan)
+    devices = (replace(one, budget_bytes=plan.cluster.budgets[one.device]) for one in trace.devices)
+    return replace(trace, devices=tuple(devices))
 
 
 def _scene(plan: Plan | None, trace: Trace) -> dict[str, Any]:
@@ -120,7 +128,8 @@ def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
     fullest = max(trace.devices, key=lambda device: device.peak_bytes / (device.budget_bytes or 1), default=None)
     if fullest is not None and fullest.budget_bytes:
         share = f"{100 * fullest.peak_bytes / fullest.budget_bytes:.1f} %"
-        yield "fullest device", share, f"device {fullest.device}: {format_bytes(fullest.peak_bytes)}"
+        sizes = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.budget_bytes)}"
+        yield "fullest device", share, f"device {fullest.device}: {sizes}"
     if not trace.has_clock or not trace.step_seconds or not trace.step_seconds[-1]:
         return
     seconds = trace.step_seconds[-1]
