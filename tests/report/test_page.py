@@ -165,7 +165,7 @@ def test_a_page_says_which_devices_would_run_out_of_memory() -> None:
 
 
 def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
-    """Figure, bars and verdict are of what the plan's own table is: a peak that only a whole device holds is too much."""
+    """Figure, bars and verdict are of budgets, as in the plan's own table; what only a whole device holds is over."""
     made = planned()
     highest = max(simulate(made).peak_bytes)
     cluster = Cluster.emulated((3, 2 * highest))
