@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from made_up import AMPLE, alike, devices, layer, measurement, profile, training, value
+from made_up import AMPLE, Settings, alike, chain, devices, layer, measurement, profile, training, value
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner import Options, Question, plan
@@ -200,6 +200,19 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
         else:
             assert one.stages < len(made.stages) and again.prediction.step_seconds <= one.step_seconds
         assert f"{one.what.capitalize()}: {one.stages} device" in str(made)
+
+
+@pytest.mark.parametrize(("weights", "leaner"), [(10, True), (5000, False)])
+def test_a_plan_that_is_hardly_leaner_is_no_alternative(weights: int, leaner: bool) -> None:
+    """Where parameters fill the devices, a few bytes of activations less are not worth a slower step."""
+    like = Settings(
+        widths=[8] * 5, weights=[weights + 1000, *[weights] * 3], states=[0] * 4, scratch=[0] * 4, seconds=[99.0] * 4
+    )
+    costs = profile(chain(Random(0), like))
+    made = plan(costs, devices(*[AMPLE] * 2), batch_size=8, stages=2)
+    lean = plan(costs, devices(*[AMPLE] * 2), batch_size=8, stages=2, objective="peak", recompute="always")
+    assert made.prediction and lean.prediction and max(lean.prediction.peak_bytes) < max(made.prediction.peak_bytes)
+    assert ("leanest" in {one.what for one in made.alternatives}) is leaner
 
 
 def test_a_single_arrangement_has_no_alternatives() -> None:

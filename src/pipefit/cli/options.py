@@ -13,8 +13,9 @@ Precision = Literal[
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
 PRECISIONS = ", ".join(get_args(Precision))
+Recomputed = Literal["never", "except_last", "except_one", "always"]
 Recompute = Annotated[
-    Literal["never", "except_last", "except_one", "always"],
+    Recomputed,
     typer.Option(help="Microbatches of which a stage keeps only the inputs and runs the forward again."),
 ]
 

@@ -15,13 +15,13 @@ from pipefit.cli.options import (
     Json,
     Output,
     Precision,
-    Recompute,
+    Recomputed,
     Reserve,
     Settings,
     Target,
     Versions,
 )
-from pipefit.errors import UsageError
+from pipefit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
@@ -68,14 +68,23 @@ def command(
             "bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
         ),
     ] = None,
-    recompute: Recompute = "never",
+    recompute: Annotated[
+        Recomputed,
+        typer.Option(
+            help="Microbatches of which every stage keeps only the inputs and runs the forward again; joint and mpress "
+            "choose runs of layers to recompute where none are named."
+        ),
+    ] = "never",
     clip_norm: Annotated[
         float | None, typer.Option("--clip-norm", metavar="NORM", help="Largest norm of all gradients together.")
     ] = None,
     versions: Versions = "weights",
     stages: Annotated[
         int | None,
-        typer.Option(min=1, help="Pipeline stages; chosen by joint, one for each device under other planners."),
+        typer.Option(
+            min=1,
+            help="Pipeline stages, on as many devices; chosen by joint, one for each device under other planners.",
+        ),
     ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
@@ -165,10 +174,20 @@ def _cluster(name: str, reserve: str | None) -> Cluster:
 
 
 def _loaded(path: str) -> ModelProfile:
+    """The profile in a file.
+
+    Raises:
+        FileError: there is none; says how a model is named, unless the file has the name of a document.
+    """
     from pipefit.files import load
     from pipefit.profiles import ModelProfile
 
-    return load(Path(path), ModelProfile)
+    try:
+        return load(Path(path), ModelProfile)
+    except FileError as error:
+        if Path(path).suffix == ".json":
+            raise
+        raise FileError(f"{error}; or name a model: zoo:NAME, hf:NAME or package.module:factory") from None
 
 
 def _modelled(model: str, settings: list[str], precision: Precision | None) -> Task:

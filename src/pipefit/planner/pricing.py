@@ -22,6 +22,8 @@ from pipefit.planner.spaces import Space
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 
+_LEANER = 0.99  # of the best plan's peak, the most that a leaner plan has
+
 
 def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
     """The alternatives to the best plan of some trials, if that fits."""
@@ -47,10 +49,10 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
 
 
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
-    """The leanest plan, if it is leaner than the best."""
+    """The leanest plan, if it is so much leaner than the best that it is worth knowing."""
     asked = trials.space.question.options
     lean = min(_lean(trials), key=lambda one: max(one[1].peak_bytes), default=None)
-    if lean is not None and max(lean[1].peak_bytes) < max(best.searched.evaluation.peaks):
+    if lean is not None and max(lean[1].peak_bytes) <= _LEANER * max(best.searched.evaluation.peaks):
         question, simulation = lean
         again = question.options.recompute
         recompute = f" --recompute {again}" if again != asked.recompute else ""
