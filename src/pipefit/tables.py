@@ -108,11 +108,16 @@ def _plain_text(text: str) -> str:
 
 def wrapped(text: str, width: int) -> str:
     """Lines of at most `width`, with figures beside units and options beside values; longer words stay whole."""
-    together = _OPTION.sub(rf"\1{NO_BREAK}", _FIGURE.sub(NO_BREAK, text))
     lines = (
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in together.splitlines()
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in kept_together(text).splitlines()
     )
     return "\n".join(lines).replace(NO_BREAK, " ")
+
+
+def kept_together(text: str) -> str:
+    """The text with no space to break at between figures and units, and between options and values."""
+    return _OPTION.sub(rf"\1{NO_BREAK}", _FIGURE.sub(NO_BREAK, text))
 
 
 def _plain(block: Block, width: int) -> str:

@@ -175,6 +175,13 @@ def test_a_page_holds_peaks_against_budgets_that_leave_a_reserve() -> None:
     assert [device["budget"] for device in unpacked(page(more))[0]["devices"]] == [highest - 1] * 3
 
 
+def test_a_figure_stays_beside_its_unit_on_a_page() -> None:
+    """In words and under figures, where a line may be broken at any other space."""
+    words = page(planned())
+    told = "".join(re.findall(r"<p>.*?</p>|<span>.*?</span>", words))
+    assert re.search(r"[0-9]\N{NO-BREAK SPACE}(B|[KMG]iB)\b", told) and not re.search(r"[0-9] (B|[KMG]iB|%)", told)
+
+
 def test_a_recomputed_run_is_told_by_the_names_of_its_layers() -> None:
     """A decision's row says what is recomputed by the names of the profile."""
     made = planned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pipefit.tables import Block, Table
+from pipefit.tables import Block, Table, kept_together
 from pipefit.texts import printable
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes
@@ -16,13 +16,18 @@ def text(words: str) -> str:
     return escape(printable(words))
 
 
+def _sentence(words: str) -> str:
+    """Words as `text`, with figures beside their units however wide the page is."""
+    return escape(kept_together(printable(words)))
+
+
 def blocks(found: Iterable[Block]) -> str:
     """Every block as a table, or as one paragraph for each of its lines."""
     return "".join(_table(block) if isinstance(block, Table) else _paragraphs(block) for block in found)
 
 
 def _paragraphs(words: str) -> str:
-    return "".join(f"<p>{text(line)}</p>" for line in words.splitlines() if line.strip())
+    return "".join(f"<p>{_sentence(line)}</p>" for line in words.splitlines() if line.strip())
 
 
 def _table(table: Table) -> str:
@@ -41,7 +46,7 @@ def _table(table: Table) -> str:
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
     """Figures that are read first: a name, the figure, and what it is compared with."""
     return "".join(
-        f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{text(beside)}</span></dd></div>"
+        f"<div><dt>{text(name)}</dt><dd><b>{text(figure)}</b> <span>{_sentence(beside)}</span></dd></div>"
         for name, figure, beside in facts
     )
 

@@ -80,7 +80,8 @@
 
   function rules(height) {
     const lines = marks().map((tick) => `<line class="rule" x1="${place(tick)}" x2="${place(tick)}" y1="16" y2="${height}"/>` +
-      `<text class="soft" x="${place(tick) + 3}" y="11">${timeText(tick)}</text>`);
+      (place(tick) < LABELS + plot() - 40 ? `<text class="soft" x="${place(tick) + 3}" y="11">${timeText(tick)}</text>` :
+        `<text class="soft" x="${place(tick) - 3}" y="11" text-anchor="end">${timeText(tick)}</text>`));
     const steps = state.scene.steps.slice(1).filter((tick) => tick > state.from && tick < state.to)
       .map((tick) => `<line class="cap" x1="${place(tick)}" x2="${place(tick)}" y1="16" y2="${height}"/>`);
     return lines.join("") + steps.join("");
