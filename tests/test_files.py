@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -423,6 +425,32 @@ def test_a_cluster_is_named_in_four_ways(tmp_path: Path) -> None:
     assert load_cluster(str(tmp_path / "saved.json")) == PLAN.cluster
     assert load_cluster(str(tmp_path / "mine.TOML")) == Cluster.preset("hgx-h200")
     assert load_cluster("emulated:2x1MiB") == Cluster.emulated((2, 1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda trace: trace.update(steps=2), "the seconds of each of its 2 steps, not 1"),
+        (lambda trace: trace.update(step_seconds=[-1.0]), "seconds of a step"),
+        (lambda trace: trace.update(step_seconds=[1e308]), "seconds of a step"),
+        (lambda trace: trace.update(devices=trace["devices"] * 2), "each device once"),
+        (lambda trace: trace["devices"][0].update(device=-1), "each device once"),
+        (lambda trace: trace["devices"][0].update(budget_bytes=-1), "budget"),
+        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=0.0), "ends before it starts"),
+        (lambda trace: trace["devices"][0]["events"][0].update(end_seconds=1e308), "from 0.1 to 1e+308 s"),
+        (lambda trace: trace["devices"][0]["events"][0].update(step=-1), "0F0 of step -1"),
+        (lambda trace: trace["devices"][0]["memory"][0].update(step=-1), "0F0 of step -1"),
+        (lambda trace: trace["devices"][0]["memory"][0].update(seconds=-1e308), "-1e+308 s"),
+        (lambda trace: trace["devices"][0]["memory"][0].update(bytes=[0] * 8 + [-1]), "fewer bytes than none"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+    """What no run could have done is a sentence as the file is read, not an error or a nonsense of what draws it."""
+    data = json.loads(dumps(TRACE))
+    change(data)
+    (tmp_path / "trace.json").write_text(json.dumps(data))
+    with pytest.raises(FileError, match=re.escape(said)):
+        load(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("name", IDS)

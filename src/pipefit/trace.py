@@ -6,14 +6,18 @@ The dry run has no clock: its times are positions in the program (`Trace.has_clo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Literal
 
+from pipefit.errors import UsageError
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes
 
 Source = Literal["simulated", "dry run", "measured"]
+LONGEST_SECONDS = 1e100  # sums and differences of such times are finite, however many there are
 
 
 class Stream(StrEnum):
@@ -191,9 +195,14 @@ class DeviceTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All devices over one or more steps. The first step differs from later ones: it creates the optimizer state.
+    """All devices over their steps. The first step differs from later ones: it creates the optimizer state.
 
-    `estimated` says that times come of estimates: those of a simulation of a profile without measured seconds.
+    `estimated` says that times come of estimates: those of a simulation of a profile without measured seconds. Events
+    and samples may be numbered beyond the last step: those of an evaluation, or of a step that failed.
+
+    Raises:
+        UsageError: steps without their seconds, a device told twice, or a number that cannot be: a negative count or
+            size, an end before its start, a time that is no time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -203,6 +212,17 @@ class Trace:
     devices: tuple[DeviceTrace, ...]
     step_seconds: tuple[float, ...]
     estimated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps != len(self.step_seconds):
+            raise UsageError(f"a trace has the seconds of each of its {self.steps} steps, not {len(self.step_seconds)}")
+        numbers = [device.device for device in self.devices]
+        if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
+            raise UsageError(f"a trace names each device once, by a number of zero or more, not {_some(numbers)}")
+        if not all(0 <= seconds <= LONGEST_SECONDS for seconds in self.step_seconds):
+            raise UsageError(f"the seconds of a step are from 0 to {LONGEST_SECONDS:g}, not {_some(self.step_seconds)}")
+        for wrong in chain.from_iterable(map(_wrong, self.devices)):
+            raise UsageError(wrong)
 
     @property
     def has_clock(self) -> bool:
@@ -222,3 +242,23 @@ class Trace:
             for d in self.devices
         ]
         return tuple(b / seconds if seconds else 0.0 for b in busy)
+
+
+def _wrong(device: DeviceTrace) -> Iterator[str]:
+    """What is told of a device and cannot be, in sentences."""
+    if device.budget_bytes < 0:
+        yield f"device {device.device} has {device.budget_bytes} bytes: a budget is zero or more"
+    for event in device.events:
+        start, end = event.start_seconds, event.end_seconds
+        if event.step < 0 or not -LONGEST_SECONDS <= start <= end <= LONGEST_SECONDS:
+            what = f"{event.action} of step {event.step} from {start:g} to {end:g} s"
+            yield f"device {device.device} has {what}: no event is before step 0, or ends before it starts"
+    for sample in device.memory:
+        if sample.step < 0 or min(sample.bytes) < 0 or not -LONGEST_SECONDS <= sample.seconds <= LONGEST_SECONDS:
+            what = f"{list(sample.bytes)} bytes at {sample.action} of step {sample.step}, {sample.seconds:g} s"
+            yield f"device {device.device} has {what}: no sample is before step 0, or has fewer bytes than none"
+
+
+def _some(numbers: Sequence[float]) -> str:
+    """The first ten of these numbers."""
+    return f"{', '.join(map(str, numbers[:10]))}{', ...' if len(numbers) > 10 else ''}"

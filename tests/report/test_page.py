@@ -99,6 +99,16 @@ def test_a_trace_with_too_many_events_is_shown_by_its_last_steps() -> None:
     assert sum(len(lane["words"]) for device in drawn["devices"] for lane in device["lanes"]) == 2 * one
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_what_is_numbered_beyond_the_last_step_is_drawn(steps: int) -> None:
+    """The events of an evaluation, or of a step that failed, are in the data of a trace with fewer steps."""
+    whole = simulate(planned(), steps=3)
+    drawn = scene(replace(whole, steps=steps, step_seconds=whole.step_seconds[:steps]), "measured")
+    told = sum(len(lane["words"]) for device in drawn["devices"] for lane in device["lanes"])
+    assert told == sum(len(device.events) for device in whole.devices)
+    assert len(drawn["steps"]) == steps
+
+
 def samples_of(trace: Trace, step: int) -> int:
     """How many samples of memory a step has."""
     return sum(sample.step == step for device in trace.devices for sample in device.memory)
@@ -208,8 +218,9 @@ def test_a_measured_trace_is_drawn_beside_the_plan() -> None:
     drawn = page(made, replace(simulate(made), source="measured"))
     assert [one["name"] for one in unpacked(drawn)] == ["simulated", "measured"]
     assert "Predicted beside measured" in drawn
-    with pytest.raises(UsageError, match="different devices"):
-        page(made, simulate(planned(devices=2)))
+    for other in (planned(devices=2), replace(made, cluster=Cluster.emulated((20, 1 << 30)), prediction=None)):
+        with pytest.raises(UsageError, match="different devices"):
+            page(made, simulate(other))
 
 
 def test_a_trace_alone_has_a_page() -> None:

@@ -136,4 +136,7 @@ def _seconds(trace: Trace) -> float | None:
 
 
 def _list(devices: dict[int, int]) -> str:
-    return ", ".join(map(str, sorted(devices))) or "none"
+    """The numbers of the devices: all of them, or how many there are and the first."""
+    numbers = sorted(devices)
+    some = ", ".join(map(str, numbers[:8])) or "none"
+    return some if len(numbers) <= 8 else f"{len(numbers)} of them ({some}, ...)"

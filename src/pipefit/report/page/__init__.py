@@ -16,7 +16,7 @@ from typing import Any
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.fits import Fit
 from pipefit.plans import Plan
-from pipefit.report.compare import compare, describe_comparison
+from pipefit.report.compare import Comparison, compare, describe_comparison
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
 from pipefit.report.page.growth import growth
@@ -42,10 +42,11 @@ def page(document: Plan | Trace, measured: Trace | None = None) -> str:
         UsageError: the traces are of different devices.
     """
     trace = _simulated(document) if isinstance(document, Plan) else document
+    comparison = None if measured is None else compare(trace, measured)
     plan = document if isinstance(document, Plan) else None
     title = f"{plan.profile.model} on {plan.cluster.name}" if plan else f"{trace.source} trace"
     scenes = [_scene(plan, one) for one in (trace, measured) if one is not None]
-    return _assembled(title, "".join(_sections(plan, trace, measured)), scenes)
+    return _assembled(title, "".join(_sections(plan, trace, comparison)), scenes)
 
 
 def fit_page(fit: Fit) -> str:
@@ -91,14 +92,14 @@ def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>" if any(parts) else ""
 
 
-def _sections(plan: Plan | None, trace: Trace, measured: Trace | None = None) -> Iterator[str]:
+def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = None) -> Iterator[str]:
     yield _head(plan, trace)
     bars = f'<div class="devices">{markup.peaks(trace)}</div>'
     names = [(f"c{n}", category.value) for n, category in enumerate(CATEGORIES) if _uses(trace, n)]
     yield _section("What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars)
     yield _section("Over time", _drawing())
-    if measured is not None:
-        yield _section("Predicted beside measured", markup.blocks(describe_comparison(compare(trace, measured))))
+    if comparison is not None:
+        yield _section("Predicted beside measured", markup.blocks(describe_comparison(comparison)))
     if plan is None:
         yield _section("In figures", markup.blocks(describe_trace(trace)))
         return

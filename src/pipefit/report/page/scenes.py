@@ -11,6 +11,7 @@ import base64
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -113,17 +114,17 @@ def _kind(action: Action) -> int:
 
 
 def _first_shown(trace: Trace, most: int) -> int:
-    """The first of the last steps that have no more than `most` events and samples; the last one at most."""
-    first, events, samples = trace.steps, 0, 0
-    counted = [[0, 0] for _ in range(trace.steps)]
-    for device in trace.devices:
-        for event in device.events:
-            counted[event.step][0] += 1
-        for sample in device.memory:
-            counted[sample.step][1] += 1
+    """The first of the last steps that have no more than `most` events and samples; the last one at most.
+
+    What is numbered beyond the last step counts with it.
+    """
+    last = trace.steps - 1
+    events = Counter(min(event.step, last) for device in trace.devices for event in device.events)
+    samples = Counter(min(sample.step, last) for device in trace.devices for sample in device.memory)
+    first, shown_events, shown_samples = max(last, 0), events[last], samples[last]
     while first:
-        events, samples = events + counted[first - 1][0], samples + counted[first - 1][1]
-        if max(events, samples) > most and first < trace.steps:
+        shown_events, shown_samples = shown_events + events[first - 1], shown_samples + samples[first - 1]
+        if max(shown_events, shown_samples) > most:
             break
         first -= 1
     return first
