@@ -76,6 +76,12 @@ class Numbers:
                 f"{self.microbatches} microbatches of {self.microbatch_size} samples are no batch of "
                 f"{self.batch_size}: leave one of the three numbers out"
             )
+        batch, size = self.batch_size, self.microbatch_size
+        if batch is not None and size is not None and batch > size and batch % size:
+            raise UsageError(
+                f"a batch of {batch} does not divide into microbatches of {size} samples: use {batch - batch % size} "
+                f"samples, or {batch + -batch % size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
