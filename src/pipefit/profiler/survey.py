@@ -137,7 +137,7 @@ class Survey:
             self.layers[number], left = self._inside(kind, ways)
             is_end = number + 1 < len(self.layers)
             ways = tuple(dict.fromkeys((*left, self._meters[kind].left) if is_end else left))
-        self._forget_unused()
+        self._number_again()
 
     def _with_fewer(self, kind: int, arriving: Layouts) -> int:
         """The kind with dense gradients for those outputs alone that have one among `arriving`."""
@@ -149,11 +149,18 @@ class Survey:
             self._fewer[kind, fewer], _ = self._add(metered, fewer)
         return self._fewer[kind, fewer]
 
-    def _forget_unused(self) -> None:
-        """Leave out the kinds that no layer is of any more."""
-        used = sorted(set(self.layers))
-        self.kinds, self._changed = [self.kinds[kind] for kind in used], [self._changed[kind] for kind in used]
-        self.layers = [used.index(kind) for kind in self.layers]
+    def _number_again(self) -> None:
+        """Leave out the kinds that no layer is of any more, and those that cost what an earlier one does.
+
+        The last layer is measured apart, since the loss gets its outputs as they lie.
+        """
+        numbers: dict[tuple[LayerCost, frozenset[str]], int] = {}
+        told = {
+            kind: numbers.setdefault((self.kinds[kind], self._changed[kind]), len(numbers))
+            for kind in sorted(set(self.layers))
+        }
+        self.layers = [told[kind] for kind in self.layers]
+        self.kinds, self._changed = [cost for cost, _ in numbers], [changed for _, changed in numbers]
 
     def _inside(self, kind: int, ways: tuple[Layouts, ...]) -> tuple[int, tuple[Layouts, ...]]:
         """The kind for gradients that arrive in one of several layouts (`ways`), and what it hands on for each."""
