@@ -34,13 +34,14 @@ class Job:
         return build("amoebanet", layers=self.layers, filters=filters, image_size=self.image_size, pooling="average")
 
     def demand(self, recompute: Recompute) -> Demand:
-        """How it is trained, for our own search."""
+        """How it is trained, for our own search of splits."""
         return Demand(
             cluster=self.cluster,
             microbatch_size=self.microbatch_size,
             microbatches=self.microbatches,
             schedule=SCHEDULES[recompute],
             recompute=recompute,
+            planner="exact",
             target=self.target,
         )
 

@@ -18,7 +18,7 @@ from pipefit.cost.states import Layers
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime.stage import StageRunner
-from pipefit.runtime.updates import Updates
+from pipefit.runtime.updates import Gradients, Updates
 from replay import Numbers
 from tiny import task_of
 
@@ -126,11 +126,10 @@ class Gradients:
             self._note(updates, layers, own)
             step(updates, layers)
 
-        def watched_elsewhere(
-            updates: Updates, layers: Layers, own: Mapping[nn.Parameter, Tensor], seconds: float
-        ) -> Any:
-            self._note(updates, layers, own)
-            return elsewhere(updates, layers, own, seconds)
+        def watched_elsewhere(updates: Updates, layers: Layers, gradients: Gradients, seconds: float) -> Any:
+            gradients.arrive()
+            self._note(updates, layers, gradients.there)
+            return elsewhere(updates, layers, gradients, seconds)
 
         patch.setattr(Updates, "step", watched)
         patch.setattr(Updates, "start_elsewhere", watched_elsewhere)

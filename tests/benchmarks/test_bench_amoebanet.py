@@ -50,7 +50,7 @@ class Perceptrons(Job):
 
 
 JOB = Perceptrons(
-    cluster=with_memory(load_cluster("4x-titan-rtx"), ROOM),
+    cluster=with_memory(load_cluster("4x-titan-rtx").reserving([0] * 4), ROOM),
     layers=11,
     image_size=0,
     microbatches=3,

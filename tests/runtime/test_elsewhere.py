@@ -38,7 +38,7 @@ MODEL = ["zoo:mlp", "--set", "widths=(8, 16, 16, 4)"]
 def plan() -> Plan:
     """A plan for this machine, with one thread."""
     found = profile(build("mlp", **SETTINGS), microbatch_size=2)
-    return make_plan(found, Cluster.emulated((2, 1 << 30)), batch_size=8, microbatches=4)
+    return make_plan(found, Cluster.emulated((2, 1 << 30)), batch_size=8, microbatches=4, planner="exact")
 
 
 def assuming(plan: Plan, **assumed: Any) -> Plan:
@@ -83,7 +83,9 @@ def test_another_number_of_threads_is_told_where_it_matters(plan: Plan) -> None:
 def test_where_it_was_made_nothing_is_said(plan: Plan) -> None:
     """Nor for a profile of CUDA's kernels on another processor: none of the CPU's is in it."""
     task = build("mlp", **SETTINGS)
-    cuda = make_plan(profile(task, microbatch_size=2, target="cuda"), plan.cluster, batch_size=8, microbatches=4)
+    cuda = make_plan(
+        profile(task, microbatch_size=2, target="cuda"), plan.cluster, batch_size=8, microbatches=4, planner="exact"
+    )
     with threads_of(1), warnings.catch_warnings():
         warnings.simplefilter("error", PipefitWarning)
         certify(task, plan)
@@ -102,7 +104,7 @@ def test_kernels_of_cuda_measure_nothing_here(plan: Plan, monkeypatch: pytest.Mo
     monkeypatch.setattr(kernels, "measured", refuse)
     task = build("mlp", **SETTINGS)
     found = profile(task, microbatch_size=2, target="cuda")
-    made = make_plan(found, plan.cluster, batch_size=8, microbatches=4)
+    made = make_plan(found, plan.cluster, batch_size=8, microbatches=4, planner="exact")
     peaks = certify(task, made).peak_bytes
     assert min(peaks) > 0
     assert certify(task, plan, target="cuda").peak_bytes == peaks

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipefit.actions import message_of
 from pipefit.capture import Task
 from pipefit.errors import OutOfMemory, PeerLost, WorkerFailed
 from pipefit.runtime import train, transport
@@ -109,7 +110,7 @@ def test_a_message_without_memory_blames_no_peer(text: str, kind: type[Exception
         mock.patch.object(transport.dist, "isend", side_effect=RuntimeError(text)),
         pytest.raises(kind, match="memory" if kind is OutOfMemory else "device 1 is gone"),
     ):
-        network.start(send, [torch.zeros(1)], 1)
+        network.start(send, [torch.zeros(1)], message_of(0, send, program.placement))
 
 
 def test_an_abort_on_a_gpu_is_told_as_a_victim_s() -> None:
