@@ -17,8 +17,9 @@ from pipefit.capture import Task
 from pipefit.cost.states import Layers
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
+from pipefit.runtime import updates as updating
 from pipefit.runtime.stage import StageRunner
-from pipefit.runtime.updates import Gradients, Updates
+from pipefit.runtime.updates import Updates
 from replay import Numbers
 from tiny import task_of
 
@@ -126,7 +127,7 @@ class Gradients:
             self._note(updates, layers, own)
             step(updates, layers)
 
-        def watched_elsewhere(updates: Updates, layers: Layers, gradients: Gradients, seconds: float) -> Any:
+        def watched_elsewhere(updates: Updates, layers: Layers, gradients: updating.Gradients, seconds: float) -> Any:
             gradients.arrive()
             self._note(updates, layers, gradients.there)
             return elsewhere(updates, layers, gradients, seconds)
