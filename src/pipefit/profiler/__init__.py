@@ -39,9 +39,8 @@ def profile(
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         progress: called with (layers done, layers in all, name of the next one).
     """
-    sizes = [microbatch_size] if isinstance(microbatch_size, int) else list(dict.fromkeys(microbatch_size))
-    for size in sizes or [0]:
-        whole("microbatch_size", size, 1)
+    asked = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
+    sizes = list(dict.fromkeys(whole("microbatch_size", size, 1) for size in asked or [0]))
     whole("threads", threads, 1, MOST_THREADS)
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
