@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def profile(
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
         progress: called with (layers done, layers in all, name of the next one).
     """
-    asked = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
+    asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
     sizes = list(dict.fromkeys(whole("microbatch_size", size, 1) for size in asked or [0]))
     whole("threads", threads, 1, MOST_THREADS)
     if device not in ("fake", "cpu", "cuda"):
