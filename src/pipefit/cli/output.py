@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,19 +38,26 @@ def deliver(
 ) -> None:
     """Prints `document` as JSON, or as `describe` has it (by default as `show` would), and saves it if asked to.
 
-    It is printed first, so that a full disk loses nothing, and saved although the reader of a pipe has left.
     A plan, which people read most of all, has lines of at most 80 columns in a pipe too.
+    """
+    print_and_save(partial(_print, document, as_json, describe), document, output, quiet=as_json)
+
+
+def print_and_save(print_it: Callable[[], None], document: Document, output: Path | None, *, quiet: bool) -> None:
+    """Prints, so that a full disk loses nothing, then saves `document`, although the reader of a pipe may have left.
+
+    Says where it is, unless `quiet`.
     """
     from pipefit.cli.stopping import cleared_away
     from pipefit.files import save
 
     try:
-        _print(document, as_json, describe)
+        print_it()
     finally:
         if output is not None:
             with cleared_away():
                 save(document, output)
-    if output is not None and not as_json:
+    if output is not None and not quiet:
         print(f"saved to {output}", file=sys.stderr)
 
 

@@ -96,11 +96,10 @@ def command(
     """
     from pipefit.cli.metrics import lines_of_metrics
     from pipefit.cli.model import resolve
-    from pipefit.cli.output import check_output
+    from pipefit.cli.output import check_output, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
     from pipefit.files import load
-    from pipefit.files import save as save_document
     from pipefit.plans import Plan
 
     check_output(output, plan, cluster)
@@ -144,14 +143,7 @@ def command(
             restarts=restarts,
             replan=None if cluster is None else partial(_planned_for, cluster),
         )
-    try:
-        _print(losses, trace, told, as_json=as_json)
-    finally:
-        if output is not None:
-            with cleared_away():
-                save_document(trace, output)
-    if output is not None and not as_json:
-        print(f"saved to {output}", file=sys.stderr)
+    print_and_save(partial(_print, losses, trace, told, as_json=as_json), trace, output, quiet=as_json)
 
 
 def _saving(save: Path | None, *, restarts: int, **options: Any) -> Saving | None:
