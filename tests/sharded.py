@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from pipefit.capture import Task, capture
 from pipefit.capture.endings import the_loss
 from pipefit.capture.exporting import arguments
 from pipefit.capture.random_state import seed_torch
-from pipefit.sharding import Prices, ShardedStage, assembled, in_lockstep, shard_stage
+from pipefit.sharding import LockstepCollectives, Prices, ShardedStage, assembled, in_lockstep, shard_stage
 
 CHEAP = Prices(stored=1.0)  # so that tiny models are divided wherever they can be
+DEAR = Prices(stored=0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Case:
         module = copy.deepcopy(self.module)
         seed_torch(1, target="cpu")
         args, kwargs = arguments(self.inputs) if not isinstance(module, nn.Sequential) else ((self.inputs,), {})
-        with _InDouble():
+        with InDouble():
             outputs = module(*args, **kwargs)
             loss = the_loss(outputs, "plain") if self.task.loss is None else self.task.loss(outputs, self.targets)
         loss.backward()
@@ -61,7 +63,7 @@ class Case:
     def sharded(self, ranks: int, prices: Prices = CHEAP, **options: Any) -> tuple[ShardedStage, Any, Any]:
         """The whole model as one stage, and its flat inputs and targets."""
         task = Task(copy.deepcopy(self.module), batch=self.task.batch, loss=self.task.loss, name=self.task.name)
-        with _InDouble():
+        with InDouble():
             chain = capture(task, self.inputs, self.targets)
             values, targets = chain.flatten(self.inputs), chain.flatten_targets(self.targets)
             given = {"chain": chain, "targets": targets, "is_first": True, "prices": prices, **options}
@@ -97,7 +99,29 @@ class Case:
         return stage, [Numbers(loss=f[0], gradients=gradients, buffers=buffers) for f in found]
 
 
-class _InDouble(TorchFunctionMode):
+class Listening:
+    """A rank that notes what it does together with the others."""
+
+    def __init__(self, group: LockstepCollectives) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.phase, self.layer, self.heard = "forward", 0, Counter[tuple[str, str, int, int]]()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._note("all_reduce", tensor.nbytes)
+        return self.group.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self._note("all_gather", tensor.nbytes * self.size)
+        return self.group.all_gather(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        raise AssertionError("no layer does that")
+
+    def _note(self, kind: str, nbytes: int) -> None:
+        self.heard[kind, self.phase, self.layer, nbytes] += 1
+
+
+class InDouble(TorchFunctionMode):
     """What a model casts to single precision, as many do for norms and losses, becomes double."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

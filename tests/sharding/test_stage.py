@@ -26,7 +26,7 @@ from pipefit.sharding import (
     shard_stage,
 )
 from pipefit.zoo import build
-from sharded import CHEAP
+from sharded import CHEAP, Listening
 
 TOKENS = torch.arange(32).reshape(4, 8) % 11
 
@@ -85,42 +85,20 @@ def test_every_rank_has_the_values_between_stages_whole() -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
-class Listening:
-    """A rank that notes what it does together with the others."""
-
-    def __init__(self, group: LockstepCollectives) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
-        self.phase, self.heard = "forward", Counter[tuple[str, str, int]]()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._note("all_reduce", tensor.nbytes)
-        return self.group.all_reduce(tensor)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._note("all_gather", tensor.nbytes * self.size)
-        return self.group.all_gather(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        raise AssertionError("no layer does that")
-
-    def _note(self, kind: str, nbytes: int) -> None:
-        self.heard[kind, self.phase, nbytes] += 1
-
-
 @pytest.mark.parametrize("stored", [0.001, 1.0, 50.0])
 def test_the_collectives_that_are_said_are_those_that_happen(stored: float) -> None:
     """Kind, phase and bytes of every collective of a forward and a backward, whatever is divided."""
     chain = capture(task(), TOKENS, TOKENS.flatten())
     stage = shard_stage(chain.layers, 2, (TOKENS,), is_first=True, prices=Prices(stored=stored))
 
-    def run(group: LockstepCollectives) -> Counter[tuple[str, str, int]]:
+    def run(group: LockstepCollectives) -> Counter[tuple[str, str, int, int]]:
         listening = Listening(group)
         (out,) = stage.rank(listening)((TOKENS,))
         listening.phase = "backward"
         out.sum().backward()
         return listening.heard
 
-    said = Counter((each.kind, each.phase, each.nbytes) for each in stage.collectives)
+    said = Counter((each.kind, each.phase, 0, each.nbytes) for each in stage.collectives)
     assert in_lockstep(2, run) == [said, said]
 
 

@@ -6,6 +6,7 @@ al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model 
 after Lepikhin et al., "GShard", 2020, and Xu et al., "GSPMD", 2021.)
 """
 
+from pipefit.sharding.chain import RankLoss, ShardedChain, shard_chain, shard_traced, trace_chain
 from pipefit.sharding.collectives import Alone, Collectives, ProcessGroupCollectives
 from pipefit.sharding.lockstep import LockstepCollectives, in_lockstep
 from pipefit.sharding.prices import Prices
@@ -15,6 +16,7 @@ from pipefit.sharding.stage import RankStage, ShardedStage, shard_stage
 from pipefit.sharding.steps import Collective
 
 __all__ = [
-    "Alone", "Collective", "Collectives", "LockstepCollectives", "Prices", "ProcessGroupCollectives", "RankStage",
-    "Shard", "ShardedStage", "Shares", "assembled", "assembled_state", "in_lockstep", "shard_stage",
+    "Alone", "Collective", "Collectives", "LockstepCollectives", "Prices", "ProcessGroupCollectives", "RankLoss",
+    "RankStage", "Shard", "ShardedChain", "ShardedStage", "Shares", "assembled", "assembled_state", "in_lockstep",
+    "shard_chain", "shard_stage", "shard_traced", "trace_chain",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ number of operations; with all states kept it is exact for its prices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,13 +66,24 @@ class _Record(NamedTuple):
     way: Strategy | None
 
 
-def choose(stage: TracedStage, ranks: int, prices: Prices, *, sequences: bool = False, states: int = _MOST) -> Choice:
-    """The cheapest forms that the search finds; by `sequences` norms and what is around them may be divided too."""
+def choose(
+    stage: TracedStage,
+    ranks: int,
+    prices: Prices,
+    *,
+    sequences: bool = False,
+    states: int = _MOST,
+    given: Mapping[fx.Node, Form] | None = None,
+) -> Choice:
+    """The cheapest forms that the search finds; by `sequences` norms and what is around them may be divided too.
+
+    Parameters and buffers that are `given` a form have it, whatever that costs.
+    """
     trained, changed = _trained(stage), _changed(stage.graph)
     options = _options(stage, ranks, trained, changed, sequences=sequences)
-    search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained))
+    search = _Search(stage, options, Costs(ranks=ranks, prices=prices, trained=trained), given or {})
     ways, cost = search.run(states)
-    home: dict[fx.Node, Form] = dict.fromkeys(stage.inputs, R)
+    home: dict[fx.Node, Form] = {**dict.fromkeys(stage.inputs, R), **(given or {})}
     for node, way in ways.items():
         for source, form in way.operands.items():
             if is_stored(source):
@@ -159,11 +170,25 @@ def _changed(graph: fx.Graph) -> frozenset[fx.Node]:
 class _Search:
     """The dynamic programme."""
 
-    def __init__(self, stage: TracedStage, options: dict[fx.Node, list[Strategy]], costs: Costs) -> None:
-        self.stage, self.options, self.costs = stage, options, costs
+    def __init__(
+        self,
+        stage: TracedStage,
+        options: dict[fx.Node, list[Strategy]],
+        costs: Costs,
+        given: Mapping[fx.Node, Form],
+    ) -> None:
+        self.stage, self.options, self.costs, self.given = stage, options, costs, given
         self.nodes = list(stage.graph.nodes)
         self.number = {node: number for number, node in enumerate(self.nodes)}
-        self.ends = {source: self.number[node] for node in self.nodes for source in node.all_input_nodes}
+        self.ends: dict[fx.Node, float] = {
+            source: self.number[node] for node in self.nodes for source in node.all_input_nodes
+        }
+        self.cuts: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        for node, cut in zip(_firsts(stage), stage.cuts, strict=True):
+            self.cuts[node] = (*self.cuts.get(node, ()), *cut)
+        for node, cut in self.cuts.items():
+            edge = self.number[node] - 0.5  # they live until there, used or not
+            self.ends |= {source: max(edge, self.ends.get(source, edge)) for source in cut}
         self.trained = costs.trained
         self._costs: dict[tuple[fx.Node, Form | Kept, Form | Kept], float] = {}
         roots = groups(stage.graph)
@@ -174,6 +199,8 @@ class _Search:
         """The strategies of the cheapest way, and its cost."""
         layer: list[tuple[State, _Record]] = [(dict.fromkeys(self.stage.inputs, (R,)), _Record(0.0, None, None))]
         for node in self.nodes:
+            if node in self.cuts:
+                layer = self._cut(layer, node)
             if node.op == "call_function":
                 layer = self._step(layer, node, states)
         output = self.stage.graph.output_node()
@@ -202,6 +229,22 @@ class _Search:
                     following[key] = known, _Record(total, record, way)
         return self._worthwhile(sorted(following.values(), key=lambda item: item[1].cost))[:states]
 
+    def _cut(self, layer: Sequence[tuple[State, _Record]], node: fx.Node) -> list[tuple[State, _Record]]:
+        """In front of `node` a block ends: what crosses is had whole, and in no other form from there on."""
+        found: dict[object, tuple[State, _Record]] = {}
+        for state, record in layer:
+            known = dict(state)
+            total = record.cost + sum(self._had(known, source, R, keeps=False) for source in self.cuts[node])
+            known = {
+                source: forms if is_stored(source) else _whole(forms)
+                for source, forms in known.items()
+                if self.ends.get(source, -1) >= self.number[node]
+            }
+            key = tuple(known.items())
+            if total < math.inf and (key not in found or total < found[key][1].cost):
+                found[key] = known, record._replace(cost=total)
+        return self._worthwhile(sorted(found.values(), key=lambda item: item[1].cost))
+
     def _worthwhile(self, layer: list[tuple[State, _Record]]) -> list[tuple[State, _Record]]:
         """The states, cheapest first, but for those that the cheapest can be made into for less."""
         best, record = layer[0]
@@ -216,8 +259,9 @@ class _Search:
         """The cost of having a value in a form, and of keeping it for the backward; both are so from now on."""
         cost = 0.0
         if node not in known:  # a parameter or buffer, met first: it is stored as it is needed
-            known[node] = (form if isinstance(form, Split) else R,)
-            cost += self.costs.stored(node, form if isinstance(form, Split) else R)
+            home = self.given.get(node, form if isinstance(form, Split) else R)
+            known[node] = (home,)
+            cost += self.costs.stored(node, home)
         cost += self._more(known, node, form)
         return cost + (self._more(known, node, Kept.of(form)) if keeps and not is_stored(node) else 0)
 
@@ -246,6 +290,18 @@ class _Search:
 
     def _end(self, state: State, output: fx.Node) -> float:
         return sum(self._had(dict(state), source, R, keeps=False) for source in output.all_input_nodes)
+
+
+def _firsts(stage: TracedStage) -> list[fx.Node]:
+    """The first operation behind each edge, or the end."""
+    operations = [node for node in stage.graph.nodes if node.op == "call_function"]
+    end = stage.graph.output_node()
+    return [next((node for node in operations if stage.layer_of[node] >= edge), end) for edge in stage.edges]
+
+
+def _whole(forms: tuple[Form | Kept, ...]) -> tuple[Form | Kept, ...]:
+    """Of the forms in which a value is had, the whole one; and in which it is kept."""
+    return (R, *(form for form in forms if isinstance(form, Kept)))
 
 
 def _ways(record: _Record) -> Iterator[Strategy]:

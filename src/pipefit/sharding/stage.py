@@ -12,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.sharding.collectives import Collectives
-from pipefit.sharding.forms import R
+from pipefit.sharding.forms import Form, R
 from pipefit.sharding.prices import Prices
 from pipefit.sharding.report import Shares, shares
 from pipefit.sharding.search import Choice, choose
 from pipefit.sharding.shards import Shard
 from pipefit.sharding.steps import Collective, Key, Steps, crossing
-from pipefit.sharding.tracing import TracedStage, trace
+from pipefit.sharding.tracing import TracedStage, is_stored, trace
 from pipefit.sharding.writing import LayerCode, RankTensors, tensors_of, write
 
 
@@ -72,10 +74,19 @@ def shard_stage(
     Raises:
         UsageError: fewer than two ranks, or a layer that cannot be followed.
     """
-    if ranks < 2:
-        raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
+    check_ranks(ranks)
     stage = trace(layers, values, chain=chain, targets=targets, is_first=is_first)
     return ShardedStage(stage, choose(stage, ranks, prices or Prices(), sequences=sequences), ranks)
+
+
+def check_ranks(ranks: int) -> None:
+    """Check that there is more than one rank.
+
+    Raises:
+        UsageError: there is not.
+    """
+    if ranks < 2:
+        raise UsageError(f"a tensor-parallel group of {ranks} shares nothing: give at least 2 ranks")
 
 
 class ShardedStage:
@@ -94,7 +105,8 @@ class ShardedStage:
     def digest(self) -> str:
         """Equal where ranks have made the same choice."""
         ways = ((node.name, way.result, [*way.operands.values()]) for node, way in self.choice.ways.items())
-        return hashlib.sha256(repr((self.ranks, *ways)).encode()).hexdigest()
+        homes = ((node.name, form) for node, form in self.choice.home.items() if is_stored(node))
+        return hashlib.sha256(repr((self.ranks, *ways, *homes)).encode()).hexdigest()
 
     @cached_property
     def shares(self) -> Shares:
@@ -124,16 +136,33 @@ class ShardedStage:
             if (original := layer.originals.get(local)) is not None
         }
 
+    def form(self, tensor: Tensor) -> Form:
+        """The form in which the ranks have a parameter or buffer of the whole layers."""
+        return RankTensors(self.stage, self.choice.home, 0, self.ranks).forms.get(id(tensor), R)
+
+    @property
+    def into_loss(self) -> int:
+        """How many values the last layer hands to the loss."""
+        return len(self._handed_on[-1])
+
+    @cached_property
+    def _handed_on(self) -> list[list[Key]]:
+        """What each layer hands to the next, or to the loss."""
+        return crossing(self._steps, self._arriving[0], len(self.stage.layers) + self.stage.has_loss - 1)
+
+    @property
+    def _arriving(self) -> tuple[list[Key], list[Key]]:
+        """The inputs of the stage, and the targets."""
+        every = [Key(node, R) for node in self.stage.inputs]
+        values = len(every) - self.stage.targets
+        return every[:values], every[values:]
+
     @cached_property
     def _codes(self) -> list[LayerCode]:
         """The code of every layer, and of the loss behind them."""
         steps, stage = self._steps, self.stage
-        count = len(stage.layers) + stage.has_loss
-        every = [Key(node, R) for node in stage.inputs]
-        values, targets = every[: len(every) - stage.targets], every[len(every) - stage.targets :]
-        ends = crossing(steps.all, values, steps.outputs, count - 1)
-        arriving = [values, *ends]
+        values, targets = self._arriving
+        arriving, leaving = [values, *self._handed_on], [*self._handed_on, steps.outputs]
         if stage.has_loss:
             arriving[-1] = [*arriving[-1], *targets]
-        leaving = [*ends, steps.outputs]
-        return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(count)]
+        return [write(stage, steps.all, n, arriving[n], leaving[n]) for n in range(len(arriving))]

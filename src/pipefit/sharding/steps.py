@@ -6,7 +6,7 @@ A step belongs to the layer that needs it first. Seams stand outside of all cont
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,11 +21,13 @@ from pipefit.sharding.tracing import TracedStage, is_stored
 
 
 class Key(NamedTuple):
-    """A value in a form; forms of what is stored are made in every `layer` that needs them, else the layer is -1."""
+    """A value in a form, and where it is had in it: what is stored in one layer, a whole value everywhere (-1), and a
+    value in another form in one block.
+    """
 
     node: fx.Node
     form: Form
-    layer: int = -1
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +52,35 @@ class Collective:
 
 
 class Steps:
-    """The steps of a stage in the forms chosen; `collectives` are those that they make."""
+    """The steps of a stage in the forms chosen; `collectives` are those that they make.
+
+    `crossing` has for each edge between blocks what crosses there.
+    """
 
     def __init__(self, stage: TracedStage, choice: Choice) -> None:
         self.stage, self.choice = stage, choice
         self.all: list[Step] = []
         self.collectives: list[Collective] = []
+        self.crossing: list[list[Key]] = []
         self._known = {Key(node, R) for node in stage.inputs}
         for node in stage.graph.nodes:
             if node.op == "call_function":
+                self._end_blocks(stage.block(stage.layer_of[node]))
                 self._operation(node)
         last = len(stage.layers) - (0 if stage.has_loss else 1)
+        self._end_blocks(stage.block(last))
         self.outputs = [self._had(node, R, last) for node in stage.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+
+    def _end_blocks(self, block: int) -> None:
+        """End the blocks in front of one: what crosses is had whole."""
+        for number in range(len(self.crossing), block):
+            layer = self.stage.edges[number] - 1
+            self.crossing.append([self._had(node, R, layer) for node in self.stage.cuts[number]])
 
     def _operation(self, node: fx.Node) -> None:
         way, layer = self.choice.ways[node], self.stage.layer_of[node]
         operands = {source: self._had(source, form, layer) for source, form in way.operands.items()}
-        made = Key(node, way.result)
+        made = self._key(node, way.result, layer)
         self._known.add(made)
         self.all.append(Step(layer=layer, made=made, call=way.call, operands=operands, context=context(node)))
         if way.summed:
@@ -74,16 +88,27 @@ class Steps:
 
     def _had(self, node: fx.Node, form: Form, layer: int) -> Key:
         """The value in that form; a seam makes it where it is not had yet."""
-        key = Key(node, form, layer if is_stored(node) else -1)
+        key = self._key(node, form, layer)
         if key in self._known:
             return key
-        home = self.choice.home.get(node, R)
+        home = self._home(node, layer)
         if form != home:
             start = self._had(node, home if form == R else R, layer)
             call = self._seam(node, home, form, layer)
             self.all.append(Step(layer=layer, made=key, call=call, operands={node: start}, context=()))
         self._known.add(key)
         return key
+
+    def _key(self, node: fx.Node, form: Form, layer: int) -> Key:
+        if is_stored(node):
+            return Key(node, form, layer)
+        return Key(node, form, -1 if form == R else self.stage.block(layer))
+
+    def _home(self, node: fx.Node, layer: int) -> Form:
+        """The form in which a value is stored, made, or comes into the block of the layer."""
+        made = self.stage.layer_of.get(node, 0)
+        is_here = is_stored(node) or self.stage.block(made) == self.stage.block(layer)
+        return self.choice.home.get(node, R) if is_here else R
 
     def _seam(self, node: fx.Node, home: Form, form: Form, layer: int) -> Call:
         is_trained = node in self.choice.trained
@@ -101,14 +126,22 @@ class Steps:
         self.collectives.append(Collective(kind=kind, phase=phase, layer=layer, nbytes=nbytes))
 
 
-def crossing(steps: Sequence[Step], inputs: Iterable[Key], outputs: Iterable[Key], layers: int) -> list[list[Key]]:
-    """What each of so many layers hands to the next, in the order in which values are made."""
-    made = dict.fromkeys(inputs, -1) | {step.made: step.layer for step in steps}
-    last = dict.fromkeys(outputs, layers)
-    for step in reversed(steps):
+def crossing(steps: Steps, inputs: Iterable[Key], layers: int) -> list[list[Key]]:
+    """What each of so many layers hands to the next: in the order in which values are made, or at an edge as it is
+    there.
+    """
+    made = dict.fromkeys(inputs, -1) | {step.made: step.layer for step in steps.all}
+    last = dict.fromkeys(steps.outputs, layers)
+    for step in reversed(steps.all):
         for key in step.operands.values():
             last.setdefault(key, step.layer)
-    return [[key for key, first in made.items() if first <= n < last.get(key, -1)] for n in range(layers)]
+    at_edges = dict(zip((edge - 1 for edge in steps.stage.edges), steps.crossing, strict=True))
+    for layer, keys in at_edges.items():
+        last |= {key: max(layer, last.get(key, -1)) for key in keys}
+    return [
+        at_edges[n] if n in at_edges else [key for key, first in made.items() if first <= n < last.get(key, -1)]
+        for n in range(layers)
+    ]
 
 
 def of_layer(steps: Iterable[Step], layer: int) -> Iterator[Step]:

@@ -3,27 +3,39 @@
 Values are made anew where the layers change them in place and nobody else sees the change, because a value may be had
 in several forms. What is changed in place and seen elsewhere stays as it is, and is replicated. Costs one trace of the
 stage; nothing is computed.
+
+Between layers values are contiguous, as everywhere (`capture.chain`). Where a block ends, those that cross are noted,
+in the order in which the layers hand them on, used later or not.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from pipefit.capture.aliases import groups, mutated_arguments
 from pipefit.capture.binding import Binding
-from pipefit.capture.chain import Chain, ChainLayer, as_values, packed
+from pipefit.capture.chain import Chain, ChainLayer, as_values, packed, packing_of
 from pipefit.capture.exporting import export
 from pipefit.capture.flat import context, flatten, role, stack, sweep, value
+from pipefit.capture.orders import Orders, as_made, contiguous, orders_of
 from pipefit.capture.structure import Values
+from pipefit.layer_costs import Packing
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStage:
-    """The graph, the layer of every operation (for the loss the number of layers), and what it computes with."""
+    """The graph, the layer of every operation (for the loss the number of layers), and what it computes with.
+
+    `edges` are the layers with which blocks begin, but for the first; `cuts` the values that cross in front of each.
+    """
 
     graph: fx.Graph
     layers: tuple[ChainLayer, ...]
@@ -33,6 +45,12 @@ class TracedStage:
     targets: int  # how many of the inputs, the last ones, are targets of the loss
     has_loss: bool
     is_first: bool  # the inputs are a batch, and need no gradient
+    edges: tuple[int, ...] = ()
+    cuts: tuple[tuple[fx.Node, ...], ...] = ()
+
+    def block(self, layer: int) -> int:
+        """The block of a layer; the loss belongs to the last."""
+        return bisect_right(self.edges, layer)
 
     def tensor(self, node: fx.Node) -> Tensor:
         """The parameter, buffer or constant that a placeholder stands for."""
@@ -42,20 +60,28 @@ class TracedStage:
 
 
 def trace(
-    layers: Sequence[ChainLayer], values: Values, *, chain: Chain | None, targets: Values, is_first: bool
+    layers: Sequence[ChainLayer],
+    values: Values,
+    *,
+    chain: Chain | None,
+    targets: Values,
+    is_first: bool,
+    edges: Sequence[int] = (),
 ) -> TracedStage:
     """The graph of `layers` on values like `values`; with the loss of `chain`, if one is given and has it.
+
+    Blocks begin with the layers at `edges`.
 
     Raises:
         UsageError: a layer cannot be followed.
     """
-    stage = _Stage(layers, chain, len(targets))
+    stage = _Stage(layers, chain, len(targets), edges)
     dtype = layers[0].autocast
     name = f"layers {layers[0].name} to {layers[-1].name}"
     program = export(stage, name, (*values, *targets), own_loss=False, autocast=dtype)
     graph = flatten(program, name, autocasts=dtype is not None)
+    cuts = _without_marks(graph, program)
     _made_anew(graph)
-    sweep(graph)
     inputs = {r.index: node for node in graph.nodes if (r := role(node)) and r.kind == "input"}
     return TracedStage(
         graph=graph,
@@ -66,7 +92,15 @@ def trace(
         targets=len(targets),
         has_loss=stage.criterion is not None,
         is_first=is_first,
+        edges=tuple(edges),
+        cuts=_swept(graph, cuts),
     )
+
+
+def blocks_begin(chain: Chain) -> tuple[int, ...]:
+    """The layers with which the blocks of a chain begin, but for the first; without blocks each layer is one."""
+    sizes = [block.layers for block in chain.blocks] or [1] * len(chain.layers)
+    return tuple(accumulate(sizes))[:-1]
 
 
 def is_stored(node: fx.Node) -> bool:
@@ -80,23 +114,94 @@ def without_gradient(node: fx.Node) -> bool:
 
 
 class _Stage(nn.Module):
-    """The layers as one module, as the runtime calls them."""
+    """The layers as one module, as the runtime calls them; it also returns what crosses in front of every edge."""
 
-    def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int) -> None:
+    def __init__(self, layers: Sequence[ChainLayer], chain: Chain | None, targets: int, edges: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([layer.module for layer in layers])
+        self.layers = nn.ModuleList(
+            [
+                _Layer(each, ends_block=behind in edges, is_last=behind == len(layers))
+                for behind, each in enumerate(layers, start=1)
+            ]
+        )
         self.criterion = chain.criterion if chain else None
-        self._chain, self._packings, self._targets = chain, [layer.packing for layer in layers], targets
+        self._chain, self._packing = chain, layers[0].packing
+        self._targets, self._edges = targets, frozenset(edges)
 
-    def forward(self, *values: Tensor) -> Values:
-        targets = values[len(values) - self._targets :]
-        values = values[: len(values) - self._targets]
-        for number, (layer, packing) in enumerate(zip(self.layers, self._packings, strict=True)):
-            values = as_values(layer(packed(values, packing)), str(number))
+    def forward(self, *given: Tensor) -> tuple[Values, tuple[Values, ...]]:
+        targets, values = given[len(given) - self._targets :], given[: len(given) - self._targets]
+        form, crossing = _Form(self._packing), list[Values]()
+        for number, layer in enumerate(self.layers):
+            values, form = layer(values, form)
+            if number + 1 in self._edges:
+                crossing.append(values)
+        return self._end(values, targets, form), tuple(crossing)
+
+    def _end(self, values: Values, targets: Values, form: _Form) -> Values:
         if self._chain is None or self.criterion is None:
             return values
         wanted = None if self._chain.targets is None else self._chain.targets.rebuild(targets)
-        return (self.criterion(self._chain.rebuild(values), wanted),)
+        return (self.criterion(replace(self._chain, packing=form.packing).rebuild(values), wanted),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How values cross to the next layer."""
+
+    packing: Packing = "bare"
+    orders: Orders = ()
+
+
+class _Layer(nn.Module):
+    """A layer that takes values as they cross, and hands them on so; the last one as it makes them.
+
+    Where it ends a block the trace has a mark for each value, an alias of it.
+    """
+
+    def __init__(self, layer: ChainLayer, *, ends_block: bool, is_last: bool) -> None:
+        super().__init__()
+        self.module = layer.module
+        self._ends_block, self._is_last, self._name = ends_block, is_last, layer.name
+
+    def forward(self, values: Values, form: _Form) -> tuple[Values, _Form]:
+        outputs = self.module(packed(as_made(values, form.orders), form.packing))
+        found = as_values(outputs, self._name)
+        form = _Form(packing_of(outputs), () if self._is_last else orders_of(found))
+        if self._is_last:
+            return found, form
+        found = contiguous(found, form.orders)
+        return tuple(map(torch.ops.aten.alias.default, found)) if self._ends_block else found, form
+
+
+def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
+    """Take the values that cross at each edge out of the results; a node at its place stands for each edge."""
+    end, spec = graph.output_node(), program.call_spec.out_spec
+    assert spec is not None
+    results, crossing = pytree.tree_unflatten(end.args[0], spec)  # type: ignore[arg-type]
+    end.args, found = (results,), []
+    for marks in crossing:
+        with graph.inserting_after(marks[-1]):
+            found.append(graph.call_function(_crossing, tuple(marks)))
+    for mark in (mark for marks in crossing for mark in marks if not is_stored(mark.args[0])):
+        mark.replace_all_uses_with(mark.args[0])
+        graph.erase_node(mark)
+    return found
+
+
+def _crossing(*values: Tensor) -> None:
+    """Stands in a graph where values cross to the next block."""
+
+
+def _swept(graph: fx.Graph, cuts: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
+    """The values that cross at each edge, in a graph without dead code."""
+    end = graph.output_node()
+    results, crossing = end.args[0], tuple(cut.args for cut in cuts)
+    for cut in cuts:
+        graph.erase_node(cut)
+    end.args = ((results, crossing),)
+    sweep(graph)
+    end.args = (results,)
+    return crossing  # type: ignore[return-value]
 
 
 def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:

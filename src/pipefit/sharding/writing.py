@@ -38,12 +38,15 @@ class LayerCode:
 def write(
     stage: TracedStage, steps: Sequence[Step], layer: int, inputs: Sequence[Key], outputs: Sequence[Key]
 ) -> LayerCode:
-    """The code of one layer, or of the loss, which takes `inputs` and returns `outputs`."""
+    """The code of one layer, or of the loss, which takes `inputs` and returns `outputs`.
+
+    What crosses to another block is contiguous with its dimensions as they are, as the whole layers hand it on.
+    """
     module = stage.layers[layer].module if layer < len(stage.layers) else nn.Module()
     writer = _Writer(stage, module, inputs)
     for step in of_layer(steps, layer):
         writer.step(step)
-    return writer.finished(outputs)
+    return writer.finished(outputs, ends_block=layer + 1 in stage.edges)
 
 
 class _Writer:
@@ -67,10 +70,13 @@ class _Writer:
         )
         self.known[step.made] = self.graph.call_function(step.call.target, args, kwargs)  # type: ignore[arg-type]
 
-    def finished(self, outputs: Sequence[Key]) -> LayerCode:
+    def finished(self, outputs: Sequence[Key], *, ends_block: bool) -> LayerCode:
         """The code, which returns `outputs`."""
         values = tuple(map(self._value, outputs))
         self.contexts.switch(())
+        if ends_block:
+            made = torch.ops.aten.contiguous.default
+            values = tuple(v if v.op == "placeholder" else self.graph.call_function(made, (v,)) for v in values)
         self.graph.output(values)
         return LayerCode(graph=self.graph, constants=self.constants)
 

@@ -1,0 +1,244 @@
+"""A rank's chain: numbers, and what crosses between blocks, are those of the whole chain, whatever is divided."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Chain, Task, capture
+from pipefit.capture.chain import ChainLayer, as_values, packing_of
+from pipefit.capture.orders import contiguous, orders_of
+from pipefit.capture.random_state import seed_torch
+from pipefit.sharding import LockstepCollectives, ShardedChain, assembled, in_lockstep, shard_chain
+from pipefit.sharding.tracing import blocks_begin
+from pipefit.zoo import build
+from sharded import CHEAP, DEAR, Case, InDouble, Listening
+
+Values = tuple[Tensor, ...]
+
+
+class Apart(nn.Module):
+    """A layer that hands on a transposed value, a slice of it and its input, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        made = self.linear(x)
+        return [made.transpose(1, 2), made[..., ::2], x]
+
+
+class Together(nn.Module):
+    """A layer that uses two of what `Apart` hands on, changes one of them in place, and hands on its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 8)
+
+    def forward(self, values: Sequence[Tensor]) -> Values:
+        turned, _, x = values
+        inner = torch.relu_(self.up(turned.transpose(1, 2)))
+        return self.down(inner), torch.tanh_(x * 2), self.down.weight
+
+
+class Last(nn.Module):
+    """A layer that uses a parameter of the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, values: Values) -> Tensor:
+        x, y, weight = values
+        return self.head(F.linear(x + y, weight.T))
+
+
+def by_hand() -> Task:
+    """A chain by hand whose layers hand on odd things."""
+    model = nn.Sequential(nn.Linear(8, 8), Apart(), Together(), Last())
+    return Task(
+        model,
+        batch=lambda n: (torch.randn(n, 4, 8), torch.randn(n, 4, 8)),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+    )
+
+
+MODELS: dict[str, Callable[[], Task]] = {
+    "gpt": lambda: build("gpt", layers=2, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.1, tied=True),
+    "bert": lambda: build("bert", layers=2, hidden=16, heads=2, vocabulary=12, sequence=8, dropout=0.0),
+    "mlp": lambda: build("mlp", widths=(16, 32, 16), inputs=8, classes=4),
+    "unet": lambda: build("unet", depth=1, width=4, convolutions=1, image_size=8, dropout=0.0),
+    "by hand": by_hand,
+}
+
+
+def captured(case: Case) -> tuple[Chain, Values, Values]:
+    """A chain of the case's module, and its flat inputs and targets."""
+    task = Task(copy.deepcopy(case.module), batch=case.task.batch, loss=case.task.loss, name=case.task.name)
+    with InDouble():
+        chain = capture(task, case.inputs, case.targets)
+    return chain, chain.flatten(case.inputs), chain.flatten_targets(case.targets)
+
+
+def divided(
+    chain: Chain, ranks: int, values: Values, targets: Values, like: ShardedChain | None = None
+) -> ShardedChain:
+    """The chain divided wherever it can be, in double precision."""
+    with InDouble():
+        return shard_chain(chain, ranks, values, targets, prices=CHEAP, like=like)
+
+
+def settled(chain: Chain, values: Values) -> Chain:
+    """The chain with how values cross, as a profile finds it by running every layer once."""
+    layers: list[ChainLayer] = []
+    packing, orders = chain.layers[0].packing, ()
+    for number, before in enumerate(chain.layers):
+        is_last, layer = number + 1 == len(chain.layers), replace(before, packing=packing, orders=orders)
+        outputs = layer.outputs(tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values))
+        packing, found = packing_of(outputs), as_values(outputs, layer.name)
+        orders = () if is_last else orders_of(found)
+        layers.append(replace(layer, leaves=None if is_last else orders))
+        values = found if is_last else contiguous(found, orders)
+    return replace(chain, layers=tuple(layers), packing=packing)
+
+
+class Crossed(NamedTuple):
+    """What crosses between blocks: shapes, strides and types of values, and which of them need a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+def stages(chains: Sequence[Chain], values: Values, targets: Values) -> tuple[float, list[list[Crossed]]]:
+    """The loss through a stage for each block, taken from one chain after the other, and what crosses.
+
+    Stages receive leaves of their own, as if each were on another device, and gradients are handed back by hand.
+    """
+    edges = [0, *blocks_begin(chains[0]), len(chains[0].layers)]
+    sent: list[Values] = []
+    received: list[Values] = []
+    with InDouble():
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            chain = chains[number % len(chains)]
+            for layer in chain.layers[start:stop]:
+                values = layer(values)
+            if stop < len(chain.layers):
+                sent.append(values)
+                values = tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values)
+                received.append(values)
+        loss = chain.loss(values, targets)
+    loss.backward()
+    for gone, come in zip(reversed(sent), reversed(received), strict=True):
+        pairs = [(v, r.grad) for v, r in zip(gone, come, strict=True) if r.grad is not None]
+        torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+    return float(loss.detach()), [
+        [Crossed(tuple(v.shape), v.stride(), v.dtype, v.requires_grad) for v in values] for values in sent
+    ]
+
+
+def gradients(chain: Chain) -> dict[str, Tensor]:
+    """The gradients of all parameters, by their names in the model."""
+    named = ((layer.originals.get(n), p) for layer in chain.layers for n, p in layer.module.named_parameters())
+    return {name: p.grad for name, p in named if name is not None and p.grad is not None}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:
+    """Stages that end with every block exchange what those of the whole chain do, and have its loss and gradients."""
+    case = Case.of(MODELS[model]())
+    whole, values, targets = captured(case)
+    whole = settled(whole, values)
+    seed_torch(1, target="cpu")
+    loss, crossed = stages([whole], values, targets)
+    sharded = divided(captured(case)[0], ranks, values, targets)
+
+    def run(group: LockstepCollectives) -> tuple[float, list[list[Crossed]], dict[str, Tensor]]:
+        chain = sharded.rank(group)
+        assert [layer.name for layer in chain.layers] == [layer.name for layer in whole.layers]
+        chain = settled(chain, values)
+        seed_torch(1, target="cpu")
+        return *stages([chain], values, targets), gradients(chain)
+
+    found, expected = in_lockstep(ranks, run), gradients(whole)
+    shards = [sharded.shards(rank) for rank in range(ranks)]
+    assert sharded.shares.of_bytes > 0
+    for one in found:
+        assert one[0] == pytest.approx(loss, rel=1e-12)
+        assert one[1] == crossed
+        assert one[2].keys() == expected.keys()
+    for name, gradient in expected.items():
+        put_together = assembled([shard[name] for shard in shards], [one[2][name] for one in found])
+        assert float((put_together - gradient).abs().max()) <= 1e-12 * max(float(gradient.abs().max()), 1e-2), name
+
+
+@pytest.mark.parametrize("model", ["gpt", "unet", "by hand"])
+def test_stages_of_other_degrees_go_together(model: str) -> None:
+    """Stages that are divided and stages that are not give the whole chain's loss."""
+    case = Case.of(MODELS[model]())
+    chain, values, targets = captured(case)
+    whole = settled(chain, values)
+    sharded = divided(captured(case)[0], 2, values, targets)
+
+    def run(group: LockstepCollectives) -> float:
+        rank = settled(sharded.rank(group), values)
+        seed_torch(1, target="cpu")
+        return stages([copy.deepcopy(whole), rank], values, targets)[0]
+
+    again = settled(captured(case)[0], values)
+    seed_torch(1, target="cpu")
+    loss, _ = stages([again], values, targets)
+    assert in_lockstep(2, run) == pytest.approx([loss] * 2, rel=1e-12)
+
+
+def test_chains_for_other_numbers_of_samples_divide_parameters_alike() -> None:
+    """For one sample other forms are cheapest than for many: a chain like another has the parameters of that one."""
+    case = Case.of(build("gpt", layers=1, hidden=16, heads=2, vocabulary=11, sequence=8))
+    chain, values, targets = captured(case)
+    many = tuple(v.repeat(64, 1) for v in values), tuple(t.repeat(64, *[1] * (t.ndim - 1)) for t in targets)
+    cheap, dear = shard_chain(chain, 2, values, targets, prices=CHEAP), shard_chain(chain, 2, *many, prices=DEAR)
+    assert cheap.shards(1) != dear.shards(1)
+    assert shard_chain(chain, 2, *many, prices=DEAR, like=cheap).shards(1) == cheap.shards(1)
+    assert shard_chain(chain, 2, values, targets, prices=CHEAP, like=dear).shards(1) == dear.shards(1)
+
+
+def test_chains_that_are_divided_alike_have_one_digest() -> None:
+    """Ranks that plan by themselves see by the digest whether they agree."""
+    chain, values, targets = captured(Case.of(MODELS["mlp"]()))
+    one, other = (shard_chain(chain, 2, values, targets, prices=CHEAP) for _ in range(2))
+    assert one.digest == other.digest != shard_chain(chain, 2, values, targets, prices=DEAR).digest
+
+
+def test_collectives_are_said_for_their_layers() -> None:
+    """Of every layer and direction, what is said is what happens when that layer runs alone."""
+    chain, values, targets = captured(Case.of(MODELS["gpt"]()))
+    sharded = divided(chain, 2, values, targets)
+    said = Counter((each.kind, each.phase, each.layer, each.nbytes) for each in sharded.collectives)
+
+    def run(group: LockstepCollectives) -> Counter[tuple[str, str, int, int]]:
+        listening = Listening(group)
+        rank, given = sharded.rank(listening), values
+        for number, layer in enumerate(rank.layers):
+            listening.layer, listening.phase = number, "forward"
+            given = tuple(v.detach().requires_grad_(v.requires_grad) for v in given)
+            made = layer(given)
+            listening.phase = "backward"
+            torch.autograd.backward([v.sum() for v in made if v.requires_grad], retain_graph=True)
+            given = made
+        return listening.heard
+
+    without_loss = Counter({key: count for key, count in said.items() if key[2] < len(chain.layers)})
+    assert in_lockstep(2, run) == [without_loss] * 2
