@@ -12,12 +12,14 @@ import pipefit
 from pipefit.cli import (
     certify,
     checkpoint,
+    clusters,
     compare,
     demo,
     doctor,
     export,
     fit,
     main,
+    models,
     plan,
     profile,
     report,
@@ -30,7 +32,10 @@ from pipefit.presets import preset_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-COMMANDS = (certify, checkpoint, compare, demo, doctor, export, fit, plan, profile, report, show, simulate, train)
+COMMANDS = (
+    certify, checkpoint, clusters, compare, demo, doctor, export, fit, models, plan, profile, report, show, simulate,
+    train,
+)  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line

@@ -21,11 +21,13 @@ from typer.main import get_command
 from pipefit.cli import (
     certify,
     checkpoint,
+    clusters,
     compare,
     demo,
     doctor,
     export,
     fit,
+    models,
     plan,
     profile,
     report,
@@ -50,8 +52,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors are printed here, in one sentence
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _module in (demo, profile, plan, fit, simulate, certify, train, checkpoint, compare, report, show, export, doctor):
-    app.command(_module.__name__.rpartition(".")[2])(_module.command)
+_COMMANDS = (
+    demo, models, clusters, profile, plan, fit, simulate, certify, train, checkpoint, compare, report, show, export,
+    doctor,
+)  # fmt: skip
+for _module in _COMMANDS:
+    app.command(_module.__name__.rpartition(".")[2], epilog=f"For example:\n\n\b\n  {_module.EXAMPLE}")(_module.command)
 
 
 @app.callback(epilog=_EPILOG)

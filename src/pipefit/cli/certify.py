@@ -14,6 +14,8 @@ from pipefit.cli.options import Json, Model, Output, PlanFile, PredictedSteps, S
 if TYPE_CHECKING:
     from pipefit.trace import Trace
 
+EXAMPLE = "pipefit certify plan.json hf:gpt2"
+
 
 def command(
     plan: PlanFile,

@@ -22,6 +22,7 @@ _WORDS: dict[Kind, str] = {
     "master": "master weights",
     "held": "other tensors",
 }
+EXAMPLE = "pipefit checkpoint runs -o model.safetensors"
 
 
 def command(

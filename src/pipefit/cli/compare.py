@@ -10,6 +10,8 @@ import typer
 
 from pipefit.cli.options import Json
 
+EXAMPLE = "pipefit compare predicted.json measured.json"
+
 
 def command(
     predicted: Annotated[Path, typer.Argument(metavar="PREDICTED", help="A trace, such as pipefit simulate saves.")],

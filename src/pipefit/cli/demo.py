@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MODEL: dict[str, int] = {"layers": 8, "hidden": 128, "heads": 4, "sequence": 128}
 _CLUSTER = "emulated:4x12MiB"
 _MICROBATCH, _MICROBATCHES = 2, 8
+EXAMPLE = "pipefit demo --steps 40"
 
 
 def command(

@@ -17,6 +17,7 @@ from pipefit.cli.options import Json
 _PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors")
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
+EXAMPLE = "pipefit doctor"
 
 
 def command(as_json: Json = False) -> None:

@@ -11,6 +11,8 @@ import typer
 if TYPE_CHECKING:
     from pipefit.files import Document
 
+EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
+
 
 def command(
     file: Annotated[Path, typer.Argument(metavar="PLAN|TRACE", help="A plan, or for perfetto also a trace.")],

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from pipefit.fit.growth import Demand, Growth
     from pipefit.fits import Fit
 
+_NO_SETTINGS = ("batch", "devices", "memory")  # what grows besides
 _LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
+EXAMPLE = "pipefit fit zoo:gpt --cluster 4x-titan-rtx --grow layers --no-certify"
 
 
 def command(
@@ -73,6 +75,7 @@ def command(
     Or, with --grow devices or memory, the smallest cluster. Plans for growing sizes, then bisects. Exits with 3 if not
     even the first value fits. With -o, saves the plan of the answer.
     """
+    from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
@@ -99,7 +102,8 @@ def command(
         )
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
     try:
-        _print(found, as_json=as_json)
+        grown = [] if grow in _NO_SETTINGS else [f"{grow}={found.best.value}"]
+        _print(found, built_with(model, [*settings, *grown]), as_json=as_json)
     finally:
         with cleared_away():
             if output is not None:
@@ -156,11 +160,12 @@ def _size(grow: str, option: str, text: str | None, default: int) -> int:
     return int(text)
 
 
-def _print(found: Fit, *, as_json: bool) -> None:
+def _print(found: Fit, built: str, *, as_json: bool) -> None:
+    from pipefit.cli.output import told
     from pipefit.report.fit import describe_fit
     from pipefit.tables import write
 
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        write(describe_fit(found))
+        write(told(describe_fit(found), built))

@@ -10,19 +10,22 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipefit.errors import PipefitError, UsageError, in_one_line
 
 if TYPE_CHECKING:
     from pipefit.capture import Task
     from pipefit.training import Precision
+    from pipefit.zoo.settings import Setting
 
-_FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own"
+_FORMS = "write zoo:NAME, hf:NAME, or package.module:factory for one of your own; pipefit models lists them"
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head",
+         "d_model", "num_layers", "num_heads", "sequence", "attention", "optimizer")  # fmt: skip
 
 
 def resolve(model: str, settings: Sequence[str], precision: Precision | None = None) -> Task:
@@ -39,9 +42,7 @@ def resolve(model: str, settings: Sequence[str], precision: Precision | None = N
 
 
 def _task(model: str, settings: Sequence[str]) -> Task:
-    source, colon, name = model.partition(":")
-    if not colon or not source or not name:
-        raise UsageError(f"{model!r} is not a model: {_FORMS}")
+    source, name = _parts(model)
     arguments = parse_settings(settings)
     if source == "hf":
         from pipefit.zoo.huggingface import hf
@@ -52,6 +53,50 @@ def _task(model: str, settings: Sequence[str]) -> Task:
 
         return zoo.build(name, **arguments)
     return _from_factory(source, name, arguments)
+
+
+def _parts(model: str) -> tuple[str, str]:
+    source, _, name = model.partition(":")
+    if not source or not name:
+        raise UsageError(f"{model!r} is not a model: {_FORMS}")
+    return source, name
+
+
+def settings_of(model: str) -> tuple[Setting, ...]:
+    """What `--set` takes for MODEL: names, defaults, and what each must be where that is known.
+
+    Raises:
+        UsageError: no such model, module or factory.
+    """
+    from pipefit.zoo import settings
+
+    source, name = _parts(model)
+    if source == "hf":
+        from pipefit.zoo.huggingface import settings_of_architecture
+
+        return settings_of_architecture(name)
+    if source == "zoo":
+        from pipefit import zoo
+
+        return settings.settings_of(zoo.factory(name))
+    with redirect_stdout(sys.stderr):
+        factory = _factory(source, name)
+    try:
+        return settings.settings_of(factory)
+    except (TypeError, ValueError):  # written in C: it does not tell
+        return ()
+
+
+def built_with(model: str, settings: Sequence[str]) -> str:
+    """All settings of a model, given or not, in a sentence: nobody plans for a default without knowing it.
+
+    Of Hugging Face's configurations those that give a model its shape. Empty where a factory does not tell its own.
+    """
+    given = parse_settings(settings)
+    known = {item.name: item.default for item in settings_of(model)}
+    shown = known if not model.startswith("hf:") else {key: value for key, value in known.items() if key in _SHAPE}
+    texts = [f"{key}={value}" for key, value in {**shown, **given}.items()]
+    return f"Built with {', '.join(texts)}." if texts else ""
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -83,9 +128,7 @@ def _value(text: str) -> Any:
 def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     from pipefit.capture import Task
 
-    factory = _attribute(_module(source), source, name)
-    if not callable(factory):
-        raise UsageError(f"{source}:{name} is a {type(factory).__name__}, not a function that returns a Task")
+    factory = _factory(source, name)
     try:
         task = factory(**arguments)
     except PipefitError:
@@ -95,6 +138,13 @@ def _from_factory(source: str, name: str, arguments: dict[str, Any]) -> Task:
     if not isinstance(task, Task):
         raise UsageError(f"{source}:{name} returned a {type(task).__name__}: it must return a pipefit.Task")
     return task
+
+
+def _factory(source: str, name: str) -> Callable[..., object]:
+    found = _attribute(_module(source), source, name)
+    if not callable(found):
+        raise UsageError(f"{source}:{name} is a {type(found).__name__}, not a function that returns a Task")
+    return cast("Callable[..., object]", found)
 
 
 def _module(source: str) -> Any:

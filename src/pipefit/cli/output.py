@@ -43,6 +43,11 @@ def deliver(
     print_and_save(partial(_print, document, as_json, describe), document, output, quiet=as_json)
 
 
+def told(blocks: Sequence[Block], built: str) -> list[Block]:
+    """The blocks with what the model was built with below their head, if that is to be told."""
+    return [*blocks[:1], built, *blocks[1:]] if built else [*blocks]
+
+
 def print_and_save(print_it: Callable[[], None], document: Document, output: Path | None, *, quiet: bool) -> None:
     """Prints, so that a full disk loses nothing, then saves `document`, although the reader of a pipe may have left.
 

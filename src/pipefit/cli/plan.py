@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pipefit.cluster import Cluster
     from pipefit.profiles import ModelProfile
 
+EXAMPLE = "pipefit plan hf:gpt2 --cluster 4x-titan-rtx --batch-size 64 -o plan.json"
+
 
 def command(
     profile: Annotated[
@@ -120,7 +122,8 @@ def command(
     recomputed or moved so that it fits, and which device limits it. For GPUs a plan of a MODEL fits if the processes
     do; where a first plan's do not, it is planned again. A plan of a PROFILE only leaves the --reserve.
     """
-    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.model import built_with
+    from pipefit.cli.output import check_output, deliver, told
     from pipefit.cli.progress import progress
 
     check_output(output, profile, cluster)
@@ -148,7 +151,8 @@ def command(
             planner=planner,
             stages=stages,
         )
-    deliver(made, output=output, as_json=as_json)
+    built = built_with(profile, settings) if _is_model(profile) else ""
+    deliver(made, output=output, as_json=as_json, describe=lambda: told(made.explanation, built))
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
         print(
             "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "

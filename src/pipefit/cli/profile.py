@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipefit.training import Training
 
 Runs = Literal["incremental", "trimmed"]
+EXAMPLE = "pipefit profile hf:gpt2 --microbatch-size 4 --target cuda -o profile.json"
 
 
 def command(

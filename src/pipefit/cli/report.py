@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = "pipefit report plan.json measured.json -o page.html"
+
 
 def command(
     file: Annotated[Path, typer.Argument(metavar="PLAN|TRACE", help="A plan, which is simulated, or a trace.")],

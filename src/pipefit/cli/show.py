@@ -9,6 +9,8 @@ import typer
 
 from pipefit.cli.options import Json
 
+EXAMPLE = "pipefit show dgx1-v100"
+
 
 def command(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Any document, or the name of a cluster.")],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pipefit.cli.options import Json, Output, PlanFile, PredictedSteps
 
+EXAMPLE = "pipefit simulate plan.json -o predicted.json"
+
 
 def command(plan: PlanFile, steps: PredictedSteps = None, output: Output = None, as_json: Json = False) -> None:
     """Simulate PLAN: predicted peaks and time.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipefit.runtime.saving import Saving
     from pipefit.trace import Trace
 
+EXAMPLE = "pipefit train plan.json hf:gpt2 --steps 100 --save runs --every 50"
+
 
 def command(
     plan: PlanFile,

@@ -47,6 +47,15 @@ def build(name: str, **settings: Any) -> Task:
     Raises:
         UsageError: no such model, no such setting, or a value that cannot be.
     """
+    return factory(name)(**settings)
+
+
+def factory(name: str) -> Callable[..., Task]:
+    """The function that describes the model of that name.
+
+    Raises:
+        UsageError: no such model.
+    """
     if name not in MODELS:
         raise UsageError(f"no model {name!r} in the zoo: choose one of {', '.join(sorted(MODELS))}")
-    return MODELS[name](**settings)
+    return MODELS[name]

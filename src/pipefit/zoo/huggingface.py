@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.zoo.optimizers import OptimizerName, optimizer_of
-from pipefit.zoo.settings import Rate, rule_of
+from pipefit.zoo.settings import Rate, Setting, rule_of
 
 _LONGEST = 512  # tokens of a made-up sample, unless told; fewer where the model has fewer positions
 _EVERY = 7  # a masked language model is asked for every seventh token
 _OWN = ("sequence", "attention", "optimizer", "lr")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_SHAPE = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
 _IGNORED = -100  # transformers' label of a token that does not count
 
@@ -57,11 +58,7 @@ def hf(
     for setting, value, hint in (("optimizer", optimizer, OptimizerName), ("lr", lr, Rate | None)):
         if not (rule := rule_of(hint)).accepts(value):
             raise UsageError(f"hf:{name}: {setting} must be {rule.words}, not {value!r}")
-    lengths = [getattr(config, key) for key in _POSITIONS if isinstance(getattr(config, key, None), int)]
-    longest = min(lengths or [_LONGEST])
-    length = min(longest, _LONGEST) if sequence is None else sequence
-    if not isinstance(length, int) or not 1 <= length <= longest:
-        raise UsageError(f"hf:{name}: sequence must be a whole number from 1 to {longest}, not {sequence!r}")
+    length = _length(name, config, sequence)
     return Task(
         partial(_build, getattr(transformers, architecture), config, attention),
         batch=partial(_BATCHES[kind], config=config, length=length),
@@ -105,17 +102,50 @@ def _config(transformers: Any, name: str, settings: dict[str, Any]) -> Any:
     return config
 
 
-def _kind(name: str) -> tuple[str, str]:
-    """What the architecture is naturally trained for, and its class."""
+def architectures() -> dict[str, str]:
+    """The architectures that `hf` knows, each with what it is trained for: `causal`, `masked`, `seq2seq`, ...
+
+    Raises:
+        UsageError: transformers is not installed.
+    """
+    known = _transformers().CONFIG_MAPPING.keys()
+    return {name: kind for kind, classes in reversed(_classes().items()) for name in sorted(classes) if name in known}
+
+
+def settings_of_architecture(name: str) -> tuple[Setting, ...]:
+    """What `hf` takes for an architecture: its own settings, then those of the configuration that are not every one's.
+
+    Raises:
+        UsageError: transformers is not installed, or has no such architecture.
+    """
+    transformers = _transformers()
+    plain = _config(transformers, name, {})
+    common = vars(transformers.PreTrainedConfig()).keys() - _SHAPE
+    own = (
+        Setting("sequence", _length(name, plain, None), "a whole number"),
+        Setting("attention", "sdpa", "'sdpa' or 'eager'"),
+        Setting("optimizer", "adamw", rule_of(OptimizerName).words),
+        Setting("lr", None, rule_of(Rate | None).words),
+    )
+    configured = {key: value for key, value in vars(plain).items() if key not in common and not key.startswith("_")}
+    return (*own, *(Setting(key, value, "") for key, value in configured.items()))
+
+
+def _classes() -> dict[str, Any]:
+    """The classes of every architecture, by what it is naturally trained for, the likeliest first."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    kinds = {
+    return {
         "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
         "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
-    for kind, classes in kinds.items():
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """What the architecture is naturally trained for, and its class."""
+    for kind, classes in _classes().items():
         if name in classes:
             found = classes[name]
             return kind, found if isinstance(found, str) else found[0]
@@ -123,6 +153,16 @@ def _kind(name: str) -> tuple[str, str]:
         f"hf:{name} is neither a language model, nor speech to text, nor an image classifier; "
         "build it in Python and pass the module to pipefit.Task"
     )
+
+
+def _length(name: str, config: Any, sequence: int | None) -> int:
+    """Tokens in a sample: as asked, or as many as the model has positions, but no more than is usual."""
+    lengths = [getattr(config, key) for key in _POSITIONS if isinstance(getattr(config, key, None), int)]
+    longest = min(lengths or [_LONGEST])
+    length = min(longest, _LONGEST) if sequence is None else sequence
+    if not isinstance(length, int) or not 1 <= length <= longest:
+        raise UsageError(f"hf:{name}: sequence must be a whole number from 1 to {longest}, not {sequence!r}")
+    return length
 
 
 def _closest(name: str, known: list[str]) -> str:

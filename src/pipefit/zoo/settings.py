@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from math import inf
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipefit.errors import UsageError
 
@@ -25,6 +25,14 @@ class Rule:
     """What a value may be: a test, and the words that follow "must be"."""
 
     accepts: Callable[[object], bool]
+    words: str
+
+
+class Setting(NamedTuple):
+    """One setting of a model: its default, and the words that follow "must be"; none where no rule is known."""
+
+    name: str
+    default: object
     words: str
 
 
@@ -83,6 +91,16 @@ def rule_of(hint: Any) -> Rule:
 def describe(factory: Callable[..., object]) -> str:
     """The settings of a model with their defaults: `layers=12, hidden=768, ...`."""
     return ", ".join(f"{item.name}={item.default!r}" for item in inspect.signature(factory).parameters.values())
+
+
+def settings_of(factory: Callable[..., object]) -> tuple[Setting, ...]:
+    """The settings of a factory that have a default, in its order; of one that is not ours, without rules."""
+    hints = get_type_hints(factory, include_extras=True) if hasattr(factory, "__wrapped__") else {}
+    return tuple(
+        Setting(item.name, item.default, rule_of(hints[item.name]).words if item.name in hints else "")
+        for item in inspect.signature(factory).parameters.values()
+        if item.default is not item.empty
+    )
 
 
 def checked(factory: Callable[Parameters, Described]) -> Callable[Parameters, Described]:

@@ -1,0 +1,64 @@
+"""`pipefit clusters`: the clusters that have a name, and how others are written."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from pipefit.cli.options import Json
+
+if TYPE_CHECKING:
+    from pipefit.cluster import Cluster
+    from pipefit.tables import Table
+
+EXAMPLE = "pipefit clusters"
+_OTHERS = (
+    "emulated:4x256MiB is four worker processes of this machine with 256 MiB each, emulated:2x256MiB+2x128MiB two "
+    "sizes of them. A cluster of your own is a .toml file. pipefit show NAME tells devices, hosts and links."
+)
+
+
+def command(as_json: Json = False) -> None:
+    """List the clusters that have a name.
+
+    Memory is what the driver offers to programs; of it, a reserve is left to what a process takes besides tensors.
+    """
+    from pipefit.cluster import Cluster
+    from pipefit.presets import preset_names
+    from pipefit.tables import write
+
+    found = [Cluster.preset(name) for name in preset_names()]
+    if as_json:
+        print(json.dumps({cluster.name: _figures(cluster) for cluster in found}))
+        return
+    write([_table(found), _OTHERS], width=80)
+
+
+def _figures(cluster: Cluster) -> dict[str, object]:
+    """A cluster as JSON: sizes in bytes, for each device."""
+    return {
+        "devices": [device.kind.name for device in cluster.devices],
+        "memory_bytes": [device.memory_bytes for device in cluster.devices],
+        "reserve_bytes": list(cluster.reserves),
+        "host_bytes": [host.memory_bytes for host in cluster.hosts],
+    }
+
+
+def _table(clusters: list[Cluster]) -> Table:
+    """A row for each cluster; its devices are equal."""
+    from pipefit.tables import Table
+    from pipefit.texts import counted
+    from pipefit.units import format_bytes
+
+    rows = tuple(
+        (
+            cluster.name,
+            str(len(cluster.devices)),
+            cluster.devices[0].kind.name,
+            format_bytes(cluster.devices[0].memory_bytes),
+            format_bytes(cluster.reserves[0]),
+            f"{counted(len(cluster.hosts), 'host')} of {format_bytes(cluster.hosts[0].memory_bytes)}",
+        )
+        for cluster in clusters
+    )
+    return Table(("cluster", "devices", "of kind", "memory of each", "reserve", "hosts"), rows, spare=("reserve",))

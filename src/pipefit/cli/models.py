@@ -1,0 +1,92 @@
+"""`pipefit models`: the models that have a name, with their settings and defaults."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipefit.cli.options import Json
+
+if TYPE_CHECKING:
+    from pipefit.tables import Block
+
+EXAMPLE = "pipefit models zoo:gpt"
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="zoo:NAME, hf:NAME, hf: for the names of all architectures, or package.module:factory.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List models with their settings and defaults.
+
+    Those of the zoo, each with what --set takes; or, for one MODEL, what every setting may be.
+    """
+    from pipefit.cli.progress import progress
+    from pipefit.tables import write
+
+    with progress("reading the models"):
+        found = _found(model)
+    if as_json:
+        print(json.dumps(found, default=repr))
+    else:
+        write(_told(model, found), width=80)
+
+
+def _found(model: str | None) -> dict[str, dict[str, object]]:
+    """What is printed, as plain data: settings by model, or names by kind of architecture."""
+    from pipefit.cli.model import settings_of
+
+    if model is not None and model != "hf:":
+        return {model: {item.name: {"default": item.default, "must_be": item.words} for item in settings_of(model)}}
+    if model == "hf:":
+        from pipefit.zoo.huggingface import architectures
+
+        return {"hf": dict(architectures())}
+    from pipefit.zoo import MODELS
+
+    return {f"zoo:{name}": {item.name: item.default for item in settings_of(f"zoo:{name}")} for name in sorted(MODELS)}
+
+
+def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]:
+    from pipefit.tables import Table
+
+    if model == "hf:":
+        kinds: dict[object, list[str]] = {}
+        for name, kind in found["hf"].items():
+            kinds.setdefault(kind, []).append(name)
+        return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
+    if model is not None:
+        rows = tuple((name, *_cells(item)) for name, item in found[model].items())
+        table = Table(("--set", "default", "must be"), rows)
+        return [table.part((0, 1)) if model.startswith("hf:") else table, f"Such as: pipefit plan {model} --cluster 4x-titan-rtx"]
+    return [*(_paragraph(name, settings) for name, settings in found.items()), _OTHERS]
+
+
+def _cells(item: object) -> tuple[str, str]:
+    from pipefit.texts import shortened
+
+    assert isinstance(item, dict)
+    return shortened(repr(item["default"])), item["must_be"]
+
+
+def _paragraph(name: str, settings: dict[str, object]) -> str:
+    """A model of the zoo: what it is, and its settings as `--set` takes them."""
+    from pipefit.zoo import MODELS
+
+    about = (MODELS[name.removeprefix("zoo:")].__doc__ or "").partition("\n")[0]
+    given = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return f"{name}  {about}\n  {given}"
+
+
+_OTHERS = (
+    "hf:NAME is an architecture of Hugging Face transformers with random weights: pipefit models hf: names them. "
+    "package.module:factory is a model of your own; pipefit models MODEL tells what each setting may be."
+)
