@@ -66,7 +66,10 @@ def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]
     if model is not None:
         rows = tuple((name, *_cells(item)) for name, item in found[model].items())
         table = Table(("--set", "default", "must be"), rows)
-        return [table.part((0, 1)) if model.startswith("hf:") else table, f"Such as: pipefit plan {model} --cluster 4x-titan-rtx"]
+        return [
+            table.part((0, 1)) if model.startswith("hf:") else table,
+            f"Such as: pipefit plan {model} --cluster 4x-titan-rtx",
+        ]
     return [*(_paragraph(name, settings) for name, settings in found.items()), _OTHERS]
 
 
