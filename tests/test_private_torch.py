@@ -41,6 +41,7 @@ OTHERS = {
     "profiler/saved.py",
     "runtime/agreement.py",
     "runtime/comparison.py",
+    "runtime/initial_weights.py",
     "runtime/lives.py",
 }
 

@@ -23,21 +23,26 @@ def fake_chain(
 
     An existing module is copied, not changed. `target` is where the chain will run, by default that of `fake`.
     """
-    with fake.assuming_nothing():
-        module = task.module if isinstance(task.module, nn.Module) else _built(task)
+    return capture(faked(task, fake, training=training), *sample, target=target or fake.target)
+
+
+def faked(task: Task, fake: FakeTarget, *, training: bool = True) -> Task:
+    """`task` with its module over fake tensors. Call it inside `fake`."""
+    module = task.module if isinstance(task.module, nn.Module) else built_without_bytes(task, fake)
     refuse_module(module, task.name)  # before it is copied, for a copy does not show all
     module = copy_of(module, task.name, fake.fake)
     _start_counting(module, fake)
-    return capture(replace(task, module=in_mode(module, training)), *sample, target=target or fake.target)
+    return replace(task, module=in_mode(module, training))
 
 
-def _built(task: Task) -> nn.Module:
-    """The module that the task's factory builds under a fake mode.
+def built_without_bytes(task: Task, fake: FakeTarget) -> nn.Module:
+    """The module that the task's factory builds inside `fake`.
 
     A factory that reads numbers from a tensor builds it on torch's `meta` device instead.
     """
     try:
-        return task.build()
+        with fake.assuming_nothing():
+            return task.build()
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
             return task.build()

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from pipefit.capture.caller import recording, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
-from pipefit.capture.model import built, capture
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError
@@ -43,6 +42,7 @@ from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
+from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import device_of, joins_workers, transport_of
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
@@ -66,7 +66,7 @@ class Trainer:
 
     Args:
         task: what to train. A module that exists is trained in place; a factory is called after
-            `torch.manual_seed(seed)`, so that every worker builds the same.
+            `torch.manual_seed(seed)`. Of several workers the first hands out what it builds.
         plan: made for this task, or for one with the same fingerprint.
         seed: of the factory's initialisation, and of all random layers.
         timeout_seconds: how long a worker waits for another before it gives up. On GPUs NCCL's own limit of ten minutes
@@ -82,6 +82,7 @@ class Trainer:
         on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
             ends the training; unless given, it warns.
         on_wait: called again and again while a save waits for the one before; for supervision.
+        on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
 
     Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
     this process has; where the numbers could not be compared; and, on emulated devices, of operations whose kernels
@@ -107,6 +108,7 @@ class Trainer:
         on_action: Callable[[int], None] | None = None,
         on_failed_save: OnFailedSave | None = None,
         on_wait: Callable[[], None] = lambda: None,
+        on_weights: OnWeights = lambda waits: None,
     ) -> None:
         seed_number(seed)
         whole("accumulate", accumulate, 1)
@@ -130,7 +132,7 @@ class Trainer:
         else:
             lending = Lending.within(plan, whole_run(plan), share_device=share_device)
         self._lending, self.not_compared = lending, ""  # what others have borrowed stays ours
-        trained, chain = self._captured(seed, numbers)
+        trained, chain = self._captured(seed, numbers, on_weights)
         self.chain, workers, names = chain, plan.workers, Names.of(chain.layers)
         site = Site(
             task=task,
@@ -326,23 +328,21 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
-    def _captured(self, seed: int, numbers: bool) -> tuple[Task, Chain]:
+    def _captured(self, seed: int, numbers: bool, on_weights: OnWeights) -> tuple[Task, Chain]:
         """The task with its module built, and its chain as the plan has it, which was compared if it was traced."""
         task, plan = self.task, self.plan
         check_casts(plan, task)
         with recording("training"):
-            target = plan.cluster.target
-            whole = built(task, seed=seed, target=target)
             first = sample(task, plan.training.microbatch_size)
-            chain = capture(whole, *first, target=target)
+            trained, chain = start_of(task, plan, seed, first, on_weights)
         check_model(plan, task, chain)
         if numbers and (chain.traced or plan.is_sliced):
             second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
             if self.rank == 0:
-                self.not_compared = compare_at_start(whole, plan, chain, (first, second))
+                self.not_compared = compare_at_start(trained, plan, chain, (first, second))
         if self.not_compared:
             warnings.warn(self.not_compared, PipefitWarning, stacklevel=3)
-        return whole, chain
+        return trained, chain
 
     def _clock(self) -> float:
         return time.perf_counter() - getattr(self, "_began", 0.0)

@@ -155,6 +155,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             on_action=heartbeat.at,
             on_failed_save=told.failed_save,
             on_wait=lambda: heartbeat.at(SAVING),
+            on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
         )
     if trainer.not_compared:
         pipe.send(("warning", trainer.not_compared))

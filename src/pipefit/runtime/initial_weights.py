@@ -1,0 +1,229 @@
+"""The layers that a training starts from, with the weights of plain training under the same seed.
+
+Of several workers the first builds the model as its owner wrote it. The others build it over fake tensors, which have
+no bytes, and the first sends each the parameters, buffers and constants of its own stages, over gloo. So a host holds
+the model once and the workers' parts of it, however many workers there are, and the random numbers are those of one
+plain initialisation. What the first worker does not train is freed before its first step.
+
+A worker builds the whole model itself where it cannot do without the bytes: the task has a module, and no function that
+builds one; the function returns a module that exists already; parameters share memory; or a layer holds a tensor that
+copies of it do not reach, as one that a function of C holds.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.constants import constants
+from pipefit.capture.copying import copied
+from pipefit.capture.model import built, capture
+from pipefit.capture.random_state import put_back, seed_torch
+from pipefit.capture.sample import Sample
+from pipefit.capture.storages import flat, storage_key
+from pipefit.capture.task import Task
+from pipefit.errors import PeerLost, PipefitError, first_line
+from pipefit.fake.chain import built_without_bytes, faked
+from pipefit.fake.target import FakeTarget
+from pipefit.plans import Plan
+from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.transport import advice
+
+_PIECE_BYTES = 64 << 20  # between two signs of life
+_PATIENCE = timedelta(days=1)  # building may take any time, and a worker that ends breaks the connection
+
+OnWeights = Callable[[bool], None]
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Start(NamedTuple):
+    """A task whose module is built, and the chain of that module, which holds the same tensors."""
+
+    task: Task
+    chain: Chain
+
+
+def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWeights) -> Start:
+    """The model as this worker needs it, captured with `first`, a microbatch: with bytes at least for its own layers.
+
+    All workers must call it. `on_weights` is called with whether this worker waits for another, again and again. In a
+    single process, and where the task has a module that exists, it is the whole model.
+
+    Raises:
+        UsageError: the model cannot be built or captured.
+        PeerLost: another worker failed meanwhile.
+    """
+    if not dist.is_initialized() or isinstance(task.module, nn.Module):
+        return _whole(task, plan, seed, first)
+    rank = dist.get_rank()
+    bare = None if rank == 0 else _without_bytes(task, plan, seed, first)
+    start = bare or _whole(task, plan, seed, first)
+    with _between_workers() as group:
+        on_weights(rank > 0)
+        forms = None if bare is None else list(map(_form, _tensors(bare.chain, plan, rank)))
+        is_same = _compared(forms, start.chain, plan, group)
+        for worker, same in enumerate(is_same):
+            if same and rank in (0, worker):
+                for tensor in _tensors(start.chain, plan, worker):
+                    (_send if rank == 0 else _receive)(tensor, worker, group, on_weights)
+        on_weights(True)
+        dist.barrier(group=group)
+        on_weights(False)
+    return start if bare is None or is_same[rank] else _whole(task, plan, seed, first)
+
+
+def _whole(task: Task, plan: Plan, seed: int, first: Sample) -> Start:
+    target = plan.cluster.target
+    whole = built(task, seed=seed, target=target)
+    return Start(whole, capture(whole, *first, target=target))
+
+
+# -------------------------------------------------------------------- a model without bytes
+
+
+def _without_bytes(task: Task, plan: Plan, seed: int, first: Sample) -> Start | None:
+    """The model with memory, of any content, for this worker's layers alone; None where it has to have all of it."""
+    target = plan.cluster.target
+    try:
+        with put_back(), FakeTarget("cpu") as fake:
+            seed_torch(seed, target="cpu")
+            module = built_without_bytes(task, fake)
+            if not _is_new(module):
+                return None
+            bare = faked(replace(task, module=module), fake)
+            chain = capture(bare, *first, target=target)
+    except PipefitError:
+        return None  # where the task itself is to blame, building the model tells so
+    return _with_memory(bare, chain, _own(chain, plan, dist.get_rank()))
+
+
+def _is_new(module: nn.Module) -> bool:
+    """Whether a module was built without bytes, and none of its parameters shares memory with another tensor."""
+    parameters = list(module.parameters())
+    keys = [storage_key(parameter) for parameter in parameters]
+    others = {storage_key(tensor) for tensor in _strided((*module.buffers(), *constants(module)))}
+    bare = all(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in parameters)
+    return bare and len(set(keys)) == len(keys) and others.isdisjoint(keys)
+
+
+def _with_memory(bare: Task, chain: Chain, own: Sequence[ChainLayer]) -> Start | None:
+    """A copy of a module and its chain in which the layers `own` have memory; None where not all of theirs is seen."""
+    assert isinstance(bare.module, nn.Module)
+    modules = [layer.module for layer in own]
+    wanted = {storage_key(t) for m in modules for t in _strided((*m.parameters(), *m.buffers(), *constants(m)))}
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or storage_key(tensor) not in wanted:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    whole = nn.ModuleList([bare.module, *(layer.module for layer in chain.layers)])
+    module, *copies = copied(whole, convert).children()
+    layers = tuple(replace(layer, module=copy) for layer, copy in zip(chain.layers, copies, strict=True))
+    mine = set(map(id, modules))
+    if any(_holds_fakes(copy) for copy, layer in zip(copies, chain.layers, strict=True) if id(layer.module) in mine):
+        return None
+    return Start(replace(bare, module=module), replace(chain, layers=layers))
+
+
+def _holds_fakes(module: nn.Module) -> bool:
+    """Whether a tensor without bytes can be reached from a module, by whatever way."""
+    pending: list[Any] = [module]
+    met = {id(module)}
+    while pending:
+        held = pending.pop()
+        if isinstance(held, FakeTensor):
+            return True
+        skipped = id(held.__globals__) if isinstance(held, FunctionType) else None
+        for other in gc.get_referents(held):
+            if id(other) not in met and id(other) != skipped and not isinstance(other, ModuleType | type):
+                met.add(id(other))
+                pending.append(other)
+    return False
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def _own(chain: Chain, plan: Plan, worker: int) -> list[ChainLayer]:
+    """The layers of a worker's stages."""
+    stages = [plan.stages[stage] for stage in plan.stages_of(plan.workers[worker])]
+    return [layer for stage in stages for layer in chain.layers[stage.start : stage.stop]]
+
+
+def _tensors(chain: Chain, plan: Plan, worker: int) -> list[Tensor]:
+    """Parameters, and the storages of all other tensors, of a worker's layers, each once and in one order."""
+    found: dict[tuple[bool, int], Tensor] = {}
+    for layer in _own(chain, plan, worker):
+        for parameter in layer.module.parameters():
+            found.setdefault((True, id(parameter)), parameter.detach())
+        for tensor in _strided((*layer.module.buffers(), *constants(layer.module))):
+            found.setdefault((False, storage_key(tensor)), flat(tensor.detach()))
+    return list(found.values())
+
+
+def _strided(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if tensor.layout is torch.strided)
+
+
+def _form(tensor: Tensor) -> Form:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _compared(forms: list[Form] | None, chain: Chain, plan: Plan, group: dist.ProcessGroup) -> list[bool]:
+    """For every worker, whether it waits for tensors, of these `forms`, and worker 0 has the same in its `chain`."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, forms, group=group)
+    same: list[Any] = [None]
+    if dist.get_rank() == 0:
+        same = [[bool(f) and f == list(map(_form, _tensors(chain, plan, n))) for n, f in enumerate(told)]]
+    dist.broadcast_object_list(same, src=0, group=group)
+    found: list[bool] = same[0]
+    return found
+
+
+@contextmanager
+def _between_workers() -> Iterator[dist.ProcessGroup]:
+    """A process group for what is on the host, whatever the workers' own backend is.
+
+    Raises:
+        PeerLost: another worker failed.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        yield group
+        dist.destroy_process_group(group)
+    except RuntimeError as error:
+        lost = PeerLost(f"another worker is gone while weights were handed out ({first_line(error)}); {advice(error)}")
+        raise unless_ran_out(lost, error) from error
+
+
+def _send(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:
+    for piece in _pieces(tensor.cpu().contiguous()):
+        on_weights(False)
+        dist.send(piece, worker, group=group)
+
+
+def _receive(tensor: Tensor, worker: int, group: dist.ProcessGroup, on_weights: OnWeights) -> None:
+    dense = tensor.contiguous()
+    for piece in _pieces(dense):
+        on_weights(True)
+        dist.recv(piece, 0, group=group)
+    if not tensor.is_contiguous():
+        tensor.copy_(dense)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """The bytes of a contiguous tensor, in pieces that share its memory."""
+    return torch.split(tensor.reshape(-1).view(torch.uint8), _PIECE_BYTES) if tensor.numel() else ()

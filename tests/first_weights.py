@@ -1,0 +1,164 @@
+"""Tasks whose workers write down what they needed to start: what `tests/runtime/test_initial_weights.py` trains."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipefit.capture import Task
+
+WIDE = 2048  # features of a large layer, of 16 MiB
+WIDTH = 6
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that changes nothing, so that a checkpoint has the first weights."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def batch(width: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Made-up regression data."""
+    return torch.randn(samples, width), torch.randn(samples, width)
+
+
+# -------------------------------------------------------------------- large
+
+
+class Stack(nn.Module):
+    """Large layers in a module that is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(frozen, range(8)))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = torch.tanh(block(values))
+        return values
+
+
+def frozen(number: int) -> nn.Linear:
+    """A layer whose weight has no gradient, so that training takes little beside the weights."""
+    made = nn.Linear(WIDE, WIDE)
+    made.weight.requires_grad_(requires_grad=False)
+    return made
+
+
+def by_hand() -> nn.Sequential:
+    """The same large layers by hand."""
+    return nn.Sequential(*map(frozen, range(8)))
+
+
+def watched(build: Callable[[], nn.Module], folder: str) -> Task:
+    """A task of large layers; each worker writes down by how much its memory had grown when its layers were there."""
+    before = _highest_bytes()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        worker = os.environ.get("RANK", "alone")
+        Path(folder, worker).write_text(str(_highest_bytes() - before))
+        return still(parameters)
+
+    return Task(build, batch=partial(batch, WIDE), loss=F.mse_loss, optimizer=optimizer)
+
+
+def _highest_bytes() -> int:
+    """The most memory that this process has had so far."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+# -------------------------------------------------------------------- odd
+
+
+class Odd(nn.Module):
+    """A layer that holds tensors in all the ways there are, each of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("hidden", torch.randn(WIDTH), persistent=False)
+        self.register_buffer("same", torch.randn(1).expand(WIDTH))
+        self.register_buffer("count", torch.randint(1000, ()))
+        self.plain = [torch.randn(WIDTH)]
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        moved = self.fc(values) @ self.turned + self.shift + self.hidden * self.same + self.count
+        return self.norm(moved) * self.plain[0]
+
+
+class Tied(nn.Module):
+    """A model whose first and last layers share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Odd(), Odd()])
+        self.last.weight = self.first.weight
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.first(values)
+        for block in self.blocks:
+            values = block(values)
+        return self.last(values)
+
+
+class Closed(nn.Linear):
+    """A layer that holds a random tensor where only a function of C knows of it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.add = functools.partial(torch.add, torch.randn(WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.add(super().forward(values))
+
+
+class Aliased(nn.Linear):
+    """A layer whose buffer lies in its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("seen", self.weight.detach()[0])
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) + self.seen
+
+
+def sequence_of(kind: Callable[[], nn.Module]) -> nn.Sequential:
+    """A few layers of one kind, by hand."""
+    return nn.Sequential(*(kind() for _ in range(4)))
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "odd": partial(sequence_of, Odd),
+    "tied": Tied,
+    "closed": partial(sequence_of, Closed),
+}
+
+
+def odd(name: str) -> Task:
+    """A task of one of the odd models."""
+    return Task(BUILDERS[name], batch=partial(batch, WIDTH), loss=F.mse_loss, optimizer=still)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that changes weights in place."""
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def aliased() -> Task:
+    """A task of layers that have a buffer in their weight."""
+    return Task(partial(sequence_of, Aliased), batch=partial(batch, WIDTH), loss=F.mse_loss, optimizer=sgd)

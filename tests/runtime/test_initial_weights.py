@@ -1,0 +1,84 @@
+"""What workers start from: weights of plain training under the same seed, without a copy of the model in each."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import first_weights
+import pipefit
+from pipefit.capture import Task
+from pipefit.checkpoints import load_state_dict
+from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.runtime.saving import Saving
+from pipefit.training import Training
+
+SEED = 5
+
+
+def plan_of(task: Task, workers: int) -> Plan:
+    """Layers as evenly as they can be, in two microbatches of two samples."""
+    profile = pipefit.profile(task, microbatch_size=2)
+    layers = len(profile.layers)
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid.of(number))
+        for number, (start, stop) in enumerate(pairwise(layers * n // workers for n in range(workers + 1)))
+    )
+    cluster = Cluster.emulated((workers, 1 << 30))
+    return Plan(profile=profile, cluster=cluster, training=Training(batch_size=4, microbatches=2), stages=stages)
+
+
+@pytest.mark.parametrize("build", [first_weights.by_hand, first_weights.Stack])
+def test_only_the_first_worker_holds_the_whole_model(build: type, tmp_path: Path) -> None:
+    """Of 128 MiB in eight layers, three of four workers never have more than half in the memory of their start."""
+    task = partial(first_weights.watched, build, str(tmp_path))
+    pipefit.train(task, plan_of(task(), 4), steps=1, numbers=False)
+    grown = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    whole = 8 * first_weights.WIDE**2 * 4
+    assert grown[0] > whole
+    assert max(grown[1:]) < grown[0] - whole / 2  # what tracing takes is the same in all
+
+
+@pytest.mark.parametrize("name", first_weights.BUILDERS)
+def test_the_first_weights_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
+    """Parameters and buffers after a step that changes none, and the loss, which depends on all other tensors too."""
+    task = partial(first_weights.odd, name)
+    losses, _ = pipefit.train(
+        task, plan_of(task(), 3), steps=1, seed=SEED, numbers=False, saving=Saving(directory=str(tmp_path))
+    )
+    torch.manual_seed(SEED)
+    module = first_weights.BUILDERS[name]()
+    initial = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    torch.manual_seed(SEED)
+    inputs, targets = first_weights.batch(first_weights.WIDTH, 4)
+    plain = [F.mse_loss(module(x), y) for x, y in zip(inputs.split(2), targets.split(2), strict=True)]
+    assert losses == [torch.stack(plain).mean().item()]
+    found = load_state_dict(tmp_path)
+    assert found.keys() == initial.keys()
+    for key, tensor in initial.items():
+        if not key.endswith(("running_mean", "running_var", "num_batches_tracked")):  # which the step has changed
+            assert torch.equal(found[key], tensor), key
+
+
+def test_a_buffer_in_a_weight_follows_it() -> None:
+    """Parameters that share memory with another tensor do so in every worker, as two updates show."""
+    losses, _ = pipefit.train(first_weights.aliased, plan_of(first_weights.aliased(), 2), steps=2, numbers=False)
+    torch.manual_seed(0)
+    module = first_weights.sequence_of(first_weights.Aliased)
+    optimizer, plain = first_weights.sgd(module.parameters()), []
+    for step in range(2):
+        torch.manual_seed(step)
+        inputs, targets = first_weights.batch(first_weights.WIDTH, 4)
+        parts = [F.mse_loss(module(x), y) / 2 for x, y in zip(inputs.split(2), targets.split(2), strict=True)]
+        optimizer.zero_grad()
+        torch.autograd.backward(parts)
+        optimizer.step()
+        plain.append(sum(parts).item())
+    assert losses == pytest.approx(plain, rel=1e-6)
