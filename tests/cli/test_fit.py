@@ -17,7 +17,6 @@ ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"
 TABLE: list[tuple[str, int, list[str]]] = [
     ("fit", 2, ["MODEL"]),
     ("fit zoo:mlp --grow layers", 2, ["--cluster"]),
-    ("fit zoo:mlp -c emulated:2x1MiB", 2, ["--grow"]),
     (f"{ASKED} --grow wings", 2, ["no setting 'wings'", "widths"]),
     (f"{ASKED} --grow optimizer", 2, ["optimizer must be"]),
     (f"{ASKED} --grow inputs", 2, ["--set inputs and --grow inputs exclude each other", "--from"]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +15,13 @@ from pipefit.cli.options import PRECISIONS, SCHEDULE_HELP, Json, Model, Output, 
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
+    from pipefit.cluster import Cluster
     from pipefit.fit.growth import Demand, Growth
     from pipefit.fits import Fit
 
 _NO_SETTINGS = ("batch", "devices", "memory")  # what grows besides
 _LARGEST, _MOST_MEMORY = 1 << 20, 1 << 50  # where --to is not given
-EXAMPLE = "pipefit fit zoo:gpt --cluster 4x-titan-rtx --grow layers --no-certify"
+EXAMPLE = "pipefit fit hf:gpt2 --cluster 4x-titan-rtx"
 
 
 def command(
@@ -27,9 +30,12 @@ def command(
         str, typer.Option("--cluster", "-c", metavar="NAME|FILE", help="A preset, emulated:4x256MiB, .toml or .json.")
     ],
     grow: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="A setting of the model, such as layers; or batch, devices or memory."),
-    ],
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Look for the largest of this: a setting of the model, such as layers; or batch, devices or memory.",
+        ),
+    ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     start: Annotated[
         str | None, typer.Option("--from", metavar="N", help="The smallest to try; --step unless given.")
@@ -46,7 +52,10 @@ def command(
     ] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
-    planner: Annotated[str, typer.Option(help="The planner to ask; pipefit plan --help names them.")] = "joint",
+    planner: Annotated[
+        str | None,
+        typer.Option(help="The planner that --grow asks, joint unless given; pipefit plan --help names them."),
+    ] = None,
     target: Annotated[
         Target | None,
         typer.Option(help="Kind of device whose kernels decide what autograd saves; the cluster's unless given."),
@@ -70,10 +79,11 @@ def command(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Find the largest MODEL that fits.
+    """Does MODEL fit, and the largest that does.
 
-    Or, with --grow devices or memory, the smallest cluster. Plans for growing sizes, then bisects. Exits with 3 if not
-    even the first value fits. With -o, saves the plan of the answer.
+    On one screen: on 1, 2, 4 and 8 devices, with all kept, recomputed and moved, in every precision; what limits, and
+    what to do. With --grow the largest of one thing that fits, or the fewest devices or least memory: plans for growing
+    sizes, then bisects; -o saves the plan of the answer. Exits with 3 if nothing fits.
     """
     from pipefit.cli.model import built_with
     from pipefit.cli.output import check_output
@@ -83,6 +93,17 @@ def command(
 
     check_output(output, cluster)
     check_output(plot, cluster, output)
+    if grow is None:
+        given = {
+            "--from": start, "--to": end, "--step": step, "--microbatch-size": microbatch_size, "--planner": planner,
+            "--plot": plot, "--output": output, "--recompute": None if recompute == "never" else recompute,
+        }  # fmt: skip
+        _only_with_grow(given)
+        _overview(
+            model, settings, precision, load_cluster(cluster), named=cluster, as_json=as_json,
+            microbatches=microbatches, schedule=schedule, target=target, threads=threads,
+        )  # fmt: skip
+        return
     if grow == "batch" and microbatch_size is not None:
         raise UsageError("--microbatch-size is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
@@ -96,7 +117,7 @@ def command(
             microbatches=microbatches,
             schedule=schedule,
             recompute=recompute,
-            planner=planner,
+            planner=planner or "joint",
             target=target or devices.target,
             threads=threads,
         )
@@ -115,6 +136,50 @@ def command(
     for path in (output, plot):
         if path is not None and not as_json:
             print(f"saved to {path}", file=sys.stderr)
+
+
+def _only_with_grow(given: Mapping[str, object]) -> None:
+    """Refuse options that would have no effect."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} goes with --grow, which says what is looked for, such as --grow layers")
+
+
+def _overview(
+    model: str,
+    settings: list[str],
+    precision: Precision | None,
+    cluster: Cluster,
+    *,
+    named: str,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Does it fit: printed on one screen, whatever the answer.
+
+    Raises:
+        InfeasibleError: not one sample fits on the cluster in any way.
+    """
+    from pipefit.cli.model import built_with, resolve
+    from pipefit.cli.output import told
+    from pipefit.cli.progress import progress
+    from pipefit.errors import InfeasibleError
+    from pipefit.report.overview import describe_overview
+    from pipefit.tables import write
+
+    with progress("looking") as report:
+        task = resolve(model, settings, precision)
+        from pipefit.fit.overview import overview
+
+        found = overview(task, cluster, progress=report, **asked)
+    words = [model, *(word for setting in settings for word in ("--set", setting)), "--cluster", named]
+    words += ["--precision", precision] if precision else []
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        write(told(describe_overview(found, shlex.join(words)), built_with(model, settings)), width=80)
+    if found.here.fastest is None:
+        raise InfeasibleError(f"not one sample fits on {cluster.name}: {found.here.one.miss}")
 
 
 def _growth(

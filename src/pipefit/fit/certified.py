@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pipefit.errors import InfeasibleError, UsageError
+from pipefit.fit.attempts import attempt
 from pipefit.fit.growth import Growth
 from pipefit.fit.search import Edge, edge
 from pipefit.fits import Attempt, Fit
 from pipefit.runtime import certify as dry_run
-from pipefit.schedule.room import shortage
-from pipefit.simulator import Simulation
 
 Progress = Callable[[int, int, str], None]
 
@@ -63,18 +62,16 @@ class _Search:
             except UsageError as refusal:
                 self.refused[value] = str(refusal)
             else:
-                plan = self.growth.plan(costs, value)
-                short = shortage(plan, Simulation(plan).arenas) if plan.decisions else ""
-                self.known[value] = Attempt(value=value, plan=plan, shortage=short)
-        attempt = self.known.get(value)
-        return None if attempt is None else attempt.fits == (self.growth.sense == "largest")
+                self.known[value] = attempt(value, self.growth.plan(costs, value))
+        known = self.known.get(value)
+        return None if known is None else known.fits == (self.growth.sense == "largest")
 
     def certify(self, value: int) -> None:
         """Replace the planned peaks by those of the dry run."""
         self._say("dry run of", value)
-        attempt = self.known[value]
-        trace = dry_run(self.growth.task(value), attempt.plan)
-        self.known[value] = replace(attempt, certified_bytes=trace.peak_bytes)
+        planned = self.known[value]
+        trace = dry_run(self.growth.task(value), planned.plan)
+        self.known[value] = replace(planned, certified_bytes=trace.peak_bytes)
 
     def _say(self, what: str, value: int) -> None:
         if self.progress is not None:

@@ -1,0 +1,238 @@
+"""Does a model fit, on one screen: on 1, 2, 4 and 8 devices, kept, recomputed and moved, in every precision.
+
+Every number but those of `Replicated` is a plan's: peaks are those that `pipefit plan` predicts, held against budgets.
+Microbatches are powers of two, or of four for models of many layers, whose profiles take seconds; so are precisions
+other than the task's left out there. Costs a profile for each size of microbatch and each precision, a fraction of a
+second for each plan that keeps everything, and a short search for each that does not. For one number exactly, such as
+the largest microbatch, `pipefit.fit.certified` is the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.fit.attempts import attempt
+from pipefit.fit.growth import with_devices
+from pipefit.fits import Attempt
+from pipefit.layer_costs import LayerCost
+from pipefit.overviews import HOWS, How, InPrecision, Overview, Reach, Replicated, samples_per_second
+from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner.joint import exact_in_time
+from pipefit.plans import Plan
+from pipefit.profiler import Progress
+from pipefit.profiler.on_demand import on_demand
+from pipefit.profiles import Measurement, ModelProfile, Target
+from pipefit.simulator import simulate
+from pipefit.trace import Category
+from pipefit.training import Precision, Training
+
+_COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
+_MANY_LAYERS = 200  # of which a profile takes seconds
+_SIZES, _SIZES_OF_MANY = tuple(1 << n for n in range(11)), (1, 4, 16)
+_PRECISIONS: tuple[Precision, ...] = ("float32", "mixed-bfloat16", "bfloat16", "master-bfloat16")
+_EFFORT = 0.01  # the part of its budget that the joint planner has for a plan
+_MEANS: dict[How, Means] = {
+    "recomputed": Means(host=False, peers=False, spill=False),
+    "moved": Means(spill=False),
+}
+
+
+def overview(
+    task: Task,
+    cluster: Cluster,
+    *,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    target: Target | None = None,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Overview:
+    """Look at the whole question of `task` on devices like those of `cluster`, of equal kind and memory.
+
+    `microbatches` None is four for each device. Otherwise arguments are those of `pipefit.plan`.
+
+    Raises:
+        UsageError: the cluster has devices of different kinds or sizes, or the task cannot be profiled.
+    """
+    if len({(device.kind.key, device.memory_bytes) for device in cluster.devices}) > 1:
+        raise UsageError(
+            f"the devices of {cluster.name} differ in kind or memory, so that it depends on which are used what "
+            "fits on a few: name a cluster of equal devices, or ask pipefit plan"
+        )
+    say = progress or _silent
+    kernels = target or cluster.target
+    profiles = on_demand(task, target=kernels, threads=threads, progress=progress)
+    look = _Look(profiles, cluster, microbatches=microbatches, schedule=schedule, say=say)
+    reaches = tuple(look.reach(count) for count in look.counts)
+    found = Overview(
+        cluster=cluster,
+        sizes=look.seen,
+        reaches=reaches,
+        precisions=tuple(_precisions(task, look, kernels, threads)),
+        replicated=tuple(look.replicated(len(cluster.devices))),
+        filled={},
+    )
+    return replace(found, filled=_filled(found.limiting))
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """For who does not want to hear of progress."""
+
+
+@dataclass
+class _Look:
+    """The plans that were looked at, each made once."""
+
+    profiles: Callable[[int], ModelProfile]
+    cluster: Cluster
+    microbatches: int | None
+    schedule: str
+    say: Progress
+    known: dict[tuple[int, int, How], Attempt] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first = self.profiles(1)
+        self.many = len(first.layers) > _MANY_LAYERS
+        self.sizes: tuple[int, ...] = _SIZES_OF_MANY if self.many else _SIZES
+        most = len(first.edges) - 1
+        wanted = {*_COUNTS, len(self.cluster.devices)}
+        self.counts = sorted({min(count, most) for count in wanted})
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The sizes of microbatches that were looked at."""
+        return tuple(sorted({size for _, size, _ in self.known}))
+
+    def at(self, devices: int, size: int, how: How) -> Attempt:
+        """The plan of so many devices and microbatches of so many samples."""
+        key = devices, size, how
+        if key not in self.known:
+            self.say(len(self.known), len(self.known) + 1, f"{devices} devices, microbatches of {size}, {how}")
+            self.known[key] = attempt(size, self._plan(self.profiles(size), devices, how))
+        return self.known[key]
+
+    def _plan(self, costs: ModelProfile, devices: int, how: How) -> Plan:
+        count = self.microbatches or 4 * devices
+        question = Question(
+            profile=costs,
+            cluster=with_devices(self.cluster, devices),
+            training=Training(
+                batch_size=count * costs.measurements[0].microbatch_size,
+                microbatches=count,
+                schedule=self.schedule,
+                precision=costs.assumptions.precision,
+            ),
+            options=Options(allow_infeasible=True, effort=_EFFORT),
+        )
+        if how == "kept":
+            name = "exact" if exact_in_time(question) else "uniform"
+            return solved(question, PLANNERS[name], name=name)
+        return solved(replace(question, means=_MEANS[how]), PLANNERS["joint"], name="joint")
+
+    def reach(self, devices: int) -> Reach:
+        """What so many devices hold; what more may be done for begins at the largest that fits without it."""
+        largest, least = list[Attempt | None](), 0
+        for how in HOWS:
+            best = self._largest(devices, how, least)
+            largest.append(best or (largest[-1] if largest else None))
+            least = 0 if largest[-1] is None else self.sizes.index(largest[-1].value) + 1
+        fitting = [one for (count, _, _), one in self.known.items() if count == devices and one.fits]
+        if largest[0] is not None:  # the split of lowest peak is not the fastest
+            fitting += [one for one in [self.at(devices, largest[0].value, "moved")] if one.fits]
+        return Reach(
+            devices=devices,
+            one=self.at(devices, 1, "kept"),
+            largest=tuple(largest),
+            fastest=max(fitting, key=samples_per_second, default=None),
+        )
+
+    def _largest(self, devices: int, how: How, least: int) -> Attempt | None:
+        """The largest size that fits, from that in place `least` on; None if none of them does.
+
+        So many samples hardly need more than as many times one of them: smaller sizes are not looked at unless that
+        size does not fit.
+        """
+        one = self.at(devices, 1, "kept")
+        start = max(least, self._place(one.budget_bytes // one.need_bytes))
+        found = [self.at(devices, size, how) for size in self.sizes[start : start + 1]]
+        if found and not found[0].fits:
+            smaller = (self.at(devices, size, how) for size in reversed(self.sizes[least:start]))
+            return next((one for one in smaller if one.fits), None)
+        for size in self.sizes[start + 1 :]:
+            found.append(self.at(devices, size, how))
+            if not found[-1].fits:
+                break
+        return next((one for one in reversed(found) if one.fits), None)
+
+    def _place(self, size: int) -> int:
+        """The place of the largest size up to this one, 0 if there is none."""
+        return max(sum(known <= size for known in self.sizes) - 1, 0)
+
+    def replicated(self, devices: int) -> Iterator[Replicated]:
+        """Every device with the whole model, and its state divided among all of them, less or more."""
+        tried = [one for (count, _, how), one in sorted(self.known.items()) if count == 1 and how == "kept"]
+        measured = tried[0].plan.measurement
+        parts = _state(measured)
+        gathered = max(sum(cost.parameter_bytes for cost in block) for block in _blocks(tried[0].plan))
+        away = 1 - 1 / devices
+        freed = (0.0, away * parts[2], away * sum(parts[1:]), away * sum(parts) - gathered)
+        for number, nbytes in enumerate(freed):
+            fits = [one.value for one in tried if one.need_bytes - nbytes <= one.budget_bytes]
+            yield Replicated(
+                way=f"ZeRO-{number}" if number else "data parallel",
+                need_bytes=int(tried[0].need_bytes - max(0.0, nbytes)),
+                largest=max(fits, default=0),
+            )
+
+    def fewest(self) -> int | None:
+        """The fewest devices that hold one sample with all of it kept."""
+        return next((count for count in self.counts if self.at(count, 1, "kept").fits), None)
+
+
+def _state(measured: Measurement) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state of the whole model."""
+    costs, shared = measured.costs, [(one, len(one.pairs)) for one in measured.shared]  # each is there once
+    return (
+        sum(cost.parameter_bytes for cost in costs) - sum(one.nbytes * again for one, again in shared),
+        sum(cost.gradient_bytes for cost in costs) - sum(one.gradient_bytes * again for one, again in shared),
+        sum(cost.state_bytes for cost in costs) - sum(one.state_bytes * again for one, again in shared),
+    )
+
+
+def _blocks(plan: Plan) -> Iterator[tuple[LayerCost, ...]]:
+    """The costs of the layers of every block."""
+    for start, stop in pairwise(plan.profile.edges):
+        yield plan.measurement.costs[start:stop]
+
+
+def _precisions(task: Task, look: _Look, target: Target, threads: int) -> Iterator[InPrecision]:
+    """The task's own precision, and the usual others unless the model has very many layers."""
+    own = look.profiles(1).assumptions.precision
+    for precision in (own, *(other for other in _PRECISIONS if other != own and not look.many)):
+        other = look
+        if precision != own:
+            profiles = on_demand(replace(task, precision=precision), target=target, threads=threads)
+            try:
+                other = _Look(
+                    profiles, look.cluster, microbatches=look.microbatches, schedule=look.schedule, say=look.say
+                )
+            except UsageError:  # the model cannot be cast, or its optimizer keeps no master weights
+                continue
+        one = other.at(1, 1, "kept")
+        yield InPrecision(
+            precision=precision,
+            state_bytes=sum(_state(one.plan.measurement)),
+            need_bytes=one.need_bytes,
+            fewest=other.fewest(),
+        )
+
+
+def _filled(limiting: Attempt) -> dict[Category, int]:
+    """What holds the bytes of the device that limits, at its peak."""
+    peak = simulate(limiting.plan).devices[limiting.device].peak
+    return {} if peak is None else peak.by_category

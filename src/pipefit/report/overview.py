@@ -1,0 +1,156 @@
+"""Does it fit, on one screen: devices, precisions, replicas, what limits, and what to ask next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.fits import Attempt
+from pipefit.overviews import InPrecision, Overview, Reach, Replicated, samples_per_second
+from pipefit.predictions import TIGHT
+from pipefit.tables import Block, Table
+from pipefit.texts import counted, first_to_last
+from pipefit.units import format_bytes
+
+
+def describe_overview(overview: Overview, asked: str) -> list[Block]:
+    """The answer, a row for each number of devices and for each precision, what limits, and the next command.
+
+    `asked` is the model with its settings and the cluster, as a command line has them.
+    """
+    return [
+        _head(overview),
+        _devices(overview),
+        _explained(overview),
+        _precisions(overview),
+        _replicated(overview),
+        "\n".join([_limits(overview), *_next(overview, asked)]),
+    ]
+
+
+def _head(overview: Overview) -> str:
+    """Yes or no in the first word, for the cluster that was asked about."""
+    row, plan = overview.here, overview.here.one.plan
+    where = f"{plan.profile.model} of {row.one.parameters:,} parameters on {overview.cluster}"
+    best = row.fastest
+    if best is None:
+        answer = f"Does not fit: {where}"
+    else:
+        tight = ", tightly" if best.need_bytes > TIGHT * best.budget_bytes else ""
+        answer = f"Fits{tight}: {where}"
+    lengths = plan.profile.fingerprint.lengths
+    size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
+    each = counted(plan.training.microbatches // row.devices, "microbatch")
+    return (
+        f"{answer}\n{plan.training.schedule}, {each} for each device, {plan.training.precision}, kernels of "
+        f"{plan.profile.assumptions.target}{size}"
+    )
+
+
+def _devices(overview: Overview) -> Table:
+    """A row for each number of devices."""
+    largest = overview.sizes[-1]
+    rows = tuple(
+        (
+            str(row.devices),
+            format_bytes(row.one.need_bytes),
+            format_bytes(row.one.budget_bytes),
+            _full(row.one),
+            *(_size(one, largest) for one in row.largest),
+            "-" if row.fastest is None else _rate(row.fastest),
+        )
+        for row in overview.reaches
+    )
+    columns = ("devices", "1 sample", "of budget", "full", "kept", "recomputed", "moved", "samples/s")
+    return Table(columns, rows, title="largest microbatch: kept, recomputed, or moved too", spare=("of budget",))
+
+
+def _explained(overview: Overview) -> str:
+    """What the columns of the first table mean."""
+    return (
+        "Peaks are those of microbatches of one sample, all kept. The largest microbatch that fits is one of "
+        f"{', '.join(map(str, overview.sizes))}: where all is kept for the backward, where runs of layers may be "
+        "recomputed, and where tensors and optimizer state may move to the host as well."
+    )
+
+
+def _size(one: Attempt | None, largest: int) -> str:
+    """The size of a microbatch; where none larger was looked at, it may be larger."""
+    if one is None:
+        return "-"
+    return f"{one.value} or more" if one.value == largest else str(one.value)
+
+
+def _full(one: Attempt) -> str:
+    share = one.need_bytes / one.budget_bytes
+    return f"{100 * share:.1f} %" + (" over" if share > 1 else " tight" if share > TIGHT else "")
+
+
+def _precisions(overview: Overview) -> Table:
+    """A row for each precision."""
+
+    def row(one: InPrecision) -> tuple[str, ...]:
+        fewest = "-" if one.fewest is None else str(one.fewest)
+        return one.precision, format_bytes(one.state_bytes), format_bytes(one.need_bytes), fewest
+
+    columns = ("precision", "state", "1 sample", "fewest devices")
+    title = "on one device: state is parameters, gradients and optimizer state"
+    return Table(columns, tuple(map(row, overview.precisions)), title=title)
+
+
+def _replicated(overview: Overview) -> Table:
+    """A row for each way to give every device the whole model."""
+    budget, largest = overview.here.one.budget_bytes, overview.sizes[-1]
+
+    def row(one: Replicated) -> tuple[str, ...]:
+        size = "-" if not one.largest else f"{one.largest} or more" if one.largest == largest else str(one.largest)
+        return one.way, format_bytes(one.need_bytes), f"{100 * one.need_bytes / budget:.1f} %", size
+
+    count = counted(len(overview.cluster.devices), "device")
+    title = f"the whole model on each of {count}, by arithmetic; not run by pipefit"
+    return Table(("way", "1 sample", "full", "kept"), tuple(map(row, overview.replicated)), title=title)
+
+
+def _limits(overview: Overview) -> str:
+    """Which device limits, and what holds its bytes."""
+    one = overview.limiting
+    held = sorted(overview.filled.items(), key=lambda item: -item[1])[:3]
+    what = ", ".join(f"{format_bytes(nbytes)} of {category.value}" for category, nbytes in held)
+    size = f"With microbatches of {counted(one.value, 'sample')}, all kept, device {one.device} limits"
+    holds = f"stage {one.stage} ({first_to_last(one.blocks)}) needs {format_bytes(one.need_bytes)}: {what}."
+    return f"{size}: {holds}"
+
+
+def _next(overview: Overview, asked: str) -> Iterator[str]:
+    """What to ask for next."""
+    here, best = overview.here, overview.here.fastest
+    if best is not None:
+        yield (
+            f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
+            f"{_rate(best)} samples per second by {_seconds(best)} seconds."
+        )
+        yield f"Next: pipefit plan {asked} --batch-size {best.plan.training.batch_size} -o plan.json"
+        return
+    yield from _ways_out(overview, here, asked)
+
+
+def _rate(one: Attempt) -> str:
+    """Samples per second in three digits."""
+    rate = samples_per_second(one)
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _seconds(best: Attempt) -> str:
+    return "estimated" if best.plan.measurement.estimated else "measured"
+
+
+def _ways_out(overview: Overview, here: Reach, asked: str) -> Iterator[str]:
+    """What would fit, where the cluster does not hold one sample."""
+    yield f"Not one sample fits: {here.one.miss}."
+    more = next((row for row in overview.reaches if row.fastest is not None), None)
+    if more is not None:
+        yield f"{counted(more.devices, 'device')} of this kind would do: pipefit fit {asked} --grow devices"
+    for one in overview.precisions[1:]:
+        if one.fewest is not None and one.fewest <= here.devices:
+            yield f"In {one.precision} it fits on {counted(one.fewest, 'device')}: --precision {one.precision}"
+    if more is None:
+        yield f"How much memory each device must have: pipefit fit {asked} --grow memory"

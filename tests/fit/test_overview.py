@@ -1,0 +1,127 @@
+"""Does it fit, on one screen: every number is that of a plan that can be asked for alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cache
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.cluster import Cluster
+from pipefit.fit.overview import overview
+from pipefit.overviews import Overview
+from pipefit.planned import plan
+from pipefit.profiler import profile
+from pipefit.report.overview import describe_overview
+from pipefit.tables import plain
+from pipefit.zoo import build
+
+KIB = 1024
+WIDTHS = {"widths": (64, 32, 16), "inputs": 20}
+TASK = build("mlp", **WIDTHS, optimizer="adamw")
+
+
+@cache
+def seen(kib: int, devices: int = 2) -> Overview:
+    """An overview of a small perceptron on so many emulated devices."""
+    return overview(TASK, Cluster.emulated((devices, kib * KIB)), microbatches=2, target="cuda")
+
+
+def lowest_peak(devices: int, size: int) -> int:
+    """The lowest peak of all splits, by `plan`."""
+    made = plan(
+        profile(TASK, microbatch_size=size, target="cuda"),
+        Cluster.emulated((devices, 1 << 30)),
+        microbatches=2,
+        objective="peak",
+    )
+    assert made.prediction is not None
+    return max(made.prediction.peak_bytes)
+
+
+@pytest.mark.parametrize("kib", [96, 160])
+def test_the_largest_microbatch_of_which_all_is_kept_fits_and_its_double_does_not(kib: int) -> None:
+    """Held against plans for the lowest peak; on one device and on two."""
+    for row in seen(kib).reaches:
+        kept, budget = row.largest[0], kib * KIB
+        size = 0 if kept is None else kept.value
+        assert row.one.need_bytes == lowest_peak(row.devices, 1)
+        assert not size or lowest_peak(row.devices, size) <= budget
+        assert lowest_peak(row.devices, 2 * size or 1) > budget
+
+
+def test_what_more_may_be_done_for_is_never_smaller() -> None:
+    """Recomputing allows at least what keeping does, moving at least what recomputing does; all of them fit."""
+    for row in seen(96).reaches:
+        sizes = [0 if one is None else one.value for one in row.largest]
+        assert sizes == sorted(sizes)
+        assert all(one is None or one.fits for one in (*row.largest, row.fastest))
+
+
+def test_counts_of_devices_are_1_2_4_8_and_the_clusters() -> None:
+    """As far as the model has blocks."""
+    assert [row.devices for row in seen(96).reaches] == [1, 2, 4, 7]
+    assert [row.devices for row in seen(96, 3).reaches] == [1, 2, 3, 4, 7]
+    assert seen(96, 3).here.devices == 3
+
+
+def test_state_is_what_the_optimizer_has_by_its_own_arithmetic() -> None:
+    """AdamW: four times the parameters, and four bytes for each tensor's count of steps; half of that in bfloat16."""
+    model = TASK.build()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    tensors = len(list(model.parameters()))
+    rows = {row.precision: row for row in seen(96).precisions}
+    assert rows["float32"].state_bytes == 16 * numbers + 4 * tensors
+    assert rows["bfloat16"].state_bytes == 8 * numbers + 4 * tensors
+    assert rows["float32"].need_bytes == lowest_peak(1, 1)
+
+
+def test_replicas_divide_more_state_from_row_to_row() -> None:
+    """Plain data parallelism takes what one device does; each step of ZeRO takes less by the part that others hold."""
+    found = seen(96)
+    plain_one, *zero = found.replicated
+    model = TASK.build()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    tensors = len(list(model.parameters()))
+    assert plain_one.need_bytes == lowest_peak(1, 1)
+    assert plain_one.need_bytes - zero[0].need_bytes == (8 * numbers + 4 * tensors) // 2
+    assert zero[0].need_bytes - zero[1].need_bytes == 4 * numbers // 2
+
+
+def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
+    """No line is longer than 80 columns, and the command that it ends with is one that plans."""
+    text = plain(describe_overview(seen(160), "zoo:mlp --cluster emulated:2x160KiB"), 80)
+    assert text.startswith("Fits: mlp of")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Next: pipefit plan zoo:mlp --cluster emulated:2x160KiB --batch-size" in " ".join(text.split())
+
+
+def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the settings of the model; --json has the same numbers; where nothing fits both are followed by code 3."""
+    line = ["fit", "zoo:mlp", "--set", "widths=(64,32,16)", "--set", "inputs=20", "--microbatches", "2", "-c"]
+    assert main([*line, "emulated:2x160KiB"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Fits: mlp") and "Built with widths=(64, 32, 16), inputs=20" in " ".join(text.split())
+    assert main([*line, "emulated:2x1KiB", "--json"]) == 3
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert not found["fits"] and found["devices"][0]["largest_microbatch"]["kept"] == 0
+    assert "not one sample fits on emulated:2x1KiB" in err
+
+
+@pytest.mark.parametrize("option", ["--from 2", "--plot a.html", "-b 2", "-o p.json", "--recompute always"])
+def test_options_of_a_search_need_grow(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would have no effect is refused by name."""
+    assert main(["fit", "zoo:mlp", "-c", "emulated:2x1MiB", *option.split()]) == 2
+    assert "goes with --grow" in capsys.readouterr().err
+
+
+@pytest.mark.gallery
+def test_gpt2_on_a_preset_takes_seconds() -> None:
+    """Under 20 s on two cores that others use, of which importing torch is no part."""
+    began = time.process_time()
+    found = overview(build("gpt"), Cluster.preset("4x-titan-rtx"))
+    assert time.process_time() - began < 20
+    assert found.here.fastest is not None
