@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
-from pipefit.grids import Grid, Stage
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.draws import seed_layer
@@ -34,10 +34,11 @@ def sliced_plan(
     microbatches: int = 2,
     rng: Random | None = None,
     memory_bytes: int = 1 << 30,
+    shard: Sequence[Sharding] = (),
     **training: Any,
 ) -> Plan:
     """A plan with a stage between every two edges, on as many devices as its degree says, in their order or as `rng`
-    deals them. The profile's first size is that of microbatches.
+    deals them. The profile's first size is that of microbatches. `shard` says what the replicas of each stage divide.
     """
     size, count = profiled.measurements[0].microbatch_size, sum(degrees)
     devices = list(range(count))
@@ -54,8 +55,14 @@ def sliced_plan(
             **training,
         ),
         stages=tuple(
-            Stage(start=start, stop=stop, grid=Grid(devices=tuple(devices[first:last]), data=last - first))
-            for (start, stop), (first, last) in zip(pairwise(edges), pairwise(places), strict=True)
+            Stage(
+                start=start,
+                stop=stop,
+                grid=Grid(devices=tuple(devices[first:last]), data=last - first, shard=divided),
+            )
+            for (start, stop), (first, last), divided in zip(
+                pairwise(edges), pairwise(places), shard or ("none",) * len(degrees), strict=True
+            )
         ),
     )
 

@@ -20,6 +20,7 @@ An action has a text form that can be parsed. The first number is the stage, the
     2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
     0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
     0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
+    0UNSHARD             start bringing parameters from the replicas that own their layers; WAIT joins
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
@@ -70,6 +71,7 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     REDUCE = "REDUCE"
+    UNSHARD = "UNSHARD"
     AGREE = "AGREE"
     STEP = "STEP"
     STASH = "STASH"
@@ -79,7 +81,7 @@ FORWARDS = frozenset({Kind.FORWARD, Kind.FORWARD_ONLY})
 SPLIT_BACKWARD = frozenset({Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS})
 COMPUTE = FORWARDS | SPLIT_BACKWARD | {Kind.RECOMPUTE, Kind.BACKWARD, Kind.STEP}
 UPDATES = frozenset({Kind.STASH, Kind.STEP})
-COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.GATHER_FORWARD})
+COLLECTIVE = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UNSHARD, Kind.GATHER_FORWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
@@ -170,9 +172,9 @@ class Action(NamedTuple):
 
 def collective(action: Action) -> Hashable:
     """A key that the starts of one collective share: its kind and subject, and the stage if all members are in one."""
-    kind, stage, _, layers, subject, *_ = action
-    within = kind is Kind.GATHER_FORWARD or (kind is Kind.REDUCE and subject is None)
-    return kind, subject, stage if within else None, layers
+    kind, stage, microbatch, layers, subject, *_ = action
+    within = kind in (Kind.GATHER_FORWARD, Kind.UNSHARD) or (kind is Kind.REDUCE and subject is None)
+    return kind, subject, stage if within else None, layers, microbatch
 
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))

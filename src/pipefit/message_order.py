@@ -320,7 +320,7 @@ def _members(actions: Actions, placement: Placement) -> dict[Hashable, tuple[_Pa
         for action in own:
             if action.kind in COLLECTIVE:
                 found.setdefault(collective(action), {})[device, action.stage] = None
-    agreed = found.get((Kind.AGREE, None, None, None))
+    agreed = found.get(collective(Action(Kind.AGREE, 0)))
     if agreed is not None:
         known = {device for device, _ in agreed}
         for stage, devices in enumerate(placement):

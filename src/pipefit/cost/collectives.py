@@ -2,13 +2,14 @@
 
 A sum over n members goes around a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up one part of the
 bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the bytes to the next one, in
-2 (n - 1) messages, all at the same time. That is the least that any arrangement sends, so it is what NCCL and gloo use
+2 (n - 1) messages, all at the same time. Sums that only their owners get are the first half of this, what owners bring
+to all the other half, with parts as large as the owners' shares. That is the least that any arrangement sends, so it is what NCCL and gloo use
 for gradients; for a few bytes on many devices a tree takes fewer messages, which is not modelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -29,3 +30,23 @@ def ring_sum(members: Sequence[int], nbytes: int) -> tuple[Hop, ...]:
     share, rounds = 2 * (count - 1) * nbytes // count, 2 * (count - 1)
     ring = zip(members, (*members[1:], members[0]), strict=True)
     return tuple(Hop(source, target, share, rounds) for source, target in ring if source != target)
+
+
+def ring_to_owners(members: Sequence[int], shares: Sequence[int]) -> tuple[Hop, ...]:
+    """The hops of sums of which every member gets its own share, of so many bytes: that goes to it from the member
+    behind, around the ring.
+    """
+    kept = dict(zip(members, shares, strict=True))
+    return _around(members, sum(shares), lambda source, target: kept[source])
+
+
+def ring_from_owners(members: Sequence[int], shares: Sequence[int]) -> tuple[Hop, ...]:
+    """The hops that bring every member's share to all others: it goes around the ring to the member before its own."""
+    kept = dict(zip(members, shares, strict=True))
+    return _around(members, sum(shares), lambda source, target: kept[target])
+
+
+def _around(members: Sequence[int], nbytes: int, left_out: Callable[[int, int], int]) -> tuple[Hop, ...]:
+    """Every hop of the ring with all bytes but those that it leaves out."""
+    ring = zip(members, (*members[1:], members[0]), strict=True) if len(members) > 1 else ()
+    return tuple(Hop(one, other, nbytes - left_out(one, other), len(members) - 1) for one, other in ring)

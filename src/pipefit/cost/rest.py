@@ -1,7 +1,7 @@
 """What a stage holds whatever microbatches are in flight: parameters, gradients, optimizer state; and its update.
 
 What belongs to a microbatch is in `pipefit.cost.residency`. A parameter or a buffer that several layers of the stage
-share exists once.
+share exists once. Of what replicas divide (`pipefit.cost.shares`), only the part that this one keeps is counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from pipefit.actions import Subject
 from pipefit.cost.effects import Effect, effect
+from pipefit.cost.shares import Share
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 
@@ -29,11 +30,14 @@ _FIELDS = {
 class StageRest:
     """The bytes of a stage that do not belong to a microbatch, in a step of `microbatches`.
 
-    `everything` says that a version of the weights has room for gradients and optimizer state too.
+    `everything` says that a version of the weights has room for gradients and optimizer state too, `share` what the
+    device keeps of what replicas divide.
     """
 
-    def __init__(self, storages: StageStorages, microbatches: int, *, everything: bool = False) -> None:
-        self.storages, self.microbatches, self.everything = storages, microbatches, everything
+    def __init__(
+        self, storages: StageStorages, microbatches: int, *, everything: bool = False, share: Share | None = None
+    ) -> None:
+        self.storages, self.microbatches, self.everything, self.share = storages, microbatches, everything, share
         self._updates: dict[tuple[int, int, bool], Effect] = {}
 
     @cached_property
@@ -85,13 +89,30 @@ class StageRest:
         return self.bytes_of("optimizer", self.storages.start, self.storages.stop)
 
     def bytes_of(self, kind: LayerState, start: int, stop: int) -> int:
-        """A state of layers `start` to `stop - 1`; that of a shared parameter belongs to the stage's first user."""
+        """A state of layers `start` to `stop - 1`, as far as the device keeps it between steps."""
+        if self.share is None:
+            return self.whole_bytes_of(kind, start, stop)
+        kept = (layer for layer in range(start, stop) if self.share.keeps(kind, layer))
+        return sum(self.whole_bytes_of(kind, layer, layer + 1) for layer in kept)
+
+    def whole_bytes_of(self, kind: LayerState, start: int, stop: int) -> int:
+        """All of it; the state of a shared parameter belongs to the stage's first user."""
         storages, field = self.storages, _FIELDS[kind]
         first, end = start - storages.start, stop - storages.start
         repeated = (again.shared for again in storages.repetitions if first <= again.later < end)
         shared = sum(one.nbytes if kind == "parameters" else getattr(one, field) for one in repeated)
         whole: int = sum(getattr(cost, field) for cost in storages.costs[first:end])
         return whole - shared
+
+    def gathered_bytes(self, layer: int) -> int:
+        """Parameters of a layer that its owner brings to the other replicas: the trained ones, after an update; or all
+        of them, where the others do not keep any.
+        """
+        if self.share is not None and "parameters" in self.share.divided:
+            return self.whole_bytes_of("parameters", layer, layer + 1)
+        place = layer - self.storages.start
+        repeated = (again.shared for again in self.storages.repetitions if again.later == place)
+        return self.storages.costs[place].trained_bytes - sum(one.nbytes for one in repeated if one.gradient_bytes)
 
     def state_bytes_of(self, subject: Subject) -> int:
         """A state of one layer, as actions name it; of the optimizer, from the first step on.
@@ -131,7 +152,8 @@ class StageRest:
             repeated[again.later] += again.shared.state_bytes - again.shared.early_state_bytes
         grown = 0
         peaks = []
-        for position, cost in enumerate(self.storages.costs[first:end], start=first):
+        for position in self._updated(first, end):
+            cost = self.storages.costs[position]
             level = grown + cost.update_first_peak_bytes - repeated[position]
             peaks.append((level, cost.update_first_workspace_bytes))
             grown += cost.state_bytes - cost.early_state_bytes - repeated[position]
@@ -141,11 +163,17 @@ class StageRest:
 
     def _later_update(self, start: int, stop: int) -> Effect:
         """Every later STEP."""
-        costs = self.storages.costs[start - self.storages.start : stop - self.storages.start]
+        positions = self._updated(start - self.storages.start, stop - self.storages.start)
+        costs = [self.storages.costs[position] for position in positions]
         peak, workspace = _first_highest([(cost.update_peak_bytes, cost.update_workspace_bytes) for cost in costs])
         return effect(peak_bytes=peak, workspace=workspace, gradients=-self.bytes_of("gradients", start, stop))
+
+    def _updated(self, first: int, end: int) -> list[int]:
+        """Those of these positions whose layers the device updates."""
+        start = self.storages.start
+        return [place for place in range(first, end) if self.share is None or self.share.owns(start + place)]
 
 
 def _first_highest(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The first of the highest moments, as a meter keeps it: its level, and the part that is a kernel's workspace."""
-    return max(moments, key=lambda moment: moment[0])
+    return max(moments, key=lambda moment: moment[0], default=(0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
@@ -10,6 +11,7 @@ from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
 from pipefit.cost.rest import StageRest
+from pipefit.cost.shares import Share
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import Seconds, copy_seconds, host_update_seconds, layer_seconds
 from pipefit.devices import DeviceKind, Host
@@ -21,7 +23,8 @@ from pipefit.training import Training
 class StageCost:
     """The costs of layers `start` to `stop - 1`; what has been computed is kept.
 
-    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device.
+    `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device; `share` is what
+    the device keeps of what replicas divide.
     """
 
     def __init__(
@@ -32,12 +35,14 @@ class StageCost:
         times: Sequence[Seconds],
         kind: DeviceKind,
         training: Training,
+        share: Share | None = None,
     ) -> None:
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.share = start, stop, share
         self._times = times
         self.storages = StageStorages(measurement, start, stop, rooms=training.versions == "everything")
         self.flights = Flights(self.storages)
-        self.rest = StageRest(self.storages, training.microbatches, everything=training.versions == "everything")
+        everything = training.versions == "everything"
+        self.rest = StageRest(self.storages, training.microbatches, everything=everything, share=share)
         self.layers = frozenset(range(start, stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
         self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
@@ -62,7 +67,8 @@ class StageCost:
         """Seconds of layers `first` to `end - 1`, and of the loss behind the model's last layer."""
         times = self._times[first : end + (end + 1 == len(self._times))]
         if kind is Kind.STEP:
-            return sum(time.update for time in times)
+            own = self.share.owns if self.share is not None else self.layers.__contains__
+            return sum(time.update for layer, time in enumerate(times[: end - first], start=first) if own(layer))
         return sum(time.backward if kind is Kind.BACKWARD else time.forward for time in times)
 
     def host_update_seconds(self, action: Action, host: Host) -> float:
@@ -77,21 +83,36 @@ class StageCost:
 
     def collective_bytes(self, action: Action) -> int:
         """Bytes that every member of a collective contributes: of a REDUCE, gradients of the stage's own parameters, or
-        of one that stages share.
+        of one that stages share; of an UNSHARD, parameters.
         """
-        shared, subject = self.storages.measurement.shared, action.subject
-        if action.kind is not Kind.REDUCE:
-            return 0
-        if isinstance(subject, Subject):
-            return shared[subject.layer].gradient_bytes
-        return self.rest.bytes_of("gradients", *(action.layers or (self.start, self.stop))) - self._shared_bytes
+        if action.kind is Kind.REDUCE and isinstance(action.subject, Subject):
+            return self.storages.measurement.shared[action.subject.layer].gradient_bytes
+        return sum(self._collected_bytes(action, layer) for layer in range(*(action.layers or (self.start, self.stop))))
+
+    def owned_bytes(self, action: Action, replicas: int) -> list[int] | None:
+        """Of these bytes, those of the layers that every replica owns; None where each replica gets the sum of all."""
+        if self.share is None or isinstance(action.subject, Subject):
+            return None
+        found = [0] * replicas
+        for layer in range(*(action.layers or (self.start, self.stop))):
+            found[self.share.owner(layer)] += self._collected_bytes(action, layer)
+        return found
+
+    def _collected_bytes(self, action: Action, layer: int) -> int:
+        """Bytes of one layer in a collective of its stage."""
+        if action.kind is Kind.REDUCE:
+            return self.rest.whole_bytes_of("gradients", layer, layer + 1) - self._summed_bytes[layer]
+        return self.rest.gathered_bytes(layer) if action.kind is Kind.UNSHARD else 0
 
     @cached_property
-    def _shared_bytes(self) -> int:
-        """Bytes of the gradients of parameters that layers of other stages have too."""
-        own = range(self.start, self.stop)
-        among = [s for s in self.storages.measurement.shared if any(user in own for user in s.users)]
-        return sum(s.gradient_bytes for s in among if any(user not in own for user in s.users))
+    def _summed_bytes(self) -> Counter[int]:
+        """By layer, bytes of the gradients of parameters that layers of other stages have too."""
+        found = Counter[int]()
+        for shared in self.storages.measurement.shared:
+            users = [user for user in shared.users if self.start <= user < self.stop]
+            if users and len(users) < len(shared.users):
+                found[users[0]] += shared.gradient_bytes
+        return found
 
 
 class Costs:
@@ -119,22 +140,24 @@ class Costs:
         bundles: Sequence[tuple[Subject, ...]] = (),
         *,
         data: int = 1,
+        share: Share | None = None,
     ) -> StageCost:
         """The costs of layers `start` to `stop - 1` on a device of `kind`, in a program with these bundles.
 
-        The device computes a slice of every microbatch, as one of `data` replicas. What flights remember of an action
+        The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
+        divide. What flights remember of an action
         names a bundle by its number alone, so that programs share it only where the stage's bundles are the same.
         """
         own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
         samples = self._size // data
-        key = (start, stop, kind.key, own, samples)
+        key = (start, stop, kind.key, own, samples, share)
         found = self._stages.get(key)
         if found is None:
             found = self._stages[key] = (
-                self.stage(start, stop, kind, data=data).forgetful()
+                self.stage(start, stop, kind, data=data, share=share).forgetful()
                 if own
                 else StageCost(
-                    self._measurements[samples], start, stop, self._seconds(kind, samples), kind, self._training
+                    self._measurements[samples], start, stop, self._seconds(kind, samples), kind, self._training, share
                 )
             )
         return found

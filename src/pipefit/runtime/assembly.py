@@ -12,9 +12,11 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.shared import Place, Shared, give_own_copies
 from pipefit.capture.task import Task
 from pipefit.cost.rest import StageRest
+from pipefit.cost.shares import Share, share_of
 from pipefit.cost.states import Layers, StateMoves, state_moves
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import host_update_seconds
+from pipefit.grids import Stage
 from pipefit.meter import MemoryMeter
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -27,6 +29,7 @@ from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.transport import Transport
+from pipefit.runtime.updates import own_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,23 @@ def _uses(source: Source) -> Iterator[tuple[int, Place, nn.Parameter]]:
                 yield number, first.get((number, local), (number, local)), parameter
 
 
+def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None:
+    """The ids of the parameters of the layers that a replica owns; None where replicas divide nothing."""
+    if share is None:
+        return None
+    of_layers = enumerate(own_parameters(source.chain.layers[place.start : place.stop]), start=place.start)
+    return {id(parameter) for layer, own in of_layers if share.owns(layer) for parameter in own}
+
+
 def _agreement(site: Site, device: int) -> Agreement:
-    """A device's part of the agreement before an update; the first device with a parameter reports it."""
+    """A device's part of the agreement before an update; the first device with a parameter reports it, or the replica
+    that owns its layer and has its gradient.
+    """
     plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
     reported: dict[str, nn.Parameter] = {}
     for stage in (stages := plan.stages_of(device)):
         source, place = site.sources.of(stage, device), plan.stages[stage]
+        own = _owned(source, place, share_of(plan, stage, device))
         elsewhere = {
             found.places[0]
             for found, holders in zip(source.shared, plan.holders, strict=True)
@@ -84,9 +98,9 @@ def _agreement(site: Site, device: int) -> Agreement:
             layer, local = first
             name = source.chain.layers[layer].originals.get(local, local)
             names[name] = None
-            if place.start <= number < place.stop:
+            if place.start <= number < place.stop and (own is None or id(parameter) in own):
                 trainable[id(parameter)] = parameter
-                if first not in elsewhere and not place.grid.replica_of(device):
+                if first not in elsewhere and (own is not None or not place.grid.replica_of(device)):
                     reported[name] = parameter
     return Agreement(
         list(names),
@@ -150,6 +164,8 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
             microbatches=plan.training.microbatches,
             agreement=agreement,
             rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
+            replica=place.grid.replica_of(number),
+            share=share_of(plan, stage, number),
             states=_state_mover(moves.of_stage(stage), plan, storages, mover),
             device=device,
             seed=site.seed,

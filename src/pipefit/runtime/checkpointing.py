@@ -35,9 +35,8 @@ OnFailedSave = Callable[[FileError], None]
 
 
 class Checkpointing:
-    """Saves and loads what a process trains. Of replicas the first one's state is stored, and all take it up.
-
-    `stages` are those whose state this process tells: its own, or the first replica's, where it runs all of them.
+    """Saves and loads what a process trains. Of replicas the first one's state is stored, of what they divide each
+    owner's, and all take it up.
 
     Args:
         runners: of the devices that this process runs.
@@ -61,9 +60,8 @@ class Checkpointing:
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
         self._all = [stage for runner in runners for stage in runner.stages.values()]
-        every = [(number, stage, runner.number) for runner in runners for number, stage in runner.stages.items()]
-        self._stored = {n: stage for n, stage, device in every if not plan.stages[n].grid.replica_of(device)}
-        self.stages: dict[int, StageRunner] = self._stored if workers == 1 else {n: stage for n, stage, _ in every}
+        self._numbered = [(number, stage) for runner in runners for number, stage in runner.stages.items()]
+        self._alone = workers == 1
         device = self._all[0].device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
         self._on_failed_save = on_failed_save or _warn
@@ -88,7 +86,7 @@ class Checkpointing:
         seed = self._all[0].seed
         self._saver.save(
             Target(directory=Path(directory), step=step, keep=keep),
-            lambda: snapshot(self._stored, self.names, devices, self._rank),
+            lambda: snapshot(self._numbered, self.names, devices, self._rank, once=True),
             lambda found: background and found.nbytes * self._beside <= free_bytes(),
             lambda parts: self._manifest(parts, step, seed, scale),
         )
@@ -127,7 +125,12 @@ class Checkpointing:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that this process would store, by their keys."""
-        return dict(snapshot(self.stages, self.names, dict.fromkeys(self.stages, 0), self._rank).tensors)
+        devices = {number: 0 for number, _ in self._numbered}
+        return dict(snapshot(self._numbered, self.names, devices, self._rank, once=self._alone).tensors)
+
+    def state(self) -> StageState:
+        """The state of this process's stages; of replicas that it runs, what is stored."""
+        return StageState.of(self._all, once=self._alone)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.

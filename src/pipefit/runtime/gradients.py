@@ -1,13 +1,15 @@
-"""The gradients that devices add up before an update: replicas of a stage those of all their parameters, and stages
-those of a parameter that they share.
+"""What devices exchange around an update: gradients that they add up, and parameters that owners bring to all.
 
-Each has those of its own samples, scaled by their part in the batch, so that their sum is that of the whole batch. All
-have to add up the same tensors in the same order.
+Replicas of a stage add up the gradients of all their parameters, and stages those of a parameter that they share. Each
+has those of its own samples, scaled by their part in the batch, so that their sum is that of the whole batch. All have
+to exchange the same tensors in the same order. Where replicas divide the state of a stage (`pipefit.cost.shares`), only
+the owner of a layer gets the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +18,39 @@ from pipefit.actions import Action, Subject
 from pipefit.runtime.stage import StageRunner
 
 
-def summed_gradients(stage: StageRunner, action: Action, summed: Container[int]) -> list[Tensor]:
+class Exchanged(NamedTuple):
+    """The tensors of a collective, and for each the replica that owns its layer; no owners where none does."""
+
+    tensors: list[Tensor]
+    owners: list[int]
+
+
+def summed_gradients(stage: StageRunner, action: Action, summed: Container[int]) -> Exchanged:
     """The gradients of a stage that a REDUCE adds up; `summed` are the parameters that stages add up by themselves."""
     if isinstance(action.subject, Subject):
         parameter = stage.shared[action.subject.layer]
         if parameter.grad is None:  # the layers of this stage did not use it
             parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad]
+        return Exchanged([parameter.grad], [])
     apart = {id(parameter) for number, parameter in stage.shared.items() if number in summed}
+    return _of_layers(stage, action, lambda layer: _of_layer(stage, layer, apart))
+
+
+def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
+    """The parameters of a stage that an UNSHARD brings from their owners: the trained ones, which they have updated."""
+
+    def trained(layer: int) -> list[Tensor]:
+        return [p.data for p in stage.updates.parameters((layer, layer + 1)) if p.requires_grad]
+
+    return _of_layers(stage, action, trained)
+
+
+def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], list[Tensor]]) -> Exchanged:
+    """The tensors of all layers of an action, with their owners where the stage has any."""
     layers = range(*(action.layers or (stage.start, stage.stop)))
-    return [gradient for layer in layers for gradient in _of_layer(stage, layer, apart)]
+    found = [(layer, tensor) for layer in layers for tensor in of_layer(layer)]
+    owners = [] if stage.share is None else [stage.share.owner(layer) for layer, _ in found]
+    return Exchanged([tensor for _, tensor in found], owners)
 
 
 def _of_layer(stage: StageRunner, layer: int, apart: Container[int]) -> list[Tensor]:

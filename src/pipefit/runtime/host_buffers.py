@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipefit.actions import SENDS, Action, Message
-from pipefit.runtime.transport import Transport
+from pipefit.runtime.transport import Owners, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,11 @@ class HostBuffers:
         buffers = [_copied(tensor) if sends else _buffer(tensor) for tensor in tensors]
         return _OnHost(self.hosts.start(action, buffers, message), buffers, [] if sends else tensors)
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> _OnHost:
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> _OnHost:
         buffers = list(map(_copied, tensors))
-        return _OnHost(self.hosts.collect(action, buffers, members, device), buffers, tensors)
+        return _OnHost(self.hosts.collect(action, buffers, members, device, owners), buffers, tensors)
 
     def ready(self, handle: _OnHost) -> bool:
         return self.hosts.ready(handle.handle)

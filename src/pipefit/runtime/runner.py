@@ -22,7 +22,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program, shifted
 from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
-from pipefit.runtime.gradients import summed_gradients
+from pipefit.runtime.gradients import Exchanged, gathered_parameters, summed_gradients
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.out_of_memory import ran_out
@@ -317,7 +317,7 @@ class DeviceRunner:
     def _agree(self, action: Action) -> None:
         stage = self.stages[action.stage]
         assert stage.agreement is not None
-        self._collect(action, [stage.agreement.contribution(stage.device)])
+        self._collect(action, Exchanged([stage.agreement.contribution(stage.device)], []))
 
     def _agreed(self, action: Action) -> None:
         agreement = self.stages[action.stage].agreement
@@ -327,10 +327,15 @@ class DeviceRunner:
     def _reduce(self, action: Action) -> None:
         self._collect(action, summed_gradients(self.stages[action.stage], action, self.plan.summed))
 
-    def _collect(self, action: Action, tensors: list[Tensor]) -> None:
-        self.transfers.collect(action, tensors, members(self.plan, action), self.number)
+    def _unshard(self, action: Action) -> None:
+        self._collect(action, gathered_parameters(self.stages[action.stage], action))
 
-    def _reduced(self, action: Action) -> None:
+    def _collect(self, action: Action, exchanged: Exchanged) -> None:
+        devices = members(self.plan, action)
+        owners = [devices[owner] for owner in exchanged.owners]
+        self.transfers.collect(action, exchanged.tensors, devices, self.number, owners)
+
+    def _collected(self, action: Action) -> None:
         self.transfers.join(action)
 
     def _update(self, action: Action) -> None:
@@ -373,6 +378,7 @@ _STARTS: Mapping[Kind, _Handler] = (
         Kind.RECOMPUTE: DeviceRunner._recompute,
         Kind.BACKWARD: DeviceRunner._backward,
         Kind.REDUCE: DeviceRunner._reduce,
+        Kind.UNSHARD: DeviceRunner._unshard,
         Kind.AGREE: DeviceRunner._agree,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stash,
@@ -383,7 +389,8 @@ _STARTS: Mapping[Kind, _Handler] = (
 )
 _JOINS: Mapping[Kind, _Handler] = (
     {
-        Kind.REDUCE: DeviceRunner._reduced,
+        Kind.REDUCE: DeviceRunner._collected,
+        Kind.UNSHARD: DeviceRunner._collected,
         Kind.AGREE: DeviceRunner._agreed,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stashed,

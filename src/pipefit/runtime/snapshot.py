@@ -62,33 +62,40 @@ class Snapshot:
         )
 
 
-def snapshot(stages: Mapping[int, StageRunner], names: Names, devices: Mapping[int, int], rank: int) -> Snapshot:
-    """The present state of `stages`, by their numbers, as it is: `copied` makes it independent of the training.
+def snapshot(
+    stages: Sequence[tuple[int, StageRunner]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
+) -> Snapshot:
+    """The present state of `stages`, each with its number, as it is: `copied` makes it independent of the training.
+
+    Several of one number are replicas of a stage. Of each tensor that they have, `once` takes the one that is stored.
 
     Raises:
         UsageError: something cannot be written: a tensor's dtype or layout, an option, a scheduler's state. Names it.
     """
-    runners = list(stages.values())
+    runners = [stage for _, stage in stages]
+    told = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
+    first = [(number, stage) for number, stage in stages if not once or stage.replica == 0]
     tensors: dict[str, Tensor] = {}
     stored = []
-    for kind, name, state, tensor in _tensors(runners, names):
+    state_of = StageState.of(runners, once=once)
+    for kind, name, state, tensor in _tensors(state_of, runners, [stage for _, stage in first], names):
         tensors[tensor_key(kind, name, state)] = _checked(tensor, tensor_key(kind, name, state))
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         stored.append(StoredTensor(name=name, kind=kind, state=state, shard=rank, dtype=dtype, shape=shape))
-    groups, scheduler = _groups(runners, names)
+    groups, scheduler = _groups(told, names)
     return Snapshot(
         tensors=tensors,
         stored=tuple(stored),
         stages=tuple(
             TrainedStage(start=stage.start, stop=stage.stop, device=devices[number], batches=stage.batch_number)
-            for number, stage in stages.items()
+            for number, stage in first
         ),
         groups=groups,
         numbers=tuple(
             ParameterNumbers(
                 name=name, values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()}
             )
-            for name, values in StageState.of(runners).numbers.items()
+            for name, values in state_of.numbers.items()
             if values and _stores(runners, names, name)
         ),
         scheduler=scheduler,
@@ -109,15 +116,18 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
     return found
 
 
-def _tensors(stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
-    """Kind, name, name in the optimizer, and every tensor that these stages store, each once."""
-    state = StageState.of(stages)
+def _tensors(
+    state: StageState, stages: Sequence[StageRunner], holders: Sequence[StageRunner], names: Names
+) -> Iterator[tuple[Kind, str, str, Tensor]]:
+    """Kind, name, name in the optimizer, and every tensor of a state that these stages store, each once; `holders` are
+    those whose other tensors are stored.
+    """
     own = [name for name in state.tensors if _stores(stages, names, name)]
     yield from (("model", name, "", state.tensors[name]) for name in own)
     yield from (("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights)
     for name in own:
         yield from (("optimizer", name, key, tensor) for key, tensor in state.optimizer.get(name, {}).items())
-    for stage in stages:
+    for stage in holders:
         for layer in stage.layers:
             yield from (("held", name, "", tensor) for name, tensor in held_tensors(layer))
 

@@ -18,6 +18,7 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
+from pipefit.cost.shares import Share
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
 from pipefit.meter.unsaved import saving_nothing
@@ -44,6 +45,8 @@ class StageRunner:
         agreement: what the stages agree on before an update; None if they need not agree.
         rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
             because it is not updated with microbatches in flight.
+        replica: which of the stage's replicas this is.
+        share: what it owns, where replicas divide the stage's state.
         states: moves the stage's state away and back; None where none is moved.
         seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
@@ -60,6 +63,8 @@ class StageRunner:
         microbatches: int,
         agreement: Agreement | None,
         rooms: Sequence[int] | None = None,
+        replica: int = 0,
+        share: Share | None = None,
         states: StateMover | None = None,
         device: torch.device,
         seed: int,
@@ -72,7 +77,8 @@ class StageRunner:
         self.parameters = [p for layer in layers for p in layer.module.parameters()]
         own = own_parameters(layers)
         elsewhere = {} if states is None else states.copies(own, self.start)
-        self.updates = Updates(task, layers, self.start, agreement, elsewhere)
+        self.replica, self.share = replica, share
+        self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self.weights = None if rooms is None else self._versions(rooms)
@@ -88,6 +94,14 @@ class StageRunner:
     def held(self) -> list[Tensor]:
         """Buffers, which a forward may replace by others, and constants: tensors that are plain attributes."""
         return [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
+
+    def stores(self, tensor: Tensor) -> bool:
+        """Whether this replica of the stage is the one whose tensor is stored: the first one, or of what owners update
+        the owner.
+        """
+        if self.share is None or not tensor.requires_grad:
+            return self.replica == 0
+        return self.updates.updates(tensor)
 
     @property
     def kept_losses(self) -> list[Tensor]:

@@ -36,8 +36,9 @@ class StageState:
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Sequence[StageRunner]) -> StageState:
-        """The state of these stages. Tensors are not copied, unless they are away.
+    def of(stages: Sequence[StageRunner], *, once: bool = False) -> StageState:
+        """The state of these stages; of each tensor that several replicas have, with `once` the one that is stored.
+        Tensors are not copied, unless they are away.
 
         Raises:
             UsageError: a layer has something in its state dict that is no tensor; names it.
@@ -52,6 +53,8 @@ class StageState:
             for layer in stage.layers:
                 for local, tensor in layer.module.state_dict(keep_vars=True).items():
                     _check(layer, local, tensor)
+                    if once and not stage.stores(tensor):
+                        continue
                     name, trained = layer.originals[local], stage.updates.worked_on(tensor)
                     tensors[name] = read(tensor.detach())
                     if trained in float32:
@@ -84,6 +87,8 @@ class StageState:
                 if trained is not tensor:
                     _copy(values, name, trained)
                 kept = self.optimizer.get(name)
+                if not stage.updates.updates(tensor):
+                    continue
                 if kept is not None and stage.optimizer is not None:
                     stage.optimizer.state[trained] = {
                         **{key: _like(value, trained) for key, value in kept.items()},

@@ -252,7 +252,7 @@ class Trainer:
     def state(self) -> StageState:
         """All that training has changed in this process's layers, by names in the original module."""
         self._drain()
-        return StageState.of(list(self._checkpoints.stages.values()))
+        return self._checkpoints.state()
 
     def state_dict(self, *, optimizer: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers of this process's layers, under their names in the original module.

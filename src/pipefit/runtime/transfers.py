@@ -17,7 +17,7 @@ from pipefit.actions import Action, Message
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.rows import Rows
-from pipefit.runtime.transport import Transport
+from pipefit.runtime.transport import Owners, Transport
 from pipefit.texts import dtype_name
 
 
@@ -93,10 +93,12 @@ class Transfers:
         tensors, rows = (whole, 1) if part is None else (part.of(whole), part.length)
         self._under_way[action] = tensors, self._transport.start(action, tensors, message), rows
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> None:
-        """Begin to add up `tensors`, in place, over the devices `members`, of which this one is `device`."""
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> None:
+        """Begin a collective of the devices `members`, of which this one is `device`, as a `Transport` does."""
         self._whole[_name(action)] = _Whole(tensors, 1)
-        self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device), 1
+        self._under_way[action] = tensors, self._transport.collect(action, tensors, members, device, owners), 1
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.actions import SENDS, Action, Message, Placement, collective
+from pipefit.actions import SENDS, Action, Kind, Message, Placement, collective
 from pipefit.cost.communicators import sums
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
@@ -25,14 +25,19 @@ from pipefit.program import Program
 from pipefit.runtime.out_of_memory import unless_ran_out
 
 
+Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
+
+
 class Transport(Protocol):
     """What a `DeviceRunner` needs in order to exchange tensors with others."""
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> Any:
         """Begin to send `tensors` as `message`, or to receive them; a handle to join."""
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> Any:
-        """Begin to add up `tensors` over the devices `members`, in place on each; `device` is this one."""
+    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners) -> Any:
+        """Begin to add up `tensors` over the devices `members`, in place, on each or on the `owners` of the tensors
+        alone; or, for an UNSHARD, to bring them from their owners to all. `device` is this one.
+        """
 
     def ready(self, handle: Any) -> bool:
         """Whether `join` would return at once."""
@@ -62,17 +67,30 @@ class _Message:
 
 @dataclass(slots=True)
 class _Sum:
-    """A collective inside one process: the tensors of all members are added up in the order of the members."""
+    """A collective inside one process, for which the tensors of all members are there when the last has started it."""
 
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     done: bool = False
 
-    def add_up(self, members: Sequence[int]) -> None:
-        for first, *others in zip(*(self.tensors[member] for member in members), strict=True):
+    def add_up(self, members: Sequence[int], owners: Owners) -> None:
+        """Add the tensors up in the order of the members, for all of them or for the owners."""
+        for number, (first, *others) in enumerate(zip(*(self.tensors[member] for member in members), strict=True)):
             for other in others:
                 first.add_(other)
-            for other in others:
-                other.copy_(first)
+            for member, other in zip(members[1:], others, strict=True):
+                if not owners or owners[number] == member:
+                    other.copy_(first)
+        self._end()
+
+    def hand_out(self, owners: Owners) -> None:
+        """Bring the tensors from their owners to all."""
+        for number, owner in enumerate(owners):
+            for tensors in self.tensors.values():
+                if tensors is not self.tensors[owner]:
+                    tensors[number].copy_(self.tensors[owner][number])
+        self._end()
+
+    def _end(self) -> None:
         self.tensors.clear()
         self.done = True
 
@@ -98,13 +116,18 @@ class InProcess:
         found.deliver()
         return found
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> _Sum:
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> _Sum:
         key = collective(action)
         total = self.sums.setdefault(key, _Sum())
         total.tensors[device] = tensors
         if len(total.tensors) == len(members):
             del self.sums[key]
-            total.add_up(members)
+            if action.kind is Kind.UNSHARD:
+                total.hand_out(owners)
+            else:
+                total.add_up(members, owners)
         return total
 
     def ready(self, handle: _Message | _Sum) -> bool:
@@ -146,10 +169,18 @@ class Network:
             lost = PeerLost(f"{action} failed: device {peer} is gone ({first_line(error)}); {advice(error)}")
             raise unless_ran_out(lost, error) from error
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> list[dist.Work]:
-        group = self.groups[members]
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> list[dist.Work]:
+        group, ranks = self.groups[members], [self.workers[owner] for owner in owners]
         try:
-            return [_under_way(dist.all_reduce(tensor, group=group, async_op=True)) for tensor in tensors]
+            if not ranks:
+                begun = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+            else:
+                begin = dist.broadcast if action.kind is Kind.UNSHARD else dist.reduce
+                pairs = zip(tensors, ranks, strict=True)
+                begun = [begin(tensor, rank, group=group, async_op=True) for tensor, rank in pairs]
+            return list(map(_under_way, begun))
         except RuntimeError as error:
             lost = PeerLost(
                 f"{action} failed: device {' or '.join(str(m) for m in members if m != device)} is gone "

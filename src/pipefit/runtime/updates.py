@@ -11,10 +11,10 @@ What an optimizer keeps on the host for parameters of a GPU, such as the counter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.task import Task
+from pipefit.cost.shares import Share
 from pipefit.cost.states import Kept, Layers
 from pipefit.errors import UsageError
 from pipefit.fake.target import is_fake
@@ -46,6 +47,7 @@ class Updates:
     """The optimizer of a stage that begins at layer `start`, and its scheduler.
 
     Args:
+        share: what this replica owns of the stage: it updates these layers alone; None for all.
         agreement: what the stages agree on before an update; None if they need not agree.
         elsewhere: the copies of parameters that are updated at a place; None for each in a dry run, which updates only
             what is on the device.
@@ -55,11 +57,19 @@ class Updates:
     """
 
     def __init__(
-        self, task: Task, layers: Sequence[ChainLayer], start: int, agreement: Agreement | None, elsewhere: Elsewhere
+        self,
+        task: Task,
+        layers: Sequence[ChainLayer],
+        start: int,
+        agreement: Agreement | None,
+        elsewhere: Elsewhere,
+        share: Share | None = None,
     ) -> None:
-        self._start, self._stop, self._agreement = start, start + len(layers), agreement
+        self._start, self._stop, self._agreement, self._share = start, start + len(layers), agreement, share
         self._elsewhere, self._own = elsewhere, own_parameters(layers)
-        groups = parameter_groups(layers, task.groups)
+        updated = self.updated((start, self._stop))
+        self._updates = frozenset(map(id, updated))
+        groups = _of(self._updates, parameter_groups(layers, task.groups))
         if elsewhere:
             groups = _with_copies(groups, elsewhere)
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
@@ -74,6 +84,15 @@ class Updates:
     def parameters(self, layers: Layers) -> list[nn.Parameter]:
         """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
         return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
+
+    def updated(self, layers: Layers) -> list[nn.Parameter]:
+        """Those of these layers that this replica updates: the trained ones of the layers that it owns."""
+        own = [layer for layer in range(*layers) if self._share is None or self._share.owns(layer)]
+        return [p for layer in own for p in self.parameters((layer, layer + 1)) if p.requires_grad]
+
+    def updates(self, parameter: Tensor) -> bool:
+        """Whether this replica updates a parameter."""
+        return id(parameter) in self._updates
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """What the optimizer works on for a parameter: itself, its copy at a place, or the float32 copy of these."""
@@ -128,13 +147,13 @@ class Updates:
 
     def step(self, layers: Layers) -> None:
         """Update these layers on the device, unless the stages agreed to skip it; their gradients are freed."""
-        parameters = [parameter for parameter in self.parameters(layers) if parameter.requires_grad]
+        parameters = self.updated(layers)
         if self.optimizer is not None and parameters and not self._skipped:
             if layers == (self._start, self._stop):
                 self.optimizer.step()
             else:
                 step_part(self.optimizer, parameters, self._others(parameters))
-        for parameter in parameters:
+        for parameter in self.parameters(layers):
             parameter.grad = None
         self._end(layers)
 
@@ -200,6 +219,15 @@ class Updates:
         self._updated.clear()
         if self.scheduler is not None and not self._skipped:
             self.scheduler.step()
+
+
+def _of(wanted: Container[int], layers: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The groups of every layer that have parameters of these ids, with these alone."""
+    found = list[list[dict[str, Any]]]()
+    for groups in layers:
+        kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+        found.append([group for group in kept if group["params"]])
+    return [groups for groups in found if groups]
 
 
 def _check_for_hosts(optimizer: Optimizer | MasterWeights) -> None:

@@ -69,11 +69,15 @@ def check_slices(plan: Plan, last: int | None) -> None:
         return
     for number, stage in enumerate(plan.stages):
         grid = stage.grid
-        if grid.tensor > 1 or grid.shard != "none":
-            what = f"{grid.tensor} shards" if grid.tensor > 1 else f"replicas that divide the {grid.shard} state"
+        if grid.tensor > 1:
             raise UsageError(
-                f"stage {number} is on devices {list(grid.devices)} as {what}, which can be written down, but neither "
-                "simulated nor run yet: use replicas alone (data)"
+                f"stage {number} is on devices {list(grid.devices)} as {grid.tensor} shards, which can be written "
+                "down, but neither simulated nor run yet: use replicas alone (data)"
+            )
+        if grid.shard in ("gradients", "parameters"):
+            raise UsageError(
+                f"stage {number} divides the {grid.shard} of {grid.data} replicas, which can be written down, but "
+                "neither simulated nor run yet: divide the optimizer state (shard='optimizer'), or nothing"
             )
         if grid.data > 1:
             _check_replicas(plan, number, last)

@@ -1,7 +1,8 @@
 """The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
 
 Gradients are summed over the replicas of a stage, and those of parameters that stages share over all devices that have
-one; the stages agree, and every stage is updated. Where its optimizer
+one; the stages agree, and every stage is updated. Where replicas divide the optimizer state, each updates the layers
+that it owns, and an UNSHARD brings their parameters to all. Where a stage's optimizer
 state is away between steps, a stage is updated run by run, in the order of its layers; a run also ends where parameters
 or gradients that move begin or end.
 
@@ -65,6 +66,15 @@ def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Act
         yield Action(Kind.AGREE, stages[0]).join
     for stage in stages:
         yield from update_of(Action(Kind.STEP, stage), plan, bundles)
+    unshards = [Action(Kind.UNSHARD, stage) for stage in stages if _owners_update(plan, stage)]
+    yield from unshards
+    yield from (unshard.join for unshard in unshards)
+
+
+def _owners_update(plan: Plan, stage: int) -> bool:
+    """Whether each layer is updated by one replica alone, which brings its parameters to the others."""
+    grid = plan.stages[stage].grid
+    return grid.data > 1 and grid.shard != "none"
 
 
 def update_of(step: Action, plan: Plan, bundles: Bundles) -> Iterator[Action]:

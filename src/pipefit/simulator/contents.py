@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipefit.cost.passes import Working
 from pipefit.cost.rest import LayerState
+from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.decisions import State, What
 from pipefit.plans import Plan
@@ -65,7 +66,14 @@ def _contents(plan: Plan, device: int, trace: Trace, programs: Sequence[Program]
     peak = trace.devices[device].peak
     kind, first = plan.cluster.devices[device].kind, programs[0]
     stages = {
-        number: costs.stage(stage.start, stage.stop, kind, first.bundles, data=stage.grid.data)
+        number: costs.stage(
+            stage.start,
+            stage.stop,
+            kind,
+            first.bundles,
+            data=stage.grid.data,
+            share=share_of(plan, number, device),
+        )
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }

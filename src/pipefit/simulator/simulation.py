@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pipefit.actions import Action
 from pipefit.cost.messages import message_sizes
+from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs
 from pipefit.cost.states import Away
 from pipefit.errors import PipefitWarning, UsageError
@@ -91,11 +92,16 @@ class Simulation:
         self._stages = [
             {
                 device: costs.stage(
-                    stage.start, stage.stop, devices[device].kind, self.program.bundles, data=stage.grid.data
+                    stage.start,
+                    stage.stop,
+                    devices[device].kind,
+                    self.program.bundles,
+                    data=stage.grid.data,
+                    share=share_of(plan, number, device),
                 )
                 for device in there
             }
-            for stage, there in zip(plan.stages, self.program.placement, strict=True)
+            for number, (stage, there) in enumerate(zip(plan.stages, self.program.placement, strict=True))
         ]
         self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
         self._moved_bytes = moved_bytes(self.program, self._storages)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pipefit.actions import COLLECTIVE, COPIES, MESSAGES, Action, Kind, Message, collective, message_of
 from pipefit.cluster import Cluster
-from pipefit.cost.collectives import ring_sum
+from pipefit.cost.collectives import Hop, ring_from_owners, ring_sum, ring_to_owners
 from pipefit.cost.stage import StageCost
 from pipefit.cost.states import unchanged
 from pipefit.errors import UsageError
@@ -135,14 +135,22 @@ class TimedProgram:
         number = self._collectives.get(key)
         if number is None:
             members = self._members[what]
-            nbytes = self._stages[action.stage][device].collective_bytes(action)
-            number = self._collectives[key] = self._add(self._ring(members, nbytes), ends=len(members))
+            parts = self._ring(self._hops(members, action, self._stages[action.stage][device]))
+            number = self._collectives[key] = self._add(parts, ends=len(members))
         return number
 
-    def _ring(self, members: list[int], nbytes: int) -> Parts:
-        """The parts of a sum: each hop of the ring, with the delay of all its messages."""
+    def _hops(self, members: list[int], action: Action, stage: StageCost) -> tuple[Hop, ...]:
+        """The hops of a collective: of a sum for all, of sums for owners, or of what owners bring to all."""
+        replicas = self._program.placement[action.stage]
+        shares = stage.owned_bytes(action, len(replicas))
+        if shares is None:
+            return ring_sum(members, stage.collective_bytes(action))
+        return (ring_to_owners if action.kind is Kind.REDUCE else ring_from_owners)(replicas, shares)
+
+    def _ring(self, hops: tuple[Hop, ...]) -> Parts:
+        """The parts of a collective: each hop of the ring, with the delay of all its messages."""
         parts = []
-        for hop in ring_sum(members, nbytes):
+        for hop in hops:
             source, target = Member.device(hop.source), Member.device(hop.target)
             seconds, wires = self._part(source, target, hop.nbytes)
             parts.append((seconds + (hop.messages - 1) * self._route(source, target).latency_seconds, wires))

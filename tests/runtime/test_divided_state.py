@@ -1,0 +1,89 @@
+"""State that replicas of a stage divide: the numbers of plain training, and bytes that are known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.cost.shares import owners
+from pipefit.errors import UsageError
+from pipefit.grids import Sharding
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify, train
+from pipefit.simulator import simulate
+from replicated import MODELS, replicated
+from slices import Plain, batches, equal, sliced_plan
+from step_peaks import step_peaks
+
+SIZES = (12, 6, 4, 3)
+DIVIDED: tuple[Sharding, ...] = ("optimizer",)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ModelProfile]:
+    """The profile of every model, at the sizes of all slices."""
+    return {name: profile(replicated(name), microbatch_size=SIZES) for name in MODELS}
+
+
+def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
+    """Two or three stages of random degrees, each of which divides something at random, or nothing."""
+    rng = Random(seed)
+    count = rng.choice([2, 2, 3])
+    degrees = [9]
+    while sum(degrees) > 8 or max(degrees) == 1:
+        degrees = [rng.choice([1, 2, 3, 4]) for _ in range(count)]
+    edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
+    shard = [rng.choice((*DIVIDED, *DIVIDED, "none")) for _ in degrees]
+    schedule = rng.choice(["gpipe", "1f1b"])
+    return sliced_plan(
+        found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, shard=shard, **training
+    )
+
+
+def parameters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a state; of buffers, every replica has its own."""
+    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_those_of_plain_training(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+    """Losses and parameters after three steps, whatever the stages divide."""
+    task = replicated(name, optimizer=MOMENTUM)
+    plan = random_plan(replace(profiles[name], fingerprint=profile(task, microbatch_size=3).fingerprint), seed)
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for inputs, targets in batches(task, plan, 3):
+        assert trainer.step((inputs, targets)) == pytest.approx(plain.step(inputs, targets), rel=1e-6)
+    assert equal(parameters(trainer.state_dict()), parameters(dict(plain.module.state_dict())), relative=1e-9)
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+    """Sums are taken in the same order, and owners update what all would have updated."""
+    whole, divided = (
+        sliced_plan(profiles["dropped"], [0, 3, 6], [3, 2], shard=(what, what)) for what in ("none", shard)
+    )
+    task = replicated("dropped")
+    one, other = Trainer(task, whole), Trainer(task, divided)
+    for batch in batches(task, whole, 3):
+        assert one.step(batch) == other.step(batch)
+    assert equal(one.state_dict(optimizer=True), other.state_dict(optimizer=True), relative=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
+    """The peaks of every device in both steps, to the byte."""
+    found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
+    assert found.dry == found.metered == found.allocated == found.simulated
