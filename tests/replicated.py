@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,3 +64,17 @@ def replicated(name: str, **settings: Any) -> Task:
 
 def _built(name: str) -> nn.Sequential:
     return nn.Sequential(*MODELS[name]()).double()
+
+
+def precise(precision: Literal["master-float16", "master-bfloat16"]) -> Task:
+    """A task in half precision with master weights."""
+    return Task(
+        lambda: nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        ),
+        batch=lambda size: (torch.randn(size, WIDTH), torch.randn(size, 4)),
+        loss=lambda outputs, targets: F.mse_loss(outputs.float(), targets.float()),
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+        precision=precision,
+        name="precise",
+    )

@@ -18,8 +18,9 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
-from replicated import MODELS, replicated
+from replicated import MODELS, precise, replicated
 from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks
 
@@ -87,3 +88,79 @@ def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profi
     """The peaks of every device in both steps, to the byte."""
     found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
     assert found.dry == found.metered == found.allocated == found.simulated
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_clipping_and_accumulation_are_those_of_the_whole_batch(
+    shard: Sharding, profiles: dict[str, ModelProfile]
+) -> None:
+    """The norm counts every parameter once, with the gradient of its owner; gradients of two batches are added up."""
+    task, norm = replicated("dropped", optimizer=partial(torch.optim.SGD, lr=1.0)), 0.01
+    found = replace(profiles["dropped"], fingerprint=profile(task, microbatch_size=3).fingerprint)
+    plan = sliced_plan(found, [0, 2, 6], [3, 2], clip_norm=norm, shard=(shard, shard))
+    whole = replace(plan, stages=sliced_plan(found, [0, 2, 6], [3, 2]).stages)
+    trainer, plain = Trainer(task, plan, accumulate=2), Trainer(task, whole, accumulate=2)
+    for one in batches(task, plan, 4):
+        assert trainer.step(one) == plain.step(one)
+    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["master-float16", "master-bfloat16"])
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any) -> None:
+    """The loss is scaled, master weights are the owners', and one overflow skips the update of all."""
+    task = precise(precision)
+    found = profile(task, microbatch_size=(4, 2))
+    whole, divided = (sliced_plan(found, [0, 3, 5], [2, 2], shard=(what, what)) for what in ("none", shard))
+    one, other = Trainer(task, whole), Trainer(task, divided)
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = task.batch(8)
+        if step == 1:
+            batch = (batch[0] * 1e4, batch[1])
+        assert one.step(batch) == pytest.approx(other.step(batch), nan_ok=True)
+    assert equal(one.state_dict(optimizer=True), other.state_dict(optimizer=True), relative=0)
+    peaks = step_peaks(task, divided)
+    assert peaks.dry == peaks.metered == peaks.allocated == peaks.simulated
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_training_goes_on_under_other_plans(
+    shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path
+) -> None:
+    """Every owner's state is stored once under the names of the model; whole replicas and other owners take it up."""
+    task, found = replicated("normed"), profiles["normed"]
+    plans = [
+        sliced_plan(found, [0, 2, 6], [3, 2], shard=(shard, shard)),
+        sliced_plan(found, [0, 3, 6], [1, 4], shard=("none", shard)),
+        sliced_plan(found, [0, 2, 6], [2, 1]),
+    ]
+    data = batches(task, plans[0], 4)
+    before = Trainer(task, plans[0])
+    before.step(data[0])
+    for number, plan in enumerate(plans[1:], start=1):
+        before.save(tmp_path)
+        before.finish()
+        after = Trainer(task, plan)
+        assert after.load(tmp_path) == number
+        assert equal(after.state_dict(optimizer=True), before.state_dict(optimizer=True), relative=0)
+        after.step(data[number])
+        before = after
+
+
+def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
+    """Four workers over gloo, whose stages divide their state: the losses and peaks of one process, and what each saves
+    is whole.
+    """
+    task = replicated("dropped")
+    plan = sliced_plan(profiles["dropped"], [0, 3, 6], [2, 2], clip_norm=1.0, shard=(DIVIDED[-1], "optimizer"))
+    losses, trace = train(partial(replicated, "dropped"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
+    alone, expected = Trainer(task, plan), []
+    for step in range(2):
+        torch.manual_seed(step)
+        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert trace.peak_bytes == certify(task, plan).peak_bytes
+    after = Trainer(task, sliced_plan(profiles["dropped"], [0, 6], [1]))
+    assert after.load(tmp_path) == 2
+    assert equal(after.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-9)

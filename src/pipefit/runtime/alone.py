@@ -24,6 +24,7 @@ from pipefit.runtime.batches import cut_batch
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.replicas import Source, Sources
+from pipefit.runtime.transport import Owners
 from pipefit.schedule import distinct_steps, step_programs
 from pipefit.validation import seed_number
 
@@ -36,7 +37,9 @@ class NoPeers:
             for tensor in tensors:
                 tensor.zero_()
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int) -> None:
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+    ) -> None:
         """There is nothing to add."""
 
     def ready(self, handle: None) -> bool:
