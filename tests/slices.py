@@ -35,10 +35,12 @@ def sliced_plan(
     rng: Random | None = None,
     memory_bytes: int = 1 << 30,
     shard: Sequence[Sharding] = (),
+    buckets: Sequence[int] = (),
     **training: Any,
 ) -> Plan:
     """A plan with a stage between every two edges, on as many devices as its degree says, in their order or as `rng`
-    deals them. The profile's first size is that of microbatches. `shard` says what the replicas of each stage divide.
+    deals them. The profile's first size is that of microbatches. `shard` says what the replicas of each stage divide,
+    `buckets` in how many runs of layers their gradients are summed.
     """
     size, count = profiled.measurements[0].microbatch_size, sum(degrees)
     devices = list(range(count))
@@ -58,10 +60,14 @@ def sliced_plan(
             Stage(
                 start=start,
                 stop=stop,
-                grid=Grid(devices=tuple(devices[first:last]), data=last - first, shard=divided),
+                grid=Grid(devices=tuple(devices[first:last]), data=last - first, shard=divided, buckets=runs),
             )
-            for (start, stop), (first, last), divided in zip(
-                pairwise(edges), pairwise(places), shard or ("none",) * len(degrees), strict=True
+            for (start, stop), (first, last), divided, runs in zip(
+                pairwise(edges),
+                pairwise(places),
+                shard or ("none",) * len(degrees),
+                buckets or (1,) * len(degrees),
+                strict=True,
             )
         ),
     )

@@ -172,9 +172,9 @@ class Action(NamedTuple):
 
 def collective(action: Action) -> Hashable:
     """A key that the starts of one collective share: its kind and subject, and the stage if all members are in one."""
-    kind, stage, microbatch, layers, subject, *_ = action
+    kind, stage, _, layers, subject, *_ = action
     within = kind in (Kind.GATHER_FORWARD, Kind.UNSHARD) or (kind is Kind.REDUCE and subject is None)
-    return kind, subject, stage if within else None, layers, microbatch
+    return kind, subject, stage if within else None, layers
 
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))

@@ -21,10 +21,12 @@ class Grid:
 
     Device `devices[d * tensor + t]` holds shard t of replica d, which computes slice d of every microbatch. `shard`
     says what is divided between the replicas instead of held by each: nothing, the optimizer state (ZeRO 1), the
-    gradients too (2), or the parameters too (3).
+    gradients too (2), or the parameters too (3). In so many `buckets`, runs of layers of about equal bytes, gradients
+    are summed over the replicas, each as soon as it has been computed.
 
     Raises:
-        UsageError: the degrees do not multiply to the number of devices, or a device is named twice.
+        UsageError: the degrees do not multiply to the number of devices, a device is named twice, or there is no
+            bucket.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -33,6 +35,7 @@ class Grid:
     data: int = 1
     tensor: int = 1
     shard: Sharding = "none"
+    buckets: int = 1
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -41,6 +44,8 @@ class Grid:
                 f"a grid of {self.data} replicas with {self.tensor} shards each has {self.data * self.tensor} devices, "
                 f"not {len(self.devices)}"
             )
+        if self.buckets < 1:
+            raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
         if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
             raise UsageError(
                 f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"

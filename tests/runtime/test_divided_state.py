@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit.cost.shares import owners
-from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
-from pipefit.simulator import simulate
 from replicated import MODELS, precise, replicated
 from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks
@@ -38,7 +35,7 @@ def profiles() -> dict[str, ModelProfile]:
 
 
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
-    """Two or three stages of random degrees, each of which divides something at random, or nothing."""
+    """Two or three stages of random degrees, each of which divides something at random, or nothing, in some buckets."""
     rng = Random(seed)
     count = rng.choice([2, 2, 3])
     degrees = [9]
@@ -46,9 +43,16 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
         degrees = [rng.choice([1, 2, 3, 4]) for _ in range(count)]
     edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
     shard = [rng.choice((*DIVIDED, *DIVIDED, "none")) for _ in degrees]
-    schedule = rng.choice(["gpipe", "1f1b"])
     return sliced_plan(
-        found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, shard=shard, **training
+        found,
+        edges,
+        degrees,
+        microbatches=rng.randint(1, 3),
+        schedule=rng.choice(["gpipe", "1f1b"]),
+        rng=rng,
+        shard=shard,
+        buckets=[rng.choice([1, 2, 4]) for _ in degrees],
+        **training,
     )
 
 
@@ -125,9 +129,7 @@ def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any)
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
-def test_training_goes_on_under_other_plans(
-    shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path
-) -> None:
+def test_training_goes_on_under_other_plans(shard: Sharding, profiles: dict[str, ModelProfile], tmp_path: Path) -> None:
     """Every owner's state is stored once under the names of the model; whole replicas and other owners take it up."""
     task, found = replicated("normed"), profiles["normed"]
     plans = [

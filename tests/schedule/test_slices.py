@@ -37,11 +37,11 @@ def test_neighbours_of_different_degree_exchange_just_their_rows() -> None:
         device 2: 0RECV_B0{4:6}@device4 0LOAD0{4:6} 0F0 0SEND_F0{4:6}@device4
                   0WAIT_RECV_B0{4:6}@device4 0WAIT_SEND_F0{4:6}@device4 0B0 0REDUCE 0WAIT_REDUCE 0STEP
         device 3: 1RECV_F0{0:2}@device0 1RECV_F0{2:3}@device1 1WAIT_RECV_F0{0:2}@device0 1WAIT_RECV_F0{2:3}@device1
-                  1LOAD0{0:3} 1F0 1B0 1SEND_B0{0:2}@device0 1SEND_B0{2:3}@device1
-                  1WAIT_SEND_B0{0:2}@device0 1WAIT_SEND_B0{2:3}@device1 1REDUCE 1WAIT_REDUCE 1STEP
+                  1LOAD0{0:3} 1F0 1B0 1SEND_B0{0:2}@device0 1SEND_B0{2:3}@device1 1REDUCE
+                  1WAIT_SEND_B0{0:2}@device0 1WAIT_SEND_B0{2:3}@device1 1WAIT_REDUCE 1STEP
         device 4: 1RECV_F0{3:4}@device1 1RECV_F0{4:6}@device2 1WAIT_RECV_F0{3:4}@device1 1WAIT_RECV_F0{4:6}@device2
-                  1LOAD0{3:6} 1F0 1B0 1SEND_B0{3:4}@device1 1SEND_B0{4:6}@device2
-                  1WAIT_SEND_B0{3:4}@device1 1WAIT_SEND_B0{4:6}@device2 1REDUCE 1WAIT_REDUCE 1STEP
+                  1LOAD0{3:6} 1F0 1B0 1SEND_B0{3:4}@device1 1SEND_B0{4:6}@device2 1REDUCE
+                  1WAIT_SEND_B0{3:4}@device1 1WAIT_SEND_B0{4:6}@device2 1WAIT_REDUCE 1STEP
         """
     )
 

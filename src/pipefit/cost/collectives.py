@@ -2,9 +2,11 @@
 
 A sum over n members goes around a ring (Patarasuk and Yuan, 2009): in n - 1 rounds every member adds up one part of the
 bytes, and in n - 1 more the finished parts go around. Every member sends 2 (n - 1) / n of the bytes to the next one, in
-2 (n - 1) messages, all at the same time. Sums that only their owners get are the first half of this, what owners bring
-to all the other half, with parts as large as the owners' shares. That is the least that any arrangement sends, so it is what NCCL and gloo use
+2 (n - 1) messages, all at the same time. That is the least that any arrangement sends, so it is what NCCL and gloo use
 for gradients; for a few bytes on many devices a tree takes fewer messages, which is not modelled.
+
+Sums that only their owners get are the first half of this, and what owners bring to all is the other half, with parts
+as large as the owners' shares. NCCL takes that long; gloo sends the sums to their owners in a second round.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class NoPeers:
                 tensor.zero_()
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> None:
         """There is nothing to add."""
 

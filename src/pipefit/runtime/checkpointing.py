@@ -25,7 +25,6 @@ from pipefit.runtime.restoring import check_task, check_weight, restore, state_o
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import Saved, Saver, Target
 from pipefit.runtime.snapshot import snapshot
-from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.texts import printable
 from pipefit.trace import Category

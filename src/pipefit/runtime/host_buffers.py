@@ -38,7 +38,7 @@ class HostBuffers:
         return _OnHost(self.hosts.start(action, buffers, message), buffers, [] if sends else tensors)
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> _OnHost:
         buffers = list(map(_copied, tensors))
         return _OnHost(self.hosts.collect(action, buffers, members, device, owners), buffers, tensors)

@@ -24,7 +24,6 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.out_of_memory import unless_ran_out
 
-
 Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
 
 
@@ -34,7 +33,9 @@ class Transport(Protocol):
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> Any:
         """Begin to send `tensors` as `message`, or to receive them; a handle to join."""
 
-    def collect(self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners) -> Any:
+    def collect(
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
+    ) -> Any:
         """Begin to add up `tensors` over the devices `members`, in place, on each or on the `owners` of the tensors
         alone; or, for an UNSHARD, to bring them from their owners to all. `device` is this one.
         """
@@ -117,9 +118,9 @@ class InProcess:
         return found
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> _Sum:
-        key = collective(action)
+        key = collective(action), action.microbatch
         total = self.sums.setdefault(key, _Sum())
         total.tensors[device] = tensors
         if len(total.tensors) == len(members):
@@ -170,7 +171,7 @@ class Network:
             raise unless_ran_out(lost, error) from error
 
     def collect(
-        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners
+        self, action: Action, tensors: list[Tensor], members: tuple[int, ...], device: int, owners: Owners = ()
     ) -> list[dist.Work]:
         group, ranks = self.groups[members], [self.workers[owner] for owner in owners]
         try:

@@ -1,12 +1,11 @@
 """Lowering: from a plan to its program, by rewritings that each make one thing explicit.
 
-    states_copied(copied(communicated(recomputed(computes(plan)))) + updated(plan))
+    states_copied(summed(copied(communicated(recomputed(computes(plan))))) + updated(plan))
 
 The schedule gives every rank an order of forwards and backwards, which all its devices share; their rows differ. The
-first rewriting divides them into pieces and adds
-second forwards for what is recomputed, the next puts receives, sends and loads around them, and the last ones insert
-copies of saved tensors and of state to other places and back. Each is a function of the plan and of the result of the
-one before.
+first rewriting divides them into pieces and adds second forwards for what is recomputed, the next puts receives, sends
+and loads around them, and the last ones insert copies of saved tensors and of state to other places and back, and begin
+the sums of replicas' gradients. Each is a function of the plan and of the result of the one before.
 
 A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
 which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).
@@ -32,6 +31,7 @@ from pipefit.schedule.recomputation import recomputed
 from pipefit.schedule.slices import Slices, check_slices
 from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
+from pipefit.schedule.sums import summed
 from pipefit.schedule.updates import updated
 
 SCHEDULES: dict[str, Schedule] = {
@@ -142,13 +142,14 @@ def lower(
             )
         return _endless(plan, count, entered)
     _check_shared(plan)
-    orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan)
+    orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan, sums=update)
     bundles = bundles_of(plan)
     ends = [list(updated(stages, plan, bundles)) if update else [] for stages in plan.ranks]
 
     def actions(rank: int, slices: Slices) -> list[Action]:
-        exchanged = list(communicated(orders[rank], plan, slices))
-        return states_copied([*copied(exchanged, plan, bundles), *ends[rank]], plan, bundles)
+        exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
+        exchanged = summed(exchanged, plan) if update else exchanged
+        return states_copied([*exchanged, *ends[rank]], plan, bundles)
 
     return _program(plan, count, _of_devices(plan, actions, count, last), bundles)
 

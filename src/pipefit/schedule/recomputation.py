@@ -12,7 +12,7 @@ PPoPP 2025, and Lynx, 2024.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pipefit.actions import Action, Kind
@@ -22,33 +22,37 @@ from pipefit.grids import Stage
 from pipefit.plans import Plan
 from pipefit.schedule.bundles import moved_states, state_edges
 from pipefit.schedule.order import Order
+from pipefit.schedule.sums import bucket_edges
 
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
 
 
-def recomputed(orders: Sequence[Order], plan: Plan) -> list[Order]:
-    """The orders with every decision to recompute carried out.
+def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> list[Order]:
+    """The orders with every decision to recompute carried out. With `sums`, the last microbatch that goes backward in a
+    stage does so in the buckets in which gradients are summed.
 
     Raises:
         UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
             compute something else when it runs again.
     """
-    return [[action for unit in recomputed_units(order, plan) for action in unit] for order in orders]
+    return [[action for unit in recomputed_units(order, plan, sums=sums) for action in unit] for order in orders]
 
 
-def recomputed_units(order: Order, plan: Plan) -> list[list[Action]]:
+def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[list[Action]]:
     """The same of one rank: what every action of its order becomes, with the recomputations that stand before it.
 
     Raises:
         UsageError: as `recomputed`.
     """
-    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions) and not moved_states(plan):
+    sums = sums and any(stage.grid.data > 1 and stage.grid.buckets > 1 for stage in plan.stages)
+    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions) and not moved_states(plan) and not sums:
         return [[action] for action in order]
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
     passes: list[int] = []  # the numbers of the forwards and backwards so far
     forward_of: dict[tuple[int, int | None], int] = {}  # by stage and microbatch, how many came before its forward
-    pieces_of = _Pieces(plan)
+    last = {action.stage: action.microbatch for action in order if action.kind is Kind.BACKWARD} if sums else {}
+    pieces_of = _Pieces(plan, last)
     for number, action in enumerate(order):
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):
             units.append([action])
@@ -70,15 +74,19 @@ def recomputed_units(order: Order, plan: Plan) -> list[list[Action]]:
 
 
 class _Pieces:
-    """The pieces of every stage; made once for all microbatches that the same decisions are for."""
+    """The pieces of every stage; made once for all microbatches that the same decisions are for.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    `last` has the microbatch behind which the gradients of a stage are summed, by the stage.
+    """
+
+    def __init__(self, plan: Plan, last: Mapping[int, int | None]) -> None:
+        self._plan, self._last = plan, last
         self._runs: dict[int, tuple[Decision, ...]] = {}
-        self._known: dict[tuple[int, tuple[bool, ...]], list[Piece]] = {}
+        self._known: dict[tuple[int, tuple[bool, ...], bool], list[Piece]] = {}
 
     def __call__(self, stage: int, microbatch: int | None) -> list[Piece]:
-        """The layers of a stage, divided where recomputation for this microbatch and states that move begin and end.
+        """The layers of a stage, divided where recomputation for this microbatch, states that move and sums of
+        gradients begin and end.
 
         Raises:
             UsageError: as `_divided`.
@@ -87,15 +95,19 @@ class _Pieces:
             self._runs[stage] = tuple(sorted(self._plan.decisions_of(stage, What.RECOMPUTE), key=_start))
         runs = self._runs[stage]
         taken = tuple(microbatch in decision.microbatches for decision in runs)
-        if (stage, taken) not in self._known:
+        sums = stage in self._last and self._last[stage] == microbatch
+        if (stage, taken, sums) not in self._known:
             here = [decision for decision, is_taken in zip(runs, taken, strict=True) if is_taken]
-            self._known[stage, taken] = _divided(self._plan, stage, here, microbatch)
-        return self._known[stage, taken]
+            edges = [*state_edges(self._plan, stage), *(bucket_edges(self._plan, stage) if sums else ())]
+            self._known[stage, taken, sums] = _divided(self._plan, stage, here, microbatch, sorted(set(edges)))
+        return self._known[stage, taken, sums]
 
 
-def _divided(plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None) -> list[Piece]:
-    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers, and where
-    a state that moves does.
+def _divided(
+    plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int | None, edges: Sequence[int]
+) -> list[Piece]:
+    """The layers of a stage, divided where these runs begin and end, which are in the order of their layers, and at
+    other `edges`.
 
     Raises:
         UsageError: two decisions recompute one layer; two pieces share a parameter, whose gradients would be added up
@@ -113,7 +125,7 @@ def _divided(plan: Plan, stage: int, runs: Sequence[Decision], microbatch: int |
         pieces.append((start, stop, decision))
         at = stop
     pieces += [(at, place.stop, None)] if at < place.stop else []
-    pieces = [cut for piece in pieces for cut in _cut(piece, state_edges(plan, stage))]
+    pieces = [cut for piece in pieces for cut in _cut(piece, edges)]
     _check_shared(plan, stage, pieces)
     _check_repeatable(plan, stage, pieces)
     return pieces

@@ -1,10 +1,10 @@
 """The rewriting that makes updates explicit: how a step ends, and what of the optimizer moves for it.
 
-Gradients are summed over the replicas of a stage, and those of parameters that stages share over all devices that have
-one; the stages agree, and every stage is updated. Where replicas divide the optimizer state, each updates the layers
-that it owns, and an UNSHARD brings their parameters to all. Where a stage's optimizer
-state is away between steps, a stage is updated run by run, in the order of its layers; a run also ends where parameters
-or gradients that move begin or end.
+The sums of gradients over the replicas of a stage are joined, which have begun (`pipefit.schedule.sums`); those of
+parameters that stages share are summed over all devices that have one; the stages agree, and every stage is updated.
+Where replicas divide the optimizer state, each updates the layers that it owns, and an UNSHARD brings their parameters
+to all. Where a stage's optimizer state is away between steps, it is updated run by run, in the order of its layers; a
+run also ends where parameters or gradients that move begin or end.
 
     RELOAD[5.optimizer] WAIT_RELOAD STEP[5:6] OFFLOAD[5.optimizer] ... STEP[6:9] ... WAIT_OFFLOAD[5.optimizer]
 
@@ -36,6 +36,7 @@ from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.schedule.bundles import Bundles, named, of_layers, state_edges
+from pipefit.schedule.sums import sums_of
 
 
 class _Run(NamedTuple):
@@ -47,20 +48,20 @@ class _Run(NamedTuple):
 
 
 def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Action]:
-    """The end of a rank's step: sum the gradients that others have a part of, agree on them, update.
+    """The end of a rank's step: have the sums of gradients that others have a part of, agree on them, update.
 
     Raises:
         UsageError: a state is moved that cannot be, or two decisions are about one layer.
     """
-    reduces = [Action(Kind.REDUCE, stage) for stage in stages if plan.stages[stage].grid.data > 1]
-    reduces += [
+    shared = [
         Action(Kind.REDUCE, stage, subject=Subject(number, "shared"))
         for stage in stages
         for number, members in plan.summed.items()
         if stage in members
     ]
-    yield from reduces
-    yield from (reduce.join for reduce in reduces)
+    yield from shared
+    yield from (reduce.join for stage in stages for reduce in sums_of(plan, stage))
+    yield from (reduce.join for reduce in shared)
     if plan.training.agrees:
         yield Action(Kind.AGREE, stages[0])
         yield Action(Kind.AGREE, stages[0]).join

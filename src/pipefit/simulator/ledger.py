@@ -230,7 +230,8 @@ class Ledger:
     def _collect(self, action: Action, stage: StageCost) -> None:
         if action.kind is Kind.GATHER_FORWARD:
             self._refuse(f"{action} can be written down, but neither simulated nor run yet")
-        if action.kind is not Kind.UNSHARD and not action.wait and not self._born >= stage.layers:
+        summed = stage.layers if action.layers is None else range(*action.layers)
+        if action.kind is not Kind.UNSHARD and not action.wait and not self._born.issuperset(summed):
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         try:
             for number, states in self._states.items():

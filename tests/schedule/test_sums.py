@@ -1,0 +1,95 @@
+"""When sums of gradients begin: programs drawn by hand, and how long they take beside backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Sharding, Stage
+from pipefit.plans import Plan
+from pipefit.schedule import lower
+from pipefit.schedule.sums import bucket_edges
+from pipefit.sharing import SharedParameter
+from pipefit.simulator import simulate
+from profiles_in_slices import gridded
+
+
+def one_stage(
+    *, buckets: int, shard: Sharding = "none", microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2
+) -> Plan:
+    """A stage of four equal layers on some replicas: forwards of a second, backwards of two, gradients of 32 bytes."""
+    plan = gridded(
+        data, 1, 1, 1, microbatches=microbatches, schedule="gpipe", samples=12, bytes_per_second=bytes_per_second
+    )
+    grid = Grid(devices=tuple(range(data)), data=data, shard=shard, buckets=buckets)
+    return replace(plan, stages=(Stage(start=0, stop=4, grid=grid),))
+
+
+def drawn(plan: Plan, *, update: bool = True) -> str:
+    """What a device computes and sums."""
+    return " ".join(str(action) for action in lower(plan, update=update).actions[0] if "LOAD" not in str(action))
+
+
+def test_the_last_microbatch_goes_backward_in_buckets() -> None:
+    """Each sum begins behind the backward of its layers; all are joined before the update."""
+    assert drawn(one_stage(buckets=1, microbatches=2)) == "0F0 0F1 0B0 0B1 0REDUCE 0WAIT_REDUCE 0STEP"
+    assert drawn(one_stage(buckets=2, microbatches=2)) == (
+        "0F0 0F1[0:2] 0F1[2:4] 0B0 0B1[2:4] 0REDUCE[2:4] 0B1[0:2] 0REDUCE[0:2] "
+        "0WAIT_REDUCE[2:4] 0WAIT_REDUCE[0:2] 0STEP"
+    )
+
+
+def test_nothing_is_summed_before_the_last_batch_of_an_update() -> None:
+    """Gradients of batches that are added up stay as they are, and nothing is cut for them."""
+    assert drawn(one_stage(buckets=2), update=False) == "0F0 0B0"
+
+
+def test_owners_bring_updated_parameters_to_all() -> None:
+    """Where the optimizer state is divided, behind the update."""
+    assert drawn(one_stage(buckets=1, shard="optimizer")) == (
+        "0F0 0B0 0REDUCE 0WAIT_REDUCE 0STEP 0UNSHARD 0WAIT_UNSHARD"
+    )
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+def test_all_but_the_last_sum_is_hidden_behind_backwards(buckets: int) -> None:
+    """Two replicas exchange 32 bytes for a layer, in the two seconds of a backward: the last bucket alone is seen."""
+    found = simulate(one_stage(buckets=buckets, bytes_per_second=16))
+    assert found.step_seconds[0] == pytest.approx(4 * 1 + 4 * 2 + 4 * 2 / buckets)
+
+
+@pytest.mark.parametrize("data", [2, 4])
+def test_sums_for_owners_and_their_parameters_take_as_long_as_sums_for_all(data: int) -> None:
+    """The two halves of a ring: each carries what all but one of the equal shares have."""
+    whole, divided = (
+        simulate(one_stage(buckets=1, shard=shard, bytes_per_second=16, data=data)).step_seconds[0]
+        for shard in ("none", "optimizer")
+    )
+    assert whole == pytest.approx(12 + 2 * (data - 1) / data * 8)
+    assert divided == pytest.approx(whole)
+
+
+def test_users_of_a_parameter_and_recomputed_runs_stay_together() -> None:
+    """A cut goes to the nearest layer that divides neither; without any there is one bucket."""
+    plan = one_stage(buckets=2)
+    assert bucket_edges(plan, 0) == [2]
+    tied = SharedParameter(name="w", users=(1, 2), nbytes=4, gradient_bytes=4, state_bytes=0)
+    shared = replace(plan.profile, measurements=tuple(replace(m, shared=(tied,)) for m in plan.profile.measurements))
+    assert bucket_edges(replace(plan, profile=shared), 0) in ([1], [3])
+    run = Decision(stage=0, subject=Run(start=0, stop=3), what=What.RECOMPUTE, microbatches=Microbatches())
+    assert bucket_edges(replace(plan, decisions=(run,)), 0) == [3]
+    assert drawn(replace(plan, decisions=(run,))) == (
+        "0N0[0:3] 0F0[3:4] 0B0[3:4] 0REDUCE[3:4] 0R0[0:3] 0B0[0:3] 0REDUCE[0:3] 0WAIT_REDUCE[3:4] 0WAIT_REDUCE[0:3] "
+        "0STEP"
+    )
+    whole = Decision(stage=0, subject=Run(start=0, stop=4), what=What.RECOMPUTE, microbatches=Microbatches())
+    assert bucket_edges(replace(plan, decisions=(whole,)), 0) == []
+
+
+def test_no_bucket_is_refused() -> None:
+    """A sentence with the number."""
+    with pytest.raises(UsageError, match="gradients are summed in 1 bucket or more, not 0"):
+        Grid(devices=(0, 1), data=2, buckets=0)
