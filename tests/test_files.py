@@ -30,7 +30,9 @@ from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.provenance import Objective, Provenance
 from pipefit.schedule import lower
+from pipefit.tensor_shares import Shares, Whole
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
+from pipefit.work import Collective, Work
 from pipelines import make_cluster, make_plan, random_profile
 
 TRACE = Trace(
@@ -86,10 +88,14 @@ def plan_of(*, layers: int = 6, seed: int = 0, split: tuple[int, ...] = (2, 4), 
 
 
 PLAN = plan_of()
+TOGETHER = Work(flops=1, moved_bytes=2, collectives=(Collective("all_reduce", 4), Collective("all_gather", 8)))
 ALONE = PLAN.profile.measurements[0]
+WHOLE = Whole(layer="h.0", operator="linear", parameter_bytes=4, flops=8, reason="there is no rule for this operator")
+SHARES = Shares(ranks=2, parameter_bytes=8, divided_bytes=4, rank_bytes=6, flops=16, divided_flops=8, whole=(WHOLE,))
+DIVIDED = replace(ALONE, tensor=2, shares=SHARES, forms="0a", loss=replace(ALONE.loss, forward=TOGETHER))
 DECIDED = replace(
     PLAN,
-    profile=replace(PLAN.profile, measurements=(replace(ALONE, microbatch_size=2), ALONE)),
+    profile=replace(PLAN.profile, measurements=(replace(ALONE, microbatch_size=2), ALONE, DIVIDED)),
     training=replace(PLAN.training, batch_size=2 * PLAN.training.microbatches),
     cluster=make_cluster(8),
     stages=(

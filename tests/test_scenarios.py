@@ -14,6 +14,7 @@ from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.places import parse_place
 from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower, lower_drain, step_programs
@@ -221,18 +222,24 @@ def test_grids_are_a_program() -> None:
         parse_program(lost, placement=GRIDS, microbatches=1)
 
 
+def with_ranks(found: ModelProfile) -> ModelProfile:
+    """The profile as if layers that two ranks divide cost what whole ones do."""
+    return replace(found, measurements=(*found.measurements, replace(found.measurements[0], tensor=2)))
+
+
 def test_shards_are_refused_by_name() -> None:
     """A plan with shards can be made; lowering, the simulator and the dry run say that it cannot run yet."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(6))
     stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)))
-    wide = replace(plan, stages=stages)
+    wide = replace(plan, stages=stages, profile=with_ranks(plan.profile))
     assert wide.placement == ((0,), GRIDS[1])
     assert wide.ranks == ((0,), (1,))
     for run in (lower, simulate):
         with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written down"):
             run(wide)
     task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
-    real = replace(plan_of(task, [1, 1]), stages=stages, cluster=make_cluster(6))
+    planned = plan_of(task, [1, 1])
+    real = replace(planned, stages=stages, cluster=make_cluster(6), profile=with_ranks(planned.profile))
     for train in (certify, Trainer):
         with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written"):
             train(task, real)

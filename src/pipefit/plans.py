@@ -97,6 +97,7 @@ class Plan:
                     f"{self.profile.model} was profiled at {', '.join(map(str, sorted(known)))}: profile it at all "
                     f"sizes of the plan, as profile(task, microbatch_size=({size}, {size // data})) does"
                 )
+            self.measured(number)  # refuses ranks that the profile does not know
 
     def _check_devices(self) -> None:
         """Check that every device exists, and that two stages share all of their devices or none."""
@@ -122,8 +123,12 @@ class Plan:
         return self.profile.at(self.training.microbatch_size)
 
     def measured(self, stage: int) -> Measurement:
-        """The layer costs at the size of a slice of a stage: a microbatch's, divided by the number of replicas."""
-        return self.profile.at(self.training.microbatch_size // self.stages[stage].grid.data)
+        """The layer costs on a device of a stage.
+
+        They are for a slice of a microbatch, where replicas divide it, and of layers that tensor-parallel ranks divide.
+        """
+        grid = self.stages[stage].grid
+        return self.profile.at(self.training.microbatch_size // grid.data, grid.tensor)
 
     def division(self, stage: int) -> Division:
         """How the values between the stage before and `stage` are divided.
@@ -268,7 +273,7 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     """The row of a stage, by its blocks if all stages are of `whole` ones, otherwise by its layers."""
     names = plan.profile.span(stage.start, stage.stop) if whole else plan.profile.layers[stage.start : stage.stop]
     span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-    parameters = sum(cost.parameter_bytes for cost in plan.measurement.costs[stage.start : stage.stop])
+    parameters = sum(cost.parameter_bytes for cost in plan.measured(number).costs[stage.start : stage.stop])
     fullest, full = _fullest(plan, stage), _fullness(plan, stage)
     budget = plan.cluster.budgets[fullest]
     peak = format_bytes(plan.prediction.peak_bytes[fullest]) if plan.prediction else "-"
@@ -370,7 +375,11 @@ def _seconds(plan: Plan) -> str:
 
 
 def _caveats(plan: Plan) -> Iterator[str]:
-    """What processes take, where seconds come from, on what machine the peaks hold, and what kernels they leave out."""
+    """What ranks divide, what processes take, where seconds come from, on what machine the peaks hold, and what kernels
+    they leave out.
+    """
+    shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
+    yield from (f"Of the model {one}." for one in shares if one is not None)
     yield from reserves(plan.cluster, plan.workers, plan.prediction)
     if plan.prediction is not None:
         yield from filter(None, (_seconds(plan), plan.holds_for))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -20,6 +21,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import LayerCost
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.tensor_shares import Shares
 from pipefit.texts import counted, first_to_last
 from pipefit.training import Precision
 
@@ -33,6 +35,8 @@ class Measurement:
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
     `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
+    Layers may be divided between `tensor` ranks: then costs are those of one rank, `shares` says what the ranks divide,
+    and `forms` is a digest of how, which is equal where ranks agree.
 
     Raises:
         UsageError: a layer of an unknown kind, values that the next layer does not take, or an unknown user of a shared
@@ -48,10 +52,15 @@ class Measurement:
     shared: tuple[SharedParameter, ...] = ()
     sizes: str = ""
     shared_buffers: tuple[SharedBuffer, ...] = ()
+    tensor: int = 1
+    shares: Shares | None = None
+    forms: str = ""
 
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise UsageError(f"a microbatch has at least one sample, not {self.microbatch_size}")
+        if self.tensor < 1:
+            raise UsageError(f"layers are divided between one rank or more, not {self.tensor}")
         if not self.layers:
             raise UsageError("a measurement needs at least one layer")
         for number, kind in enumerate(self.layers):
@@ -210,18 +219,30 @@ class ModelProfile:
         names, part = self.span(start, stop), self.part if {start, stop} <= set(self.edges) else "layer"
         return f"{part}{'s' * (len(names) > 1)} {first_to_last(names)}"
 
-    def at(self, microbatch_size: int) -> Measurement:
-        """The measurement at `microbatch_size` samples.
+    def at(self, microbatch_size: int, tensor: int = 1) -> Measurement:
+        """The measurement at `microbatch_size` samples, of layers that are divided between `tensor` ranks.
 
         Raises:
-            UsageError: this size was not profiled; says which were.
+            UsageError: this size or number of ranks was not profiled; says which were.
         """
         for measurement in self.measurements:
-            if measurement.microbatch_size == microbatch_size:
+            if (measurement.microbatch_size, measurement.tensor) == (microbatch_size, tensor):
                 return measurement
-        sizes = ", ".join(str(m.microbatch_size) for m in self.measurements)
+        known = [m.tensor for m in self.measurements if m.microbatch_size == microbatch_size]
+        if known:
+            raise UsageError(
+                f"{self.model} was profiled at microbatch size {microbatch_size} for {_between(known)}, not for layers "
+                f"divided between {tensor} ranks: profile it again with --tensor {tensor}"
+            )
+        sizes = ", ".join(str(size) for size in dict.fromkeys(m.microbatch_size for m in self.measurements))
         raise UsageError(
             f"{self.model} was profiled at microbatch size {sizes}, not {microbatch_size}: "
             f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of "
             "microbatches"
         )
+
+
+def _between(tensor: Sequence[int]) -> str:
+    """In words, how layers are divided at these degrees: `whole layers and layers divided between 2 and 4 ranks`."""
+    ranks = " and ".join(str(degree) for degree in sorted(tensor) if degree > 1)
+    return " and ".join(["whole layers"] * (1 in tensor) + [f"layers divided between {ranks} ranks"] * bool(ranks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipefit.errors import UsageError
 
@@ -21,12 +21,20 @@ class Alike(NamedTuple):
     moved_bytes: int
 
 
+class Collective(NamedTuple):
+    """What the ranks of a tensor-parallel group do together in a pass; `nbytes` are those of the whole tensor."""
+
+    kind: Literal["all_reduce", "all_gather"]
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The work of one pass of a layer.
 
     It is counted in floating-point operations and in bytes that kernels read and write; `operations` are those that
-    either is the sum of, empty where the work is known as a whole only. `seconds` are measured, or None.
+    either is the sum of, empty where the work is known as a whole only. `seconds` are measured, or None. They are
+    without the `collectives`, in which the ranks of a tensor-parallel group wait for each other.
 
     Raises:
         UsageError: a negative number, 1e9 seconds or more, or operations of another sum.
@@ -38,6 +46,7 @@ class Work:
     moved_bytes: int
     seconds: float | None = None
     operations: tuple[Alike, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @staticmethod
     def of(operations: Iterable[Alike]) -> Work:
@@ -49,6 +58,8 @@ class Work:
     def __post_init__(self) -> None:
         if self.operations:
             self._check_operations()
+        if any(collective.nbytes < 0 for collective in self.collectives):
+            raise UsageError("a collective is of zero or more bytes")
         if self.flops < 0 or self.moved_bytes < 0 or (self.seconds is not None and not 0 <= self.seconds < 1e9):
             raise UsageError(
                 "work has zero or more FLOPs, bytes moved and seconds, and fewer than 1e9 seconds, not "

@@ -38,6 +38,12 @@ def command(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a worker.")] = 1,
+    tensor: Annotated[
+        list[int],
+        typer.Option(
+            min=1, metavar="RANKS", help="Profile layers divided between so many tensor-parallel ranks too; repeatable."
+        ),
+    ] = [],  # noqa: B006 - typer reads it and makes a list of its own
     runs: Annotated[
         Runs | None,
         typer.Option(help="Also train for real, for the additive planner: the whole model, or a few blocks at a time."),
@@ -89,6 +95,7 @@ def command(
             device=device,
             target=target,
             threads=threads,
+            tensor=tensor,
             progress=report,
         )
     if runs is not None and devices is not None:

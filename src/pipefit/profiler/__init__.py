@@ -25,11 +25,13 @@ def profile(
     device: str = "fake",
     target: Target = "cpu",
     threads: int = 1,
+    tensor: int | Sequence[int] = (),
     progress: Progress | None = None,
 ) -> ModelProfile:
     """What every layer of `task` costs for one microbatch of `microbatch_size` samples, or of each of several sizes.
 
-    A plan needs the size of its microbatches, and, for stages with replicas, those of the slices that these compute.
+    A plan needs the size of its microbatches, and, for stages with replicas, those of the slices that these compute;
+    and for stages of tensor-parallel ranks the costs of layers that so many ranks divide.
 
     An existing module is not changed, nor are its gradients, buffers and modes, nor torch's random generators.
 
@@ -38,18 +40,21 @@ def profile(
             target `cpu` each operation that this machine has not met before runs once, on up to 1 GiB of made-up data.
         target: whose kernels autograd's choices follow; with a real device, that device's.
         threads: CPU threads of a worker (their kernels' temporary memory depends on it).
+        tensor: numbers of ranks between which layers are divided, too: they are always profiled whole.
         progress: called with (layers done, layers in all, name of the next one).
     """
     asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
     sizes = list(dict.fromkeys(whole("microbatch_size", size, 1) for size in asked or [0]))
     whole("threads", threads, 1, MOST_THREADS)
+    ranks: Sequence[Any] = tensor if isinstance(tensor, list | tuple) else [tensor]
+    degrees = [whole("tensor", degree, 1) for degree in ranks]
     if device not in ("fake", "cpu", "cuda"):
         raise UsageError(f"there is no device {device!r} to profile on; choose fake, cpu or cuda")
     real = device if device != "fake" else None
     followed: Target = "cuda" if real == "cuda" else target
     generators = range(torch.cuda.device_count()) if real == "cuda" else ()
     with recording("profiling"), torch.random.fork_rng(generators, device_type="cuda"):
-        found = profile_sizes(task, sizes, target=followed, threads=threads, progress=progress)
+        found = profile_sizes(task, sizes, target=followed, threads=threads, tensor=degrees, progress=progress)
         if real is None:
             return found
         return add_seconds(found, task, device=torch.device(real), threads=threads, progress=progress)

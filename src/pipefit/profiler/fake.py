@@ -7,11 +7,10 @@ Bytes are exact for the target's kernels; seconds come from `pipefit.cost.time` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import check_samples, sample
@@ -24,19 +23,27 @@ from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.machine import this_machine
-from pipefit.profiler.survey import Survey
+from pipefit.profiler.ranks import of_rank, sharded_chains
+from pipefit.profiler.survey import Progress, survey
 from pipefit.profiles import (
     Assumptions,
     Measurement,
     ModelProfile,
     Target,
 )
+from pipefit.sharding import Alone
 
-Progress = Callable[[int, int, str], None]
+__all__ = ["Progress", "profile_fake", "profile_sizes"]
 
 
 def profile_sizes(
-    task: Task, sizes: Sequence[int], *, target: Target, threads: int, progress: Progress | None = None
+    task: Task,
+    sizes: Sequence[int],
+    *,
+    target: Target,
+    threads: int,
+    tensor: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> ModelProfile:
     """The profile of `task` at each of these numbers of samples, as `profile_fake` makes it at one.
 
@@ -44,7 +51,8 @@ def profile_sizes(
         UsageError: the model has other layers at one size than at another, such as a trace with other branches.
     """
     first, *others = (
-        profile_fake(task, microbatch_size=size, target=target, threads=threads, progress=progress) for size in sizes
+        profile_fake(task, microbatch_size=size, target=target, threads=threads, tensor=tensor, progress=progress)
+        for size in sizes
     )
     for other in others:
         found = differences(first.fingerprint, other.fingerprint, first.layers)
@@ -61,33 +69,37 @@ def profile_sizes(
 
 
 def profile_fake(
-    task: Task, *, microbatch_size: int, target: Target, threads: int, progress: Progress | None = None
+    task: Task,
+    *,
+    microbatch_size: int,
+    target: Target,
+    threads: int,
+    tensor: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> ModelProfile:
-    """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads."""
+    """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads.
+
+    Layers are measured whole, and divided between each number of ranks in `tensor`.
+
+    Raises:
+        UsageError: so many ranks divide nothing of the model, or a layer cannot be followed.
+    """
     like = sample(task, microbatch_size)
     check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
         chain = fake_chain(task, fake, like)
         made = fingerprint(task, chain)
-        survey = Survey(task, kernels, chain.shared, packing=chain.layers[0].packing)
-        values: Sequence[Tensor] = [fake.fake(value) for value in chain.flatten(like[0])]
-        for number, layer in enumerate(chain.layers):
-            if progress is not None:
-                progress(number, len(chain.layers), layer.name)
-            values = survey.layer(layer, values, is_last=number + 1 == len(chain.layers))
-        targets = [fake.fake(value) for value in chain.flatten_targets(like[1])]
-        loss, layouts = survey.loss(chain, values, targets)
-        survey.backward(layouts)
-        measurement = Measurement(
-            microbatch_size=microbatch_size,
-            kinds=tuple(survey.kinds),
-            layers=tuple(survey.layers),
-            loss=loss,
-            shared=survey.shared(chain),
-            shared_buffers=survey.shared_buffers(chain),
-        )
-    found = _profile(task, chain, with_loss(made, chain, measurement), measurement, target=target, threads=threads)
+        values = tuple(map(fake.fake, chain.flatten(like[0])))
+        targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))
+        divided = sharded_chains(chain, tensor, values, targets)  # before any layer is run
+        whole = survey(task, kernels, chain, values, targets, progress)
+        measurements = [whole]
+        for sharded in divided:
+            rank = sharded.rank(Alone(rank=0, size=sharded.ranks))
+            measurements.append(of_rank(survey(task, kernels, rank, values, targets, progress), whole, sharded))
+    made = with_loss(made, chain, whole)
+    found = _profile(task, chain, made, measurements, target=target, threads=threads)
     found = found if kernels is None else _with_kernels(found, kernels)
     return replace(found, kernels=KernelMemory(kernels=(*fake.unknown.kernels, *found.kernels.kernels)))
 
@@ -103,15 +115,21 @@ def _with_kernels(profile: ModelProfile, kernels: Kernels) -> ModelProfile:
 
 
 def _profile(
-    task: Task, chain: Chain, made: Fingerprinted, measurement: Measurement, *, target: Target, threads: int
+    task: Task,
+    chain: Chain,
+    made: Fingerprinted,
+    measurements: Sequence[Measurement],
+    *,
+    target: Target,
+    threads: int,
 ) -> ModelProfile:
-    """The profile that holds a measurement: with names, fingerprint and assumptions."""
+    """The profile that holds measurements: with names, fingerprint and assumptions."""
     return ModelProfile(
         model=chain.name,
         fingerprint=made.fingerprint,
         layers=tuple(layer.name for layer in chain.layers),
         blocks=chain.blocks,
-        measurements=(replace(measurement, sizes=made.sizes),),
+        measurements=tuple(replace(measurement, sizes=made.sizes) for measurement in measurements),
         assumptions=Assumptions(
             target=target,
             device="fake",

@@ -11,11 +11,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.capture import capture
+from pipefit.capture import Chain, capture
 from pipefit.capture.caller import on_a_copy
 from pipefit.capture.sample import in_mode, sample
 from pipefit.capture.structure import Values
@@ -27,6 +28,7 @@ from pipefit.profiler.fake import Progress
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
+from pipefit.sharding import Alone, shard_chain
 
 _WARM_UPS = 2
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
@@ -55,7 +57,8 @@ class _Clock:
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.inputs, self.targets = sample(task, measurement.microbatch_size)
         target: Target = "cuda" if device.type == "cuda" else "cpu"
-        self.chain = capture(task, self.inputs, self.targets, target=target).measured(measurement)
+        chain = capture(task, self.inputs, self.targets, target=target)
+        self.chain = _of_rank(chain, measurement, self.inputs, self.targets).measured(measurement)
 
     def measure(self) -> Measurement:
         """The measurement, with seconds."""
@@ -130,6 +133,14 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _of_rank(chain: Chain, measurement: Measurement, inputs: Any, targets: Any) -> Chain:
+    """The chain of one rank, whose peers are not there, where the measurement is of divided layers."""
+    if measurement.tensor == 1:
+        return chain
+    sharded = shard_chain(chain, measurement.tensor, chain.flatten(inputs), chain.flatten_targets(targets))
+    return sharded.rank(Alone(rank=0, size=measurement.tensor))
 
 
 def _gradient(value: Tensor) -> Tensor:

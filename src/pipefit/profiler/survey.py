@@ -7,7 +7,7 @@ may not lie dense in memory, so is the layer's backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,10 +36,13 @@ from pipefit.profiler.cost_key import cost_key
 from pipefit.profiler.gradients import BackwardPass, Gradients
 from pipefit.profiler.layer import LayerMeter, state_bytes
 from pipefit.profiler.value_memory import ValueMemory
+from pipefit.profiles import Measurement
 from pipefit.runtime.master_weights import make_optimizer
 from pipefit.runtime.parameter_groups import parameter_groups
 from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.texts import dtype_name
+
+Progress = Callable[[int, int, str], None]
 
 _ASSUMED = (
     ". Until then it has read numbers, and a profile assumes that every condition on a tensor holds: leave out a check "
@@ -61,6 +64,35 @@ class _Metered(NamedTuple):
     meter: LayerMeter
     arriving: Layouts = ()
     left: Layouts = ()
+
+
+def survey(
+    task: Task, kernels: Kernels | None, chain: Chain, values: Values, targets: Values, progress: Progress | None
+) -> Measurement:
+    """The costs of a chain's layers and loss for inputs like `values`, of as many samples as the first of them has.
+
+    Raises:
+        UsageError: a layer, the loss or the optimizer cannot be run, or changes what it may not.
+    """
+    found, count, given = (
+        Survey(task, kernels, chain.shared, packing=chain.layers[0].packing),
+        len(chain.layers),
+        values,
+    )
+    for number, layer in enumerate(chain.layers):
+        if progress is not None:
+            progress(number, count, layer.name)
+        values = tuple(found.layer(layer, values, is_last=number + 1 == count))
+    loss, layouts = found.loss(chain, values, targets)
+    found.backward(layouts)
+    return Measurement(
+        microbatch_size=len(given[0]),
+        kinds=tuple(found.kinds),
+        layers=tuple(found.layers),
+        loss=loss,
+        shared=found.shared(chain),
+        shared_buffers=found.shared_buffers(chain),
+    )
 
 
 class Survey:

@@ -32,6 +32,8 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
         head += f"\nkernels measured on {taken.cpu} with {taken.capability}"
     blocks: list[Block] = [head]
     for measurement in profile.measurements:
+        if measurement.shares is not None:
+            blocks.append(str(measurement.shares))
         blocks.append(_blocks(profile, measurement))
         if len(profile.block_names) < len(profile.layers):
             blocks.append(_layers(profile, measurement))
@@ -87,7 +89,8 @@ def _blocks(profile: ModelProfile, measurement: Measurement) -> Table:
         rows.append((number, name, module, *map(format_bytes, sizes), *map(_work, work)))
     rows.append(_layer_row("", "(loss)", measurement.loss))
     size = samples(measurement.microbatch_size, profile.fingerprint.lengths)
-    return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}; each {profile.part}")
+    of_rank = f", on one of {measurement.tensor} tensor-parallel ranks" if measurement.tensor > 1 else ""
+    return Table((profile.part, *_COLUMNS), tuple(rows), title=f"a microbatch of {size}{of_rank}; each {profile.part}")
 
 
 def _layers(profile: ModelProfile, measurement: Measurement) -> Table:

@@ -10,10 +10,10 @@ from pipefit.sharding.chain import RankLoss, ShardedChain, shard_chain, shard_tr
 from pipefit.sharding.collectives import Alone, Collectives, ProcessGroupCollectives
 from pipefit.sharding.lockstep import LockstepCollectives, in_lockstep
 from pipefit.sharding.prices import Prices
-from pipefit.sharding.report import Shares
 from pipefit.sharding.shards import Shard, assembled, assembled_state
 from pipefit.sharding.stage import RankStage, ShardedStage, shard_stage
 from pipefit.sharding.steps import Collective
+from pipefit.tensor_shares import Shares
 
 __all__ = [
     "Alone", "Collective", "Collectives", "LockstepCollectives", "Prices", "ProcessGroupCollectives", "RankLoss",

@@ -20,13 +20,13 @@ from pipefit.capture.structure import Tree, Values
 from pipefit.sharding.collectives import Collectives
 from pipefit.sharding.forms import Form, Split, divides
 from pipefit.sharding.prices import Prices
-from pipefit.sharding.report import Shares
 from pipefit.sharding.search import choose
 from pipefit.sharding.shards import Shard
 from pipefit.sharding.stage import ShardedStage, check_ranks
 from pipefit.sharding.steps import Collective
 from pipefit.sharding.tracing import TracedStage, blocks_begin, is_stored, trace
 from pipefit.sharding.writing import tensors_of
+from pipefit.tensor_shares import Shares
 
 
 def trace_chain(chain: Chain, values: Values, targets: Values = ()) -> TracedStage:

@@ -79,7 +79,8 @@ class Alone:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
+        own = tensor.contiguous()
+        return [own.clone() for _ in range(self.size)]
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return tensor

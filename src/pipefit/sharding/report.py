@@ -1,8 +1,8 @@
-"""What share of a stage its ranks divide, and what keeps the rest whole: as data, and as text."""
+"""What share of a stage its ranks divide, and what keeps the rest whole, found from the forms chosen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 from torch import fx, nn
 
@@ -12,59 +12,9 @@ from pipefit.sharding.operations import flops, nbytes, shape
 from pipefit.sharding.rules import rule_of
 from pipefit.sharding.search import Choice
 from pipefit.sharding.tracing import TracedStage, is_stored
-from pipefit.units import format_bytes, format_flops
+from pipefit.tensor_shares import Shares, Whole
 
 _MOST = 8  # what is said of what stays whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """An operation that every rank does whole: its layer, operator, parameters, operations, and why."""
-
-    layer: str
-    operator: str
-    parameter_bytes: int
-    flops: int
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"  whole: {self.operator} of {self.layer} ({format_bytes(self.parameter_bytes)} of parameters, "
-            f"{format_flops(self.flops)}): {self.reason}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Parameters and operations of a stage, and those of them that `ranks` divide; what stays whole, largest first."""
-
-    ranks: int
-    parameter_bytes: int
-    divided_bytes: int
-    rank_bytes: int  # what one rank has
-    flops: int
-    divided_flops: int
-    whole: tuple[Whole, ...]
-
-    @property
-    def of_bytes(self) -> float:
-        """The share of the bytes of parameters that is divided."""
-        return self.divided_bytes / self.parameter_bytes if self.parameter_bytes else 0.0
-
-    @property
-    def of_flops(self) -> float:
-        """The share of the operations of products, convolutions and attention that is divided."""
-        return self.divided_flops / self.flops if self.flops else 0.0
-
-    def __str__(self) -> str:
-        lines = [
-            (
-                f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
-                f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
-            ),
-            *map(str, self.whole[:_MOST]),
-        ]
-        return "\n".join(lines)
 
 
 def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
@@ -80,7 +30,7 @@ def shares(stage: TracedStage, choice: Choice, ranks: int) -> Shares:
         rank_bytes=sum(_of_rank(node, choice, ranks) for node in sizes),
         flops=sum(counts.values()),
         divided_flops=sum(counts[node] for node, way in choice.ways.items() if way.divides),
-        whole=tuple(sorted((each for each in every if each.parameter_bytes or each.flops), key=_size)),
+        whole=tuple(sorted((each for each in every if each.parameter_bytes or each.flops), key=_size)[:_MOST]),
     )
 
 
@@ -89,9 +39,7 @@ def _size(each: Whole) -> tuple[int, int]:
 
 
 def _of_rank(node: fx.Node, choice: Choice, ranks: int) -> int:
-    found = value(node)
-    made = found.new_empty(local_shape(shape(node), choice.home[node], ranks))
-    return int(made.numel()) * int(made.element_size())
+    return math.prod(local_shape(shape(node), choice.home[node], ranks)) * int(value(node).element_size())
 
 
 def _whole(stage: TracedStage, choice: Choice, node: fx.Node, ranks: int) -> Whole:

@@ -21,12 +21,13 @@ from pipefit.errors import UsageError
 from pipefit.sharding.collectives import Collectives
 from pipefit.sharding.forms import Form, R
 from pipefit.sharding.prices import Prices
-from pipefit.sharding.report import Shares, shares
+from pipefit.sharding.report import shares
 from pipefit.sharding.search import Choice, choose
 from pipefit.sharding.shards import Shard
 from pipefit.sharding.steps import Collective, Key, Steps, crossing
 from pipefit.sharding.tracing import TracedStage, is_stored, trace
 from pipefit.sharding.writing import LayerCode, RankTensors, tensors_of, write
+from pipefit.tensor_shares import Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

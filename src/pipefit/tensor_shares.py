@@ -1,0 +1,69 @@
+"""What share of a model the ranks of a tensor-parallel group divide, and what keeps the rest whole: data and text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.units import format_bytes, format_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """An operation that every rank does whole: its layer, operator, parameters, operations, and why."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    layer: str
+    operator: str
+    parameter_bytes: int
+    flops: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"  whole: {self.operator} of {self.layer} ({format_bytes(self.parameter_bytes)} of parameters, "
+            f"{format_flops(self.flops)}): {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Parameters and operations of a model or stage, and those of them that `ranks` divide.
+
+    `whole` has what stays whole, the largest of it, largest first.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    ranks: int
+    parameter_bytes: int
+    divided_bytes: int
+    rank_bytes: int  # what one rank has
+    flops: int
+    divided_flops: int
+    whole: tuple[Whole, ...]
+
+    @property
+    def divides_nothing(self) -> bool:
+        """Whether every rank has all parameters and does all operations."""
+        return not self.divided_bytes and not self.divided_flops
+
+    @property
+    def of_bytes(self) -> float:
+        """The share of the bytes of parameters that is divided."""
+        return self.divided_bytes / self.parameter_bytes if self.parameter_bytes else 0.0
+
+    @property
+    def of_flops(self) -> float:
+        """The share of the operations of products, convolutions and attention that is divided."""
+        return self.divided_flops / self.flops if self.flops else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            (
+                f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
+                f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
+            ),
+            *map(str, self.whole),
+        ]
+        return "\n".join(lines)

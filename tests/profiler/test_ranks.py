@@ -1,0 +1,139 @@
+"""Profiles of layers that tensor-parallel ranks divide, against closed forms of a GPT block, and by what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.errors import UsageError
+from pipefit.profiler import profile
+from pipefit.profiler.on_demand import on_demand
+from pipefit.profiles import Measurement, ModelProfile
+from pipefit.report.show import describe
+from pipefit.work import Collective
+from pipefit.zoo import build
+
+BATCH, SEQUENCE, HIDDEN, HEADS, WORDS, FLOAT = 2, 16, 64, 8, 50, 4
+VALUE = FLOAT * BATCH * SEQUENCE * HIDDEN
+
+
+@cache
+def gpt() -> ModelProfile:
+    """GPT with two blocks, whole and divided between two and four ranks."""
+    task = build("gpt", layers=2, hidden=HIDDEN, heads=HEADS, vocabulary=WORDS, sequence=SEQUENCE, dropout=0.0)
+    return profile(task, microbatch_size=BATCH, tensor=(4, 2, 1))
+
+
+def block(measurement: Measurement) -> range:
+    """The layers of the first block of GPT."""
+    start, stop = gpt().edges[1:3]
+    return range(start, stop)
+
+
+def test_layers_are_measured_whole_and_divided() -> None:
+    """In the order asked for, behind the whole layers, which are there always."""
+    assert [m.tensor for m in gpt().measurements] == [1, 4, 2]
+    assert [gpt().at(BATCH, ranks).tensor for ranks in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_has_its_share_of_a_block(ranks: int) -> None:
+    """Matrices, their gradients and the states of Adam are divided; norms and biases behind a sum are not."""
+    measured = gpt().at(BATCH, ranks)
+    costs = [measured.costs[number] for number in block(measured)]
+    divided, whole = 12 * HIDDEN**2 + 7 * HIDDEN, 6 * HIDDEN
+    assert sum(cost.parameter_bytes for cost in costs) == FLOAT * (divided // ranks + whole)
+    assert sum(cost.gradient_bytes for cost in costs) == FLOAT * (divided // ranks + whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_sums_twice_in_each_direction(ranks: int) -> None:
+    """Behind attention and MLP forwards, in front of them backwards, as in Megatron-LM."""
+    measured = gpt().at(BATCH, ranks)
+    costs = [measured.costs[number] for number in block(measured)]
+    sums = [Collective("all_reduce", VALUE)] * 2
+    assert [each for cost in costs for each in cost.forward.collectives] == sums
+    assert [each for cost in costs for each in cost.backward.collectives] == sums
+    assert not any(cost.forward.collectives or cost.backward.collectives for cost in gpt().at(BATCH).costs)
+
+
+def test_blocks_exchange_what_whole_ones_do() -> None:
+    """So that stages of any degree may stand next to each other."""
+    whole, *divided = gpt().measurements
+    for edge in gpt().edges[:-1]:
+        assert all(one.costs[edge].inputs == whole.costs[edge].inputs for one in divided)
+
+
+def test_equal_blocks_of_a_rank_are_measured_once() -> None:
+    """Two blocks are of the same kinds."""
+    for measured in gpt().measurements:
+        first, second, third = gpt().edges[1:4]
+        assert measured.layers[first:second] == measured.layers[second:third]
+
+
+def test_a_shared_parameter_is_the_rank_s() -> None:
+    """A tied embedding is divided on both layers, and its bytes are the rank's."""
+    task = build("gpt", layers=1, hidden=HIDDEN, heads=HEADS, vocabulary=800, sequence=SEQUENCE, tied=True)
+    whole, divided = profile(task, microbatch_size=1, tensor=2).measurements
+    (one,), (other,) = whole.shared, divided.shared
+    assert (one.name, one.users) == (other.name, other.users)
+    assert one.nbytes == 2 * other.nbytes == 800 * HIDDEN * FLOAT
+
+
+def odd() -> Task:
+    """Layers whose features three ranks cannot share."""
+    return Task(
+        nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)),
+        batch=lambda size: (torch.randn(size, 8), torch.randn(size, 8)),
+        loss=F.mse_loss,
+        name="odd",
+    )
+
+
+def test_ranks_that_divide_nothing_are_refused() -> None:
+    """With the share that is divided, and the reason."""
+    with pytest.raises(
+        UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0% of .* no part for each of 5"
+    ):
+        profile(odd(), microbatch_size=4, tensor=5)
+
+
+@pytest.mark.parametrize("wrong", [0, "2", (2, 1.5)])
+def test_numbers_of_ranks_are_whole(wrong: object) -> None:
+    """They are at least one."""
+    with pytest.raises(UsageError, match="tensor must be a whole number of at least 1"):
+        profile(odd(), microbatch_size=4, tensor=wrong)  # type: ignore[arg-type]
+
+
+def test_a_degree_that_was_not_profiled_is_refused() -> None:
+    """The error says which were, and the flag that makes another."""
+    with pytest.raises(
+        UsageError, match=r"for whole layers and layers divided between 2 and 4 ranks, not .* --tensor 8"
+    ):
+        gpt().at(BATCH, 8)
+
+
+def test_seconds_of_a_rank_are_measured() -> None:
+    """Every pass of a rank's layers, whose peers are not there."""
+    found = profile(odd(), microbatch_size=4, tensor=2, device="cpu").at(4, 2)
+    assert not found.estimated
+
+
+def test_profiles_of_ranks_are_made_on_demand() -> None:
+    """Each size and set of degrees once."""
+    at = on_demand(odd())
+    assert at(4, (2,)) is at(4, (1, 2))
+    assert [m.tensor for m in at(4, (2,)).measurements] == [1, 2]
+    assert [m.tensor for m in at(4).measurements] == [1]
+
+
+def test_a_printed_profile_says_what_is_divided() -> None:
+    """The share of bytes and operations, and whose costs the table has."""
+    text = "\n".join(map(str, describe(gpt())))
+    assert "2 ranks divide 9" in text
+    assert "on one of 4 tensor-parallel ranks" in text
