@@ -15,6 +15,7 @@ from pipefit.cli import (
     clusters,
     compare,
     demo,
+    diff,
     doctor,
     export,
     fit,
@@ -33,8 +34,8 @@ from pipefit.presets import preset_names
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 COMMANDS = (
-    certify, checkpoint, clusters, compare, demo, doctor, export, fit, models, plan, profile, report, show, simulate,
-    train,
+    certify, checkpoint, clusters, compare, demo, diff, doctor, export, fit, models, plan, profile, report, show,
+    simulate, train,
 )  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")

@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Compare what was predicted and measured.
 
-    Peaks of every device, to the byte, and seconds of the last step.
+    Peaks of every device, to the byte, and seconds of the last step. What two plans do otherwise tells pipefit diff.
     """
     from pipefit.files import load
     from pipefit.report.compare import compare, describe_comparison

@@ -1,0 +1,44 @@
+"""`pipefit diff`: what is different between two plans or two traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipefit.cli.options import Json
+
+EXAMPLE = "pipefit diff plan.json other.json"
+
+
+def command(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A plan or a trace.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another of the same kind.")],
+    as_json: Json = False,
+) -> None:
+    """Tell what differs between two plans or traces.
+
+    What was asked, which layers moved, what is recomputed or moved away and why, and what that does to the peak of
+    every device and to a step. How far a prediction is from what was measured tells pipefit compare.
+    """
+    from pipefit.errors import UsageError
+    from pipefit.files import load
+    from pipefit.plans import Plan
+    from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
+    from pipefit.tables import write
+    from pipefit.trace import Trace
+
+    one, two = load(first), load(second)
+    if isinstance(one, Plan) and isinstance(two, Plan):
+        found = difference_of_plans(one, two)
+    elif isinstance(one, Trace) and isinstance(two, Trace):
+        found = difference_of_traces(one, two)
+    else:
+        kinds = " and ".join(f"{path} a {type(it).__name__.lower()}" for path, it in ((first, one), (second, two)))
+        raise UsageError(f"{kinds}: name two plans or two traces; pipefit simulate makes a trace of a plan")
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        write(describe_difference(found), width=80)

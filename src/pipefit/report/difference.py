@@ -1,0 +1,319 @@
+"""What is different between two plans, or two traces: what moved, what it costs, and why.
+
+`pipefit compare` asks how far a prediction is from what was measured of the same plan. This asks what a change of the
+plan did: the question that was put, layers that went to other devices, what is recomputed or moved away, and what that
+does to the memory of each device, by category, and to a step. Plans are simulated, which takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.fingerprints import differences
+from pipefit.plans import Plan
+from pipefit.simulator import simulate
+from pipefit.tables import Block, Table
+from pipefit.texts import counted
+from pipefit.trace import CATEGORIES, DeviceTrace, Trace
+from pipefit.units import format_bytes, format_seconds
+
+_MOST_WHYS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceDifference:
+    """One device's peak before and after, in bytes; None where it is not in one of the two.
+
+    `by_category` has what the bytes at the two peaks differ by, without categories that are the same.
+    """
+
+    device: int
+    before_bytes: int | None
+    after_bytes: int | None
+    by_category: dict[str, int]
+
+    @property
+    def changed_bytes(self) -> int:
+        """How much higher the peak is afterwards."""
+        return (self.after_bytes or 0) - (self.before_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is done with a run of layers by one plan alone: its devices, or what is recomputed or moved away.
+
+    Layers are those of the model, by name, from `first` to `last`.
+    """
+
+    first: str
+    last: str
+    before: str  # empty where nothing was
+    after: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        span = self.first if self.first == self.last else f"{self.first} .. {self.last}"
+        why = f" ({self.why})" if self.why else ""
+        if self.before and self.after:
+            return f"{span}: {self.before}, then {self.after}{why}"
+        return f"{span}: {self.after}{why}" if self.after else f"{span}: no longer {self.before}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """All that differs. Seconds are those of the last step, None without a clock; rates are None for traces."""
+
+    asked: tuple[str, ...]
+    changes: tuple[Change, ...]
+    devices: tuple[DeviceDifference, ...]
+    before_seconds: float | None
+    after_seconds: float | None
+    before_rate: float | None = None  # samples per second
+    after_rate: float | None = None
+    before_busy: float | None = None  # the part of a step in which the busiest device computes
+    after_busy: float | None = None
+
+    @property
+    def highest_bytes(self) -> tuple[int, int]:
+        """The highest peak of all devices, before and after."""
+        before = (device.before_bytes or 0 for device in self.devices)
+        after = (device.after_bytes or 0 for device in self.devices)
+        return max(before, default=0), max(after, default=0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, the shape of `pipefit diff --json`."""
+        return {
+            "asked": list(self.asked),
+            "changes": [
+                {"layers": [one.first, one.last], "before": one.before, "after": one.after, "why": one.why}
+                for one in self.changes
+            ],
+            "devices": [
+                {
+                    "device": one.device,
+                    "before_bytes": one.before_bytes,
+                    "after_bytes": one.after_bytes,
+                    "by_category": one.by_category,
+                }
+                for one in self.devices
+            ],
+            "step_seconds": [self.before_seconds, self.after_seconds],
+            "samples_per_second": [self.before_rate, self.after_rate],
+            "busiest_device_computes": [self.before_busy, self.after_busy],
+        }
+
+
+def difference_of_plans(before: Plan, after: Plan) -> Difference:
+    """What the second plan does otherwise than the first."""
+    traces = simulate(before), simulate(after)
+    found = difference_of_traces(*traces)
+    rates = [
+        plan.training.batch_size / trace.step_seconds[-1] if trace.step_seconds and trace.step_seconds[-1] else None
+        for plan, trace in zip((before, after), traces, strict=True)
+    ]
+    return Difference(
+        asked=tuple(_asked(before, after)),
+        changes=(*_placed(before, after), *_treated(before, after)),
+        devices=found.devices,
+        before_seconds=found.before_seconds,
+        after_seconds=found.after_seconds,
+        before_rate=rates[0],
+        after_rate=rates[1],
+        before_busy=found.before_busy,
+        after_busy=found.after_busy,
+    )
+
+
+def difference_of_traces(before: Trace, after: Trace) -> Difference:
+    """What the second trace tells otherwise than the first, device by device."""
+    ours, theirs = ({device.device: device for device in trace.devices} for trace in (before, after))
+    asked = [] if before.source == after.source else [f"{before.source}, then {after.source}"]
+    return Difference(
+        asked=tuple(asked),
+        changes=(),
+        devices=tuple(_device(n, ours.get(n), theirs.get(n)) for n in sorted({*ours, *theirs})),
+        before_seconds=_seconds(before),
+        after_seconds=_seconds(after),
+        before_busy=_busiest(before),
+        after_busy=_busiest(after),
+    )
+
+
+def _seconds(trace: Trace) -> float | None:
+    return trace.step_seconds[-1] if trace.has_clock and trace.step_seconds else None
+
+
+def _busiest(trace: Trace) -> float | None:
+    return max(trace.utilisation(), default=None) if _seconds(trace) else None
+
+
+def _device(number: int, before: DeviceTrace | None, after: DeviceTrace | None) -> DeviceDifference:
+    held, holds = (one.peak.by_category if one and one.peak else {} for one in (before, after))
+    apart = {category.value: holds.get(category, 0) - held.get(category, 0) for category in CATEGORIES}
+    return DeviceDifference(
+        device=number,
+        before_bytes=None if before is None else before.peak_bytes,
+        after_bytes=None if after is None else after.peak_bytes,
+        by_category={name: nbytes for name, nbytes in apart.items() if nbytes},
+    )
+
+
+# -------------------------------------------------------------------- what two plans do
+
+
+def _asked(before: Plan, after: Plan) -> Iterator[str]:
+    """How the questions differ, in phrases: first what was, then what is."""
+    if before.cluster != after.cluster:
+        same = str(before.cluster) == str(after.cluster)
+        yield f"{before.cluster}, then " + ("the same with other links or reserves" if same else str(after.cluster))
+    ours, theirs = (plan.profile.fingerprint for plan in (before, after))
+    if ours.digest != theirs.digest:
+        told = differences(ours, theirs, before.profile.layers)
+        yield f"another model: {'; '.join(told)}" if told else "another model"
+    kernels = [plan.profile.assumptions.target for plan in (before, after)]
+    pairs = [*zip(before.training.phrases, after.training.phrases, strict=True), (*kernels,)]
+    yield from (f"{one}, then {two}" for one, two in pairs if one != two)
+    planners = [plan.provenance.planner if plan.provenance else "hand" for plan in (before, after)]
+    if planners[0] != planners[1]:
+        yield f"planned by {planners[0]}, then by {planners[1]}"
+
+
+def _placed(before: Plan, after: Plan) -> Iterator[Change]:
+    """The layers that are on other devices."""
+    ours, theirs = _places(before), _places(after)
+    names = [name for name in before.profile.layers if name in theirs]
+    pairs = [(name, ours[name], theirs[name]) for name in names]
+    for (one, two), run in groupby(pairs, key=lambda pair: pair[1:]):
+        if one != two:
+            layers = [name for name, *_ in run]
+            yield Change(first=layers[0], last=layers[-1], before=f"on {one}", after=f"on {two}")
+
+
+def _places(plan: Plan) -> dict[str, str]:
+    """The devices of every layer, in words."""
+    return {
+        name: f"device{'s' * (len(stage.devices) > 1)} {' '.join(map(str, stage.devices))}"
+        for stage in plan.stages
+        for name in plan.profile.layers[stage.start : stage.stop]
+    }
+
+
+def _treated(before: Plan, after: Plan) -> Iterator[Change]:
+    """What one plan recomputes or moves away and the other does not, by runs of layers."""
+    ours, theirs = _treatments(before), _treatments(after)
+    for how in dict.fromkeys([*ours, *theirs]):
+        had, has = ours.get(how, {}), theirs.get(how, {})
+        for layers in _runs(after, [name for name in has if name not in had]):
+            reasons = [why for why in dict.fromkeys(has[name] for name in layers) if why]
+            yield Change(first=layers[0], last=layers[-1], before="", after=how, why="; ".join(reasons[:_MOST_WHYS]))
+        for layers in _runs(before, [name for name in had if name not in has]):
+            yield Change(first=layers[0], last=layers[-1], before=how, after="")
+
+
+def _treatments(plan: Plan) -> dict[str, dict[str, str]]:
+    """What is done with layers, in words, and for each of them why."""
+    found: dict[str, dict[str, str]] = {}
+    for decision in plan.decisions:
+        whys = found.setdefault(_treatment(decision), {})
+        whys.update({plan.profile.layers[layer]: decision.why for layer in _layers(decision)})
+    return found
+
+
+def _treatment(decision: Decision) -> str:
+    match decision.what, decision.subject:
+        case What.RECOMPUTE, _:
+            return "recomputed"
+        case What.UPDATE, _:
+            return f"updated on {decision.place}"
+        case _, State(kind=kind):
+            return f"{'optimizer state' if kind == 'optimizer' else kind} moved to {decision.place}"
+        case _:
+            return f"saved tensors moved to {decision.place}"
+
+
+def _layers(decision: Decision) -> Iterable[int]:
+    match decision.subject:
+        case SavedTensors(tensors=tensors):
+            return dict.fromkeys(layer for layer, _ in tensors)
+        case Run(start=start, stop=stop) | State(start=start, stop=stop):
+            return range(start, stop)
+
+
+def _runs(plan: Plan, names: Sequence[str]) -> Iterator[list[str]]:
+    """Runs of layers that follow each other in the model."""
+    wanted = set(names)
+    for chosen, run in groupby(plan.profile.layers, key=lambda name: name in wanted):
+        if chosen:
+            yield [*run]
+
+
+# -------------------------------------------------------------------- in words
+
+
+def describe_difference(found: Difference) -> list[Block]:
+    """What it costs in a sentence, what was asked otherwise, a row for each device, and what moved."""
+    blocks: list[Block] = ["\n".join([_price(found), *_time(found)])]
+    if found.asked:
+        blocks.append("What was asked:\n" + "\n".join(f"  {phrase}" for phrase in found.asked))
+    blocks.append(_devices(found))
+    if found.changes:
+        blocks.append("What moved:\n" + "\n".join(f"  {change}" for change in found.changes))
+    return blocks
+
+
+def _price(found: Difference) -> str:
+    """What the second costs beside the first: memory of the fullest device, and time."""
+    before, after = found.highest_bytes
+    told = [f"{format_bytes(abs(after - before))} {'more' if after > before else 'less'} on the fullest device"]
+    told = told if after != before else ["as much memory on the fullest device"]
+    one, two = found.before_seconds, found.after_seconds
+    if one and two:
+        share = 100 * (two / one - 1)
+        told.append(f"a step that is {abs(share):.1f} % {'longer' if share > 0 else 'shorter'}")
+    nothing = not found.changes and not found.asked and before == after and one == two
+    return "The two are the same." if nothing else f"The second takes {' and '.join(told)}."
+
+
+def _time(found: Difference) -> Iterator[str]:
+    one, two = found.before_seconds, found.after_seconds
+    if one is None or two is None:
+        return
+    rates = ""
+    if found.before_rate and found.after_rate:
+        rates = f", {found.before_rate:.3g} and {found.after_rate:.3g} samples per second"
+    yield f"A step takes {format_seconds(one)}, then {format_seconds(two)}{rates}."
+    if found.before_busy and found.after_busy:
+        yield (
+            f"The busiest device computes for {100 * found.before_busy:.0f} % of it, then for "
+            f"{100 * found.after_busy:.0f} %."
+        )
+
+
+def _devices(found: Difference) -> Table:
+    """A row for each device, with the category that changed most."""
+    rows = tuple(
+        (
+            str(one.device),
+            "-" if one.before_bytes is None else format_bytes(one.before_bytes),
+            "-" if one.after_bytes is None else format_bytes(one.after_bytes),
+            _signed(one.changed_bytes),
+            _most(one.by_category),
+        )
+        for one in found.devices
+    )
+    title = f"peaks of {counted(len(rows), 'device')}"
+    return Table(("device", "first", "second", "change", "most of it"), rows, title=title)
+
+
+def _most(by_category: dict[str, int]) -> str:
+    """The category that changed most, which may be by more than all together."""
+    name = max(by_category, key=lambda category: abs(by_category[category]), default="")
+    return f"{name} {_signed(by_category[name])}" if name else "-"
+
+
+def _signed(nbytes: int) -> str:
+    return "none" if not nbytes else f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}"

@@ -1,0 +1,126 @@
+"""What two plans, or two traces, do otherwise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.files import save
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
+from pipefit.simulator import simulate
+from pipefit.tables import plain
+from pipelines import equal_profile, make_plan, random_profile
+
+PROFILE = random_profile(6)
+NAMES = PROFILE.layers
+
+
+def recomputing(plan: Plan, start: int, stop: int, why: str = "") -> Plan:
+    """The plan with a run of layers of its first stage recomputed."""
+    return replace(
+        plan, decisions=(Decision(stage=0, subject=Run(start=start, stop=stop), what=What.RECOMPUTE, why=why),)
+    )
+
+
+def test_a_plan_beside_itself_is_the_same() -> None:
+    """Nothing was asked otherwise, nothing moved, no byte and no second differ."""
+    plan = make_plan(PROFILE, (2, 4))
+    found = difference_of_plans(plan, plan)
+    assert (found.asked, found.changes) == ((), ())
+    assert all(one.changed_bytes == 0 and not one.by_category for one in found.devices)
+    assert plain(describe_difference(found)).startswith("The two are the same.")
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 4), (4, 2)), ((1, 5), (2, 4)), ((3, 3), (1, 5))])
+def test_layers_that_went_to_another_device_are_named(first: tuple[int, int], second: tuple[int, int]) -> None:
+    """They are those between the two boundaries."""
+    found = difference_of_plans(make_plan(PROFILE, first), make_plan(PROFILE, second))
+    (change,) = found.changes
+    low, high = sorted((first[0], second[0]))
+    assert (change.first, change.last) == (NAMES[low], NAMES[high - 1])
+    assert (change.before, change.after) == (("on device 1", "on device 0")[:: 1 if second[0] > first[0] else -1])
+
+
+def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None:
+    """What is recomputed only afterwards, what only before, and neither where both do it."""
+    kept = make_plan(equal_profile(6), (4, 2))
+    one, two = recomputing(kept, 0, 3), recomputing(kept, 1, 4, why="it is cheap")
+    changes = difference_of_plans(one, two).changes
+    told = [(change.first, change.last, change.before, change.after, change.why) for change in changes]
+    names = kept.profile.layers
+    assert told == [
+        (names[3], names[3], "", "recomputed", "it is cheap"),
+        (names[0], names[0], "recomputed", "", ""),
+    ]
+    found = difference_of_plans(kept, two)
+    seconds = [simulate(plan).step_seconds[-1] for plan in (kept, two)]
+    assert [found.before_seconds, found.after_seconds] == seconds
+    assert f"{100 * (seconds[1] / seconds[0] - 1):.1f} % longer" in " ".join(plain(describe_difference(found)).split())
+
+
+def test_bytes_by_category_add_up_to_the_change_of_a_peak() -> None:
+    """For every device, of plans that differ in split and in what is recomputed."""
+    kept = make_plan(PROFILE, (4, 2))
+    for other in (make_plan(PROFILE, (2, 4)), recomputing(kept, 0, 2)):
+        found = difference_of_plans(kept, other)
+        peaks = [simulate(plan).peak_bytes for plan in (kept, other)]
+        for one, before, after in zip(found.devices, *peaks, strict=True):
+            assert one.changed_bytes == sum(one.by_category.values()) == after - before
+        assert found.highest_bytes == (max(peaks[0]), max(peaks[1]))
+
+
+def test_what_moves_away_is_named_by_what_it_is_and_where_it_goes() -> None:
+    """Saved tensors, state and updates on a host, each in its words."""
+    plan, host = make_plan(equal_profile(4), (2, 2)), parse_place("host0")
+    saved = SavedTensors(tensors=((0, 0),))
+    decided = [
+        Decision(stage=0, subject=saved, what=What.OFFLOAD, place=host),
+        Decision(stage=1, subject=State(start=2, stop=4, kind="optimizer"), what=What.OFFLOAD, place=host),
+    ]
+    for decision, words in zip(
+        decided, ("saved tensors moved to host0", "optimizer state moved to host0"), strict=True
+    ):
+        (change,) = difference_of_plans(plan, replace(plan, decisions=(decision,))).changes
+        assert change.after == words
+
+
+def test_what_was_asked_otherwise_is_told() -> None:
+    """Schedule and microbatches, in the words of a plan's head."""
+    plan = make_plan(equal_profile(4), (2, 2))
+    other = replace(plan, training=replace(plan.training, schedule="gpipe"))
+    assert difference_of_plans(plan, other).asked == (f"{plan.training.schedule}, then gpipe",)
+
+
+def test_traces_of_other_devices_are_told_apart() -> None:
+    """A device that is in one trace alone has no peak in the other; `compare` would refuse them."""
+    one, two = simulate(make_plan(PROFILE, (2, 4))), simulate(make_plan(PROFILE, (2, 2, 2)))
+    found = difference_of_traces(one, two)
+    assert [row.before_bytes for row in found.devices] == [*one.peak_bytes, None]
+    assert [row.after_bytes for row in found.devices] == [*two.peak_bytes]
+
+
+def test_the_command_prints_text_or_json_and_refuses_two_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two plans or two traces, in lines of at most 80 columns; a plan and a trace are no pair."""
+    monkeypatch.chdir(tmp_path)
+    one, two = make_plan(PROFILE, (2, 4)), make_plan(PROFILE, (4, 2))
+    save(one, "one.json")
+    save(two, "two.json")
+    save(simulate(two), "trace.json")
+    assert main(["diff", "one.json", "two.json"]) == 0
+    text = capsys.readouterr().out
+    assert "What moved:" in text and max(map(len, text.splitlines())) <= 80
+    assert main(["diff", "one.json", "two.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(difference_of_plans(one, two).as_json()))
+    assert main(["diff", "trace.json", "trace.json"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "one.json", "trace.json"]) == 2
+    assert "one.json a plan and trace.json a trace" in capsys.readouterr().err
