@@ -33,16 +33,13 @@ class Machine(Protocol):
         """This device alone, with all of its memory unless said otherwise."""
 
     def clear(self) -> None:
-        """Give back all memory that is cached, and begin to count peaks anew."""
+        """Give back all memory that is cached and allow all, and begin to count peaks anew."""
 
     def figures(self, trainer: Trainer | None = None) -> Figures:
         """Peaks since `clear`: requested, allocated, reserved; and what the process takes now."""
 
     def held(self) -> int | None:
         """Bytes of the allocator's blocks that are in use now, as they were requested."""
-
-    def cap(self, memory_bytes: int | None) -> None:
-        """Let the process reserve so much; None for all."""
 
     def named(self) -> dict[str, Any]:
         """What was measured."""
@@ -68,6 +65,7 @@ class Gpu:
         torch.cuda.synchronize(self.device)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)  # a trainer holds it to its plan's memory
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def figures(self, trainer: Trainer | None = None) -> Figures:
@@ -77,10 +75,6 @@ class Gpu:
     def held(self) -> int | None:
         torch.cuda.synchronize(self.device)
         return int(torch.cuda.memory_stats(self.device)["requested_bytes.all.current"])
-
-    def cap(self, memory_bytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if memory_bytes is None else memory_bytes / total, self.device)
 
     def named(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.device)
@@ -114,9 +108,6 @@ class Cpu:
 
     def held(self) -> int | None:
         return None
-
-    def cap(self, memory_bytes: int | None) -> None:
-        pass  # an emulated device has the memory of its cluster
 
     def named(self) -> dict[str, Any]:
         return {"gpu": None}

@@ -228,15 +228,12 @@ def largest(machine: Machine, small: bool) -> Iterator[Row]:
 def _trains(machine: Machine, task: Task, size: int, memory: int | None) -> int:
     """1 if two steps have room."""
     machine.clear()
-    machine.cap(memory)
     try:
         trainer = Trainer(task, plan_on(machine, task, size, memory), numbers=False)
         for _ in range(2):
             trainer.step(task.batch(MICROBATCHES * size))
     except OutOfMemory:
         return 0
-    finally:
-        machine.cap(None)
     return 1
 
 

@@ -13,12 +13,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from pipefit.capture import Task
+from pipefit.errors import OutOfMemory
 from pipefit.meter.cuda import CudaMeter, memory_figures
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer, certify, train
@@ -130,6 +132,41 @@ def test_the_figures_are_ordered(device: torch.device) -> None:
     figures = memory_figures(device)
     sizes = [kept.nbytes, *(figures[name] for name in ("requested", "allocated", "reserved", "process_total"))]
     assert sizes == sorted(sizes)
+
+
+def test_a_gpu_is_held_to_the_memory_of_the_plans_device(device: torch.device) -> None:
+    """What no device of the plan has room for fails at an action; without a cap the GPU's own memory counts."""
+    task = build("gpt", **MODELS["gpt"])
+    plan = on_gpu(task)
+    try:
+        Trainer(task, plan, cap=False).step(batch_of(task, plan))
+        gc.collect()
+        torch.cuda.empty_cache()
+        small = plan.cluster.devices[0].kind.overheads.context_bytes + (100 << 20)
+        devices = tuple(replace(one, memory_bytes=small) for one in plan.cluster.devices)
+        tight = replace(plan, cluster=replace(plan.cluster, devices=devices))
+        with pytest.raises(OutOfMemory, match=r"0[FB]0|before"):
+            Trainer(task, tight).step(batch_of(task, plan))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_times_of_a_trace_are_the_gpus(device: torch.device) -> None:
+    """What a step computes on one GPU takes most of the step, which the host's launches do not."""
+    task = build("gpt", **MODELS["gpt"])
+    plan = on_gpu(task)
+    trainer = Trainer(task, plan)
+    trainer.step(batch_of(task, plan))
+    torch.cuda.synchronize(device)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    trainer.step(batch_of(task, plan, 1))
+    last.record()
+    torch.cuda.synchronize(device)
+    events = [event for event in trainer.trace.devices[0].events if event.step == 1]
+    seconds = sum(event.end_seconds - event.start_seconds for event in events)
+    assert seconds == pytest.approx(first.elapsed_time(last) / 1e3, rel=0.2)
+    assert all(a.end_seconds <= b.start_seconds + 1e-5 for a, b in pairwise(events))
 
 
 def test_stages_share_a_gpu() -> None:

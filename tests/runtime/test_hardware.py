@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from pipefit.allocator import AllocatorSettings
 from pipefit.errors import UsageError
 from pipefit.fake.target import FakeTarget
 from pipefit.grids import Grid
 from pipefit.plans import Plan
-from pipefit.runtime import joining
-from pipefit.runtime.hardware import backend_of, check_hosts, check_streams
+from pipefit.runtime import certify, joining
+from pipefit.runtime.hardware import allowed_bytes, backend_of, check_hosts, check_streams
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.joining import device_of
 from pipefit.runtime.transport import Network
@@ -131,3 +132,17 @@ def test_without_fake_devices_any_stream_may_be_used() -> None:
     """Where no target has been used, autograd follows the GPU's streams, and nothing is asked."""
     with mock.patch.object(torch._C, "_get_privateuse1_backend_name", return_value="privateuseone"):
         check_streams([GPU])
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_allocator_may_reserve_what_a_certificate_leaves_it(devices: int) -> None:
+    """All of the device's memory but the context and the communicators that the certificate counts."""
+    task = task_of(lambda: [nn.Linear(8, 8) for _ in range(3)], outputs=8)
+    plan = plan_of(task, [3] if devices == 1 else [1, 1, 1], memory_bytes=1 << 34)
+    plan = replace(plan, cluster=replace(plan.cluster, backend="cuda"))
+    for number, device in enumerate(certify(task, plan, target="cuda", allocator=AllocatorSettings()).devices):
+        told = device.allocator
+        assert told is not None
+        assert told.context_bytes
+        beside = told.context_bytes + told.communicators * told.communicator_bytes
+        assert allowed_bytes(plan, lower(plan), number) == device.budget_bytes - beside

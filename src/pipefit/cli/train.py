@@ -47,6 +47,10 @@ def command(
     share_device: Annotated[
         bool, typer.Option("--share-device", help="Run all of the plan's GPUs on the first one of this machine.")
     ] = False,
+    cap: Annotated[
+        bool,
+        typer.Option("--cap/--no-cap", help="Hold GPUs to the memory of the plan's devices, as a smaller GPU would."),
+    ] = True,
     metrics: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
@@ -136,6 +140,7 @@ def command(
             start_seconds=max(timeout, START_SECONDS),
             numbers=numbers,
             share_device=share_device,
+            cap=cap,
             on_step=on_step,
             on_nan=on_nan,
             saving=saving,

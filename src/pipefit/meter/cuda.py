@@ -22,10 +22,17 @@ class CudaMeter:
 
     The allocator does not know what bytes are for: parameters and optimizer state are counted when they are tagged, and
     everything else is activations.
+
+    With `cap_bytes` torch's allocator reserves no more for this process from then on, and raises an exception where it
+    would have to, so that a plan for a smaller GPU fails where it would fail there. Without, the limit that the process
+    has stays.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, cap_bytes: int | None = None) -> None:
         self.device = device
+        if cap_bytes is not None:
+            _, total = torch.cuda.mem_get_info(device)
+            torch.cuda.set_per_process_memory_fraction(min(max(cap_bytes, 0) / total, 1.0), device)
         self.action = ""
         self._tagged: dict[Category, dict[int, int]] = {Category.PARAMETERS: {}, Category.OPTIMIZER: {}}
 

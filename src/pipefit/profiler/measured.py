@@ -3,6 +3,7 @@
 Bytes come from the fake profiler, which is exact. This one times the forward, backward and update of each kind, one
 layer after the other, on the task's own data. So the device needs memory for one layer, and the host for the whole
 model; for two models if the task's module is not built by a function, because an existing module is copied, not used.
+On a GPU the seconds are those between events on it, not those in which the host launched its kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
+from pipefit.meter.stopwatch import HostWatch, Stopwatch
 from pipefit.meter.threads import threads_of
 from pipefit.profiler.fake import Progress
 from pipefit.profiles import Measurement, ModelProfile, Target
@@ -55,6 +57,7 @@ class _Clock:
     def __init__(self, task: Task, measurement: Measurement, device: torch.device, progress: Progress | None) -> None:
         self.task, self.measurement, self.device, self.progress = task, measurement, device, progress
         self.anchor = torch.empty(0, device=device, requires_grad=True)
+        self.watch: Any = Stopwatch(device, time.perf_counter) if device.type == "cuda" else HostWatch()
         self.inputs, self.targets = sample(task, measurement.microbatch_size)
         target: Target = "cuda" if device.type == "cuda" else "cpu"
         chain = capture(task, self.inputs, self.targets, target=target)
@@ -112,27 +115,23 @@ class _Clock:
         """Seconds of one forward, backward and update."""
         graph, flags = GraphEnds(), tuple(value.requires_grad for value in cost.inputs)
         fresh = tuple(value.clone() for value in values)  # a layer may work on its inputs in place
-        began = self._now()
+        began = self.watch.mark()
         entered = enter(graph, fresh, flags, self.anchor) if any(flags) else fresh
         outputs = call(entered)
-        forwarded = self._now()
+        forwarded = self.watch.mark()
         wanted = (value.has_gradient for value in cost.outputs)
         graph.incoming = [_gradient(value) if has else None for value, has in zip(outputs, wanted, strict=True)]
         leave(graph, outputs)
-        ready = self._now()
+        ready = self.watch.mark()
         backward(graph)
-        returned = self._now()
+        returned = self.watch.mark()
         if stepper is not None:
             with torch.no_grad():
                 for group in stepper.param_groups:
                     group["lr"] = group["lr"] * 0  # so that the next repeat has the same weights
             stepper.step()
-        return forwarded - began, returned - ready, self._now() - returned
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        times = self.watch.read([began, forwarded, ready, returned, self.watch.mark()])  # of a GPU: waits for it once
+        return times[1] - times[0], times[3] - times[2], times[4] - times[3]
 
 
 def _of_rank(chain: Chain, measurement: Measurement, inputs: Any, targets: Any) -> Chain:

@@ -18,6 +18,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import host_update_seconds
 from pipefit.grids import Stage
 from pipefit.meter import MemoryMeter
+from pipefit.meter.stopwatch import Stopwatch
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
@@ -182,4 +183,5 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         meter=meter,
         clock=site.clock,
         on_action=site.on_action,
+        stopwatch=Stopwatch(device, site.clock) if device.type == "cuda" else None,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from pipefit.cluster import Cluster
+from pipefit.cost.communicators import communicators
 from pipefit.errors import UsageError
 from pipefit.fake.target import follows_fake_streams
 from pipefit.meter import MemoryMeter
@@ -15,6 +16,7 @@ from pipefit.meter.cpu import Meter
 from pipefit.meter.cuda import CudaMeter
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
+from pipefit.program import Program
 
 
 def backend_of(plan: Plan, *, share_device: bool) -> str:
@@ -114,10 +116,22 @@ def check_streams(devices: Iterable[torch.device]) -> None:
             )
 
 
-def meter_of(cluster: Cluster, number: int, device: torch.device, kernels: Kernels) -> MemoryMeter | None:
-    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free."""
+def meter_of(
+    cluster: Cluster, number: int, device: torch.device, kernels: Kernels, *, gpu_bytes: int | None = None
+) -> MemoryMeter | None:
+    """Emulated devices are metered and capped, GPUs read their allocator, plain CPU workers run free.
+
+    `gpu_bytes` are what the allocator of a GPU may reserve; None leaves that to the process.
+    """
     if device.type == "cuda":
-        return CudaMeter(device)
+        return CudaMeter(device, cap_bytes=gpu_bytes)
     if cluster.backend == "cpu":
         return None
     return Meter(number, cap_bytes=cluster.devices[number].memory_bytes, kernels=kernels)
+
+
+def allowed_bytes(plan: Plan, program: Program, number: int) -> int:
+    """What the allocator of a GPU of the plan may reserve: its memory less what a process takes of it beside that."""
+    device = plan.cluster.devices[number]
+    own = device.kind.overheads
+    return device.memory_bytes - own.context_bytes - communicators(plan, program, number) * own.communicator_bytes

@@ -23,14 +23,16 @@ class Orders:
     """Train steps `first` to `steps - 1`, each with random draws by `seed`.
 
     `numbers` says whether a traced model is compared with its chain at the start, `share_device` whether all workers
-    compute on one GPU, `on_nan` what becomes of a training whose loss is infinite or nan. `resume` is the folder of the
-    checkpoint after `first` steps, `weights` a safetensors file or sharded model, from which the training starts.
+    compute on one GPU, `cap` whether GPUs reserve no more memory than the plan's devices have for it, `on_nan` what
+    becomes of a training whose loss is infinite or nan. `resume` is the folder of the checkpoint after `first` steps,
+    `weights` a safetensors file or sharded model, from which the training starts.
     """
 
     steps: int
     seed: int
     numbers: bool
     share_device: bool = False
+    cap: bool = True
     on_nan: OnNan = "warn"
     first: int = 0
     resume: str | None = None
@@ -45,6 +47,7 @@ def orders(
     seed: int | None,
     numbers: bool,
     share_device: bool,
+    cap: bool,
     on_nan: OnNan,
     resume: Path | None,
     weights: Path | None,
@@ -73,6 +76,7 @@ def orders(
         seed=seed,
         numbers=numbers,
         share_device=share_device,
+        cap=cap,
         on_nan=on_nan,
         first=first,
         resume=None if checkpoint is None else str(checkpoint.folder),

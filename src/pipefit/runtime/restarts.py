@@ -41,6 +41,7 @@ def train(
     start_seconds: float = START_SECONDS,
     numbers: bool = True,
     share_device: bool = False,
+    cap: bool = True,
     on_step: OnStep | None = None,
     on_nan: OnNan = "warn",
     saving: Saving | None = None,
@@ -61,6 +62,7 @@ def train(
         start_seconds: the longest that a worker may take to start, and to build its layers.
         numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
         share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
+        cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
         on_step: called with (step, mean loss) as each step ends. Steps that are trained again are told again.
         on_nan: whether a loss that is infinite or nan is told in a warning (`warn`), or ends the training (`stop`).
         saving: where checkpoints go and when; None for none.
@@ -92,6 +94,7 @@ def train(
         seed=seed,
         numbers=numbers,
         share_device=share_device,
+        cap=cap,
         on_nan=on_nan,
         resume=resume,
         weights=weights,

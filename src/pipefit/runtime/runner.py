@@ -18,6 +18,7 @@ from pipefit.actions import COPIES, OF_ROWS, RECEIVES, SENDS, Action, Kind
 from pipefit.cost.communicators import members
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
+from pipefit.meter.stopwatch import Stopwatch
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
 from pipefit.runtime.exchange import Boundary, Exchange
@@ -49,6 +50,7 @@ class DeviceRunner:
         clock: seconds since the training began.
         on_action: called with the number of each action as it begins, and with their count when all are done; for
             supervision.
+        stopwatch: of the GPU that computes; None where the host's clock tells what takes time.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DeviceRunner:
         meter: MemoryMeter | None,
         clock: Callable[[], float],
         on_action: Callable[[int], None] | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.plan, self.program, self.stages = plan, program, dict(stages)
         self.number, self._grid = number, plan.stages[min(stages)].grid
@@ -71,7 +74,7 @@ class DeviceRunner:
         self._exchange = Exchange(plan, number, self.transfers)
         self.meter, self.clock, self.on_action = meter, clock, on_action
         self.usual = Specialization.usual(plan, {n: stage.layers for n, stage in stages.items()})
-        self.record = Record()
+        self.record = Record(stopwatch)
         self._before = 0  # microbatches of the steps before, under an endless schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -114,6 +117,7 @@ class DeviceRunner:
             OutOfMemory: the device passed its cap; says at which action, and what held the bytes.
         """
         program = self.program if program is None else program
+        self.record.read(wait=False)
         self.mover.begin(program)
         known, count, before = self._instructions(program), len(inputs), self._before
         self._training = training
@@ -159,6 +163,7 @@ class DeviceRunner:
         self._flights.clear()
         self._before, self._specializations = 0, {}
         self._inputs = self._targets = ()
+        self.record.forget()
         self.mover.abandon()  # first: what is being copied must not be freed
         for stage in self.stages.values():
             stage.abandon()
@@ -169,7 +174,7 @@ class DeviceRunner:
     # ---------------------------------------------------------------- one action
 
     def _timed(self, action: Action, text: str, stream: Stream) -> None:
-        meter, began = self.meter, self.clock()
+        meter, began, mark, sample, event = self.meter, self.clock(), self.record.mark(), None, None
         try:
             if meter is None:
                 self._execute(action)
@@ -178,21 +183,15 @@ class DeviceRunner:
                 with meter:
                     self._execute(action)
                 left = LEFT.get(action.kind, Category.BOUNDARY)
-                self.record.samples.append(meter.end(self.record.steps, began, left))
+                sample = meter.end(self.record.steps, began, left)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
             raise OutOfMemory(f"{error} ({text}, {self._where()})") from error
         if action.kind is not Kind.LOAD:
-            self.record.events.append(
-                Event(
-                    step=self.record.steps,
-                    action=text,
-                    stream=stream,
-                    start_seconds=began,
-                    end_seconds=self.clock(),
-                )
-            )
+            steps, ended = self.record.steps, self.clock()
+            event = Event(step=steps, action=text, stream=stream, start_seconds=began, end_seconds=ended)
+        self.record.add(sample, event, mark)
 
     def _execute(self, action: Action) -> None:
         """Execute an action by the method for its kind.

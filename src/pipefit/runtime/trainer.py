@@ -40,7 +40,7 @@ from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
 from pipefit.runtime.comparison import compare_at_start
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
-from pipefit.runtime.hardware import check_streams, meter_of
+from pipefit.runtime.hardware import allowed_bytes, check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
 from pipefit.runtime.joining import device_of, joins_workers, transport_of
@@ -77,8 +77,8 @@ class Trainer:
             it takes no longer than ten seconds (`pipefit.runtime.comparison`). Of several workers the first compares,
             and `not_compared` says there why it did not.
         share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
-        on_action: called with the number of each action as it begins, and with their count when all are done; for
-            supervision.
+        cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
+        on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
         on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
             ends the training; unless given, it warns.
         on_wait: called again and again while a save waits for the one before; for supervision.
@@ -105,6 +105,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         numbers: bool = True,
         share_device: bool = False,
+        cap: bool = True,
         on_action: Callable[[int], None] | None = None,
         on_failed_save: OnFailedSave | None = None,
         on_wait: Callable[[], None] = lambda: None,
@@ -145,15 +146,12 @@ class Trainer:
             on_action=on_action,
             lending=lending,
         )
-        self.runners = [
-            assemble(
-                site,
-                workers[number],
-                device=(device := device_of(plan, number, share_device=share_device)),
-                meter=meter_of(plan.cluster, workers[number], device, self._kernels),
-            )
-            for number in ([self.rank] if self.distributed else range(len(workers)))
-        ]
+        self.runners = []
+        for rank in [self.rank] if self.distributed else range(len(workers)):
+            device, one = device_of(plan, rank, share_device=share_device), workers[rank]
+            allowed = allowed_bytes(plan, program, one) if cap and not share_device else None
+            meter = meter_of(plan.cluster, one, device, self._kernels, gpu_bytes=allowed)
+            self.runners.append(assemble(site, one, device=device, meter=meter))
         self._specializations = {
             runner.number: Specializations(task, plan, runner.usual.layers, traced=chain.traced)
             for runner in self.runners

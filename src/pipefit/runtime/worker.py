@@ -152,6 +152,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             timeout_seconds=_FOREVER.total_seconds(),
             numbers=orders.numbers,
             share_device=orders.share_device,
+            cap=orders.cap,
             on_action=heartbeat.at,
             on_failed_save=told.failed_save,
             on_wait=lambda: heartbeat.at(SAVING),
