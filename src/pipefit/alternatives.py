@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.units import format_bytes, format_seconds
 from pipefit.validation import check_types
 
@@ -18,7 +19,7 @@ class Alternative:
     those that the plan itself was asked with.
 
     Raises:
-        UsageError: no stage or microbatch, or a negative peak or time.
+        UsageError: no stage, device or microbatch, or a negative peak or time.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -26,6 +27,7 @@ class Alternative:
     what: str
     schedule: str
     stages: int
+    devices: int
     microbatches: int
     peak_bytes: int
     step_seconds: float
@@ -33,9 +35,9 @@ class Alternative:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if min(self.stages, self.microbatches) < 1 or min(self.peak_bytes, self.step_seconds) < 0:
+        if min(self.stages, self.devices, self.microbatches) < 1 or min(self.peak_bytes, self.step_seconds) < 0:
             raise UsageError(
-                f"an alternative has a stage, a microbatch and a peak and a time of zero or more, not {self}"
+                f"an alternative has a stage, a device, a microbatch and a peak and a time of zero or more, not {self}"
             )
 
 
@@ -49,8 +51,7 @@ def paragraph(alternatives: Sequence[Alternative], step_seconds: float) -> Itera
 def _line(one: Alternative, step_seconds: float) -> str:
     """What an alternative takes, how much longer its step is, and how to ask for it."""
     by = f" ({100 * (one.step_seconds / step_seconds - 1):+.0f} %)" if step_seconds else ""
-    devices = f"{one.stages} device{'s' * (one.stages > 1)}"
     return (
-        f"{one.what.capitalize()}: {devices}, at most {format_bytes(one.peak_bytes)} on one, "
+        f"{one.what.capitalize()}: {counted(one.devices, 'device')}, at most {format_bytes(one.peak_bytes)} on one, "
         f"{format_seconds(one.step_seconds)} a step{by}: {one.asked_by}"
     )

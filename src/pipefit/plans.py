@@ -322,7 +322,9 @@ def _planner(plan: Plan) -> Iterator[str]:
         yield "This plan does not say which planner made it."
         return
     yield str(made)
-    if made.proves_lowest_peak:
+    if made.proves_lowest_peak and plan.is_sliced:
+        yield f"This holds for every split of {plan.profile.parts}, with any number of replicas of each stage."
+    elif made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)
         into = f"{counted(parts, plan.profile.part)} in {counted(len(plan.stages), 'stage')}"

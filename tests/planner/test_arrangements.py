@@ -200,8 +200,9 @@ def test_alternatives_are_what_their_options_ask_for() -> None:
             assert max(again.prediction.peak_bytes) == one.peak_bytes < max(made.prediction.peak_bytes)
             assert again.prediction.step_seconds == one.step_seconds
         else:
-            assert one.stages < len(made.stages) and again.prediction.step_seconds <= one.step_seconds
-        assert f"{one.what.capitalize()}: {one.stages} device" in str(made)
+            assert one.devices < len(made.workers) and again.prediction.step_seconds <= one.step_seconds
+        assert len(again.workers) == one.devices
+        assert f"{one.what.capitalize()}: {one.devices} device" in str(made)
 
 
 @pytest.mark.parametrize(("weights", "leaner"), [(10, True), (5000, False)])

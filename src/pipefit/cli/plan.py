@@ -88,6 +88,14 @@ def command(
             help="Pipeline stages, on as many devices; chosen by joint, one for each device under other planners.",
         ),
     ] = None,
+    data: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replicas of every stage, which divide each microbatch; chosen by joint and exact."),
+    ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."),
+    ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
         int | None,
@@ -150,6 +158,8 @@ def command(
             objective=objective,
             planner=planner,
             stages=stages,
+            data=data,
+            tensor=tensor,
         )
     built = built_with(profile, settings) if _is_model(profile) else ""
     deliver(made, output=output, as_json=as_json, describe=lambda: told(made.explanation, built))

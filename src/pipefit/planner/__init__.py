@@ -6,6 +6,7 @@ and makes the plan (`planner.driver`).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import perf_counter
 from typing import Literal, TypedDict, cast
 
@@ -27,7 +28,8 @@ from pipefit.planner.parameters import parameters
 from pipefit.planner.prediction import best_split, true_peaks
 from pipefit.planner.pricing import alternatives
 from pipefit.planner.question import Found, Options, Planner, Question
-from pipefit.planner.spaces import Numbers, Profiles, Space, space_of
+from pipefit.planner.replicas import in_replicas
+from pipefit.planner.spaces import Numbers, Open, Profiles, Space, space_of
 from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
@@ -82,6 +84,8 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
+_GRIDS = "joint", "exact"  # planners that choose how many devices each stage has
+
 Goal = Literal["throughput", "peak"]
 
 
@@ -98,6 +102,8 @@ class Asked(TypedDict, total=False):
     objective: Goal
     planner: str | None
     stages: int | None
+    data: int | None
+    tensor: int | None
     effort: float
     allow_infeasible: bool
 
@@ -120,18 +126,22 @@ def plan(
     objective: Goal = "throughput",
     planner: str | None = None,
     stages: int | None = None,
+    data: int | None = None,
+    tensor: int | None = None,
     effort: float = 1.0,
     allow_infeasible: bool = False,
 ) -> Plan:
     """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
 
-    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all splits.
+    The objective is the fastest step that fits (`throughput`), or the lowest `peak` of all plans.
     Say how the model is trained either by `training`, or by `batch_size` samples in `microbatches` equal parts or in
     microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
     as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
     (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
-    one for a size. Without `batch_size`, and under other planners, microbatches have the first size that was profiled,
-    the schedule is 1f1b, and there are stages on all devices. Without `batch_size` and `microbatches`, there are four
+    one for a size. `joint` and `exact` also choose how many replicas each stage has, as far as the profile has the
+    sizes of the slices that these compute, and `exact` the size of microbatches; `data` and `tensor` are the degrees of
+    all stages. Without `batch_size`, and under other planners, microbatches have the first size that was profiled, the
+    schedule is 1f1b, and there are stages on all devices. Without `batch_size` and `microbatches`, there are four
     microbatches for each device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`,
     `recompute`, `effort` and `allow_infeasible` are explained in `Options`.
 
@@ -157,17 +167,23 @@ def plan(
             "say how the model is trained either with training or with batch_size, microbatches, microbatch_size, "
             "schedule, clip_norm and versions, not both"
         )
-    options = Options(stages=stages, recompute=recompute, effort=effort, allow_infeasible=allow_infeasible)
+    options = Options(
+        stages=stages, data=data, tensor=tensor, recompute=recompute, effort=effort, allow_infeasible=allow_infeasible
+    )
     chooses = planner == "joint"
-    space = space_of(profile, cluster, numbers if training is None else training, options, chooses=chooses)
-    return _chosen(space) if chooses else solved(space.question, PLANNERS[planner], name=planner)
+    may = Open(sizes=planner in _GRIDS, arrangements=chooses, degrees=planner in _GRIDS)
+    space = space_of(profile, cluster, numbers if training is None else training, options, may)
+    if planner in _GRIDS:
+        return _chosen(space) if chooses else _leanest(space)
+    return solved(space.question, in_replicas(PLANNERS[planner]), name=planner)
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:
     """The plan for the same training on another cluster, as when a device is gone; `old` itself on its own cluster.
 
     It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
-    and so do the numbers. Where `old` was asked for a number of stages, there are no more of them.
+    and so do the numbers. Where `old` was asked for a number of stages, there are no more of them, and stages have as
+    many replicas as were asked for, if there are devices for them.
 
     Raises:
         UsageError: the planner cannot answer for this cluster.
@@ -177,7 +193,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         return old
     made = old.provenance
     asked = made.options if made else {}
-    stages = asked.get("stages")
+    stages, data = asked.get("stages"), asked.get("data")
     return plan(
         old.profile,
         cluster,
@@ -185,7 +201,28 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         recompute=cast("Recompute", asked.get("recompute", "never")),  # out of a file: checked where options are made
         planner=made.planner if made and made.planner in PLANNERS else "joint",
         stages=min(stages, len(cluster.devices)) if isinstance(stages, int) else None,
+        data=data if isinstance(data, int) and data <= len(cluster.devices) else None,
     )
+
+
+def _leanest(space: Space) -> Plan:
+    """The plan with the lowest peak of all microbatch sizes of a space that may have it.
+
+    Larger ones than the smallest are of use where their slices are smaller: with as many samples as there are devices,
+    at most.
+
+    Raises:
+        InfeasibleError: it does not fit.
+    """
+    began, found = perf_counter(), list[tuple[Found, Question]]()
+    for size in space.sizes:
+        if not found or size <= space.sizes[0] * len(space.question.cluster.devices):
+            with suppress(UsageError):
+                question = space.question_of(size, space.profiles(size))
+                found.append((exact(question), question))
+    best, question = min(found, key=lambda one: one[0].value, default=(exact(space.question), space.question))
+    seconds = perf_counter() - began
+    return answer(question, best, planner=exact, name="exact", seconds=seconds, asked=question.options)
 
 
 def _chosen(space: Space) -> Plan:
@@ -198,10 +235,11 @@ def _chosen(space: Space) -> Plan:
     trials = Trials(space)
     best = trials.best()
     others = alternatives(trials, best) if space.count > 1 else ()
+    question, found = trials.told(best)
     return answer(
-        best.question,
-        trials.told(best),
-        planner=joint,
+        question,
+        found,
+        planner=in_replicas(joint),
         name="joint",
         seconds=perf_counter() - began,
         asked=space.question.options,

@@ -54,7 +54,7 @@ def _compactions(plan: Plan, whole: Simulation, groups: Sequence[Group]) -> Iter
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
         without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
         simulation = Simulation(replace(plan, decisions=without), costs=costs)
-        device = plan.stages[stage].device
+        device = plan.stages[stage].devices[0]  # replicas do alike
         yield Compaction(
             stage=stage,
             what=technique,

@@ -6,6 +6,10 @@ makes four microbatches for each stage, to smaller ones and to larger ones, as l
 cannot be profiled is left out. Arrangements that remain get a short search, and the best of them a whole one. Others
 follow, the best first, as long as a budget of simulated actions lasts.
 
+Stages may have several replicas. Where all have as many, one replica of the whole pipeline is an arrangement like any
+other (`planner.replicas`). Where they differ, `planner.hybrid` names the fastest plans that fit and keep everything on
+their devices, and those that it estimates to be the fastest are simulated.
+
 So the answer is never slower than that of any arrangement whose search was within the budget, as in all small
 questions. GPipe is not among the choices, because 1F1B needs no more seconds and less memory, and schedules that change
 the numbers, as asynchronous ones do, are only taken if they are asked for.
@@ -23,34 +27,52 @@ from typing import NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.planner.bounds import simple_bound, step_bound
+from pipefit.planner.degrees import SINGLE, Degree
+from pipefit.planner.driver import plan_of
+from pipefit.planner.hybrid import fastest, least_seconds
 from pipefit.planner.joint import Search, Searched
-from pipefit.planner.question import Found, Question
+from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.replicas import expanded, representative, seconds_of_sums
 from pipefit.planner.spaces import Space, by_distance
 from pipefit.profiles import ModelProfile
+from pipefit.provenance import Objective
+from pipefit.simulator import Simulation
 from pipefit.texts import counted
 
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
+_MIXED = 3  # plans of stages of different degrees that are simulated for a size
 _BOUND = 0.15  # actions that take as long as a bound does for a range of blocks as one stage
 
 
 class Arrangement(NamedTuple):
-    """A schedule, a number of stages and a microbatch size."""
+    """A schedule, a number of stages, a microbatch size, and how many replicas every stage has."""
 
     schedule: str
     stages: int
     microbatch_size: int
+    data: int = 1
+
+    @property
+    def degree(self) -> Degree:
+        """The degree of its stages."""
+        return Degree(self.data, 1)
 
 
 class Trial(NamedTuple):
-    """An arrangement that was searched, its best plan so far, and how many actions that took."""
+    """An arrangement that was searched, its best plan so far, and how many actions that took.
+
+    Of replicas, the question, the search and its plan are those of one of them (`planner.replicas`), and they take
+    `apart` seconds to add their gradients up.
+    """
 
     arrangement: Arrangement
     question: Question
     search: Search
     searched: Searched
     actions: int
+    apart: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -60,11 +82,30 @@ class Trial(NamedTuple):
     @property
     def order(self) -> tuple[int, float, int]:
         """Lower is better."""
-        return self.searched.evaluation.order
+        missing, seconds, peak = self.searched.evaluation.order
+        return missing, seconds + self.apart, peak
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.order[1]
 
     def longer(self) -> Trial:
         """The same after a search with the effort that the question asks for."""
         return self._replace(searched=self.search.best(self.question.options.effort), actions=self.search.actions)
+
+
+class Mixed(NamedTuple):
+    """A plan whose stages have different degrees, with everything kept, and its simulation."""
+
+    question: Question
+    split: Split
+    simulation: Simulation
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.simulation.step_seconds[-1]
 
 
 class Trials:
@@ -76,6 +117,8 @@ class Trials:
         question = space.question
         self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
         self._bounds: list[float] = []  # of all that were looked at
+        self._least: list[float] = []  # that plans of any degrees take, of every size that was looked at
+        self.mixed: list[Mixed] = []  # that fit
         self._spent = 0.0  # actions, or what takes as long
         self._unseen: list[int] = []  # sizes for which it was too small
         self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
@@ -91,20 +134,52 @@ class Trials:
         Raises:
             UsageError: no arrangement can be carried out; as one of them says.
         """
-        if self.space.count > 1:
+        if self.space.count > 1 or self.space.grids:
             for size in self._visited():
                 self._look_at(self._widest(size))
+                self._mix(size)
             for arrangement in self._others():
                 self._look_at(arrangement)
         if not self._known:
             self._try(self._roomiest)
         return self._longest(sorted(self._known.values(), key=lambda trial: trial.order))
 
-    def told(self, trial: Trial) -> Found:
-        """What a trial found, with the bound of all arrangements, and sentences about them."""
-        found = trial.search.told(trial.searched)
-        bound = min([found.value, *self._bounds] if self._bounds else [found.value, trial.search.bound])
-        return found._replace(bound=bound, remarks=(*self._remarks, *found.remarks))
+    def told(self, trial: Trial) -> tuple[Question, Found]:
+        """The best plan of all, which is that of the best trial unless stages of different degrees are faster; with
+        the bound of all arrangements, and sentences about them.
+        """
+        question, found = self._of_trial(trial)
+        mixed = min(self.mixed, key=lambda one: one.seconds, default=None)
+        if mixed is not None and (not trial.fits or mixed.seconds < found.value * (1 - _GAIN)):
+            found = Found(
+                mixed.split, Objective.STEP, mixed.seconds, found.evaluated, proven=False, decisions=(),
+                remarks=found.remarks,
+            )  # fmt: skip
+            question = mixed.question
+        bounds = [*self._bounds, *self._least] if self._bounds else [trial.search.bound]
+        return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
+
+    def _of_trial(self, trial: Trial) -> tuple[Question, Found]:
+        """What a trial found, of replicas for all of them, simulated together."""
+        found, arrangement = trial.search.told(trial.searched), trial.arrangement
+        if arrangement.data == 1:
+            return trial.question, found
+        question = self.whole_question(arrangement)
+        found = expanded(question, found, arrangement.degree)
+        plan = plan_of(question, found.split, decisions=found.decisions)
+        return question, found._replace(value=Simulation(plan).step_seconds[-1])
+
+    def _mix(self, size: int) -> None:
+        """Simulate the plans of a size that are estimated to be the fastest of those with any degrees."""
+        with suppress(UsageError):
+            if self.degrees(size) == (SINGLE,):
+                return
+            question = self.space.question_of(size, self._profile(size))
+            self._least.append(least_seconds(question))
+            for split, _, _ in fastest(question, _MIXED):
+                simulation = Simulation(plan_of(question, split))
+                self.mixed.append(Mixed(question, split, simulation))
+                self._spent += simulation.actions
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.
@@ -115,8 +190,9 @@ class Trials:
         asked, size = self.space.question, arrangement.microbatch_size
         microbatches = asked.training.batch_size // size
         how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
-        options = replace(asked.options, stages=arrangement.stages)
-        return replace(asked, profile=self._profile(size), training=how, options=options)
+        options = replace(asked.options, stages=arrangement.stages, data=arrangement.data)
+        found = replace(asked, profile=self._profile(size), training=how, options=options)
+        return found if arrangement.data == 1 else representative(found, arrangement.degree)
 
     def tried(self, arrangement: Arrangement) -> Trial | None:
         """What is known of an arrangement, or a short search finds; None if it cannot be carried out."""
@@ -136,8 +212,22 @@ class Trials:
         question = self.question(arrangement)
         search = Search(question, bound)
         searched = search.best(_SHORT * question.options.effort)
-        self._known[arrangement] = Trial(arrangement, question, search, searched, search.actions)
+        apart = self._apart(arrangement, searched)
+        self._known[arrangement] = Trial(arrangement, question, search, searched, search.actions, apart)
         self._spent += search.actions
+
+    def _apart(self, arrangement: Arrangement, searched: Searched) -> float:
+        """Seconds in which replicas do what one of them alone would not."""
+        if arrangement.data == 1:
+            return 0.0
+        whole = self.whole_question(arrangement)
+        return seconds_of_sums(whole, searched.evaluation.candidate.split, arrangement.degree)
+
+    def whole_question(self, arrangement: Arrangement) -> Question:
+        """The question of all replicas of an arrangement."""
+        size = arrangement.microbatch_size
+        found = self.space.question_of(size, self._profile(size))
+        return replace(found, training=replace(found.training, schedule=arrangement.schedule))
 
     def _profile(self, size: int) -> ModelProfile:
         """The profile for a microbatch size.
@@ -168,23 +258,35 @@ class Trials:
             if self._spent_on_trying:
                 self._unseen.append(size)
                 continue
+            before = self._fastest
             yield size
-            useful = any(map(self._may_win, self._bounds[looked_at:]))
+            useful = any(map(self._may_win, self._bounds[looked_at:])) or self._fastest < before * (1 - _GAIN)
             given_up[smaller] = not useful and size != order[0] and (self._fastest < math.inf or not smaller)
 
     def _widest(self, size: int) -> Arrangement:
         """The arrangement of a size with the most stages."""
-        return Arrangement(self.space.schedules[0], max(self.space.stages), size)
+        data = self.space.question.options.data or 1
+        return Arrangement(self.space.schedules[0], max(self.space.stages), size, data)
 
     def _others(self) -> Iterator[Arrangement]:
         """The other arrangements of the sizes that were looked at, the best sizes first."""
         known = {size: self._known.get(self._widest(size)) for size in self.sizes}
         ranks = {size: (math.inf, math.inf, 0) if trial is None else trial.order for size, trial in known.items()}
         for size in sorted(ranks, key=ranks.__getitem__):
-            for stages in sorted(self.space.stages, reverse=True):
-                for schedule in self.space.schedules:
-                    if (arrangement := Arrangement(schedule, stages, size)) != self._widest(size):
-                        yield arrangement
+            for degree in self.degrees(size):
+                for stages in sorted(self.space.stages, reverse=True):
+                    for schedule in self.space.schedules:
+                        arrangement = Arrangement(schedule, stages, size, degree.data)
+                        if arrangement != self._widest(size) and stages * degree.devices <= self._devices:
+                            yield arrangement
+
+    def degrees(self, size: int) -> tuple[Degree, ...]:
+        """The degrees that all stages of an arrangement of this size may have."""
+        return self.space.question_of(size, self._profile(size)).degrees if self.space.grids else (SINGLE,)
+
+    @property
+    def _devices(self) -> int:
+        return len(self.space.question.cluster.devices)
 
     def _look_at(self, arrangement: Arrangement) -> None:
         """Search an arrangement shortly, if it may be the fastest and can be carried out."""
@@ -221,7 +323,8 @@ class Trials:
     @property
     def _fastest(self) -> float:
         """Seconds of the fastest plan that is known to fit."""
-        return min((t.searched.evaluation.seconds for t in self._known.values() if t.fits), default=math.inf)
+        known = [trial.seconds for trial in self._known.values() if trial.fits]
+        return min([*known, *(mixed.seconds for mixed in self.mixed)], default=math.inf)
 
     @property
     def _roomiest(self) -> Arrangement:
@@ -252,9 +355,11 @@ class Trials:
         space = self.space
         if space.count == 1:
             return
+        replicas = sorted({degree.data for size in self.sizes for degree in self.degrees(size)})
+        on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
         yield (
-            f"It is chosen from {_listed(space.stages, 'stage')}, microbatches of {_listed(self.sizes, 'sample')} and "
-            f"schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."
+            f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(self.sizes, 'sample')} "
+            f"and schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."
         )
         short = self._untried + self._tried_shortly
         if short or self._unseen:

@@ -14,7 +14,7 @@ from math import isfinite
 from pipefit.alternatives import Alternative
 from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError, UsageError
-from pipefit.grids import Grid, Stage
+from pipefit.grids import Stage
 from pipefit.planner.accounts import Accounts, accounts
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
@@ -60,7 +60,8 @@ def answer(
     """
     plan = plan_of(question, found.split, decisions=found.decisions)
     simulation = Simulation(plan)
-    peaks = simulation.peak_bytes if plan.decisions else _by_device(question, found.split)
+    counted = plan.decisions or found.split.grids
+    peaks = simulation.peak_bytes if counted else _by_device(question, found.split)
     if not question.options.allow_infeasible:
         short = shortage(plan, simulation.arenas)
         _check(replace(question, options=asked), found, peaks, short, name, _Judge(planner))
@@ -129,8 +130,7 @@ def plan_of(question: Question, split: Split, *, decisions: tuple[Decision, ...]
     training = question.training
     layers = [question.layers(*blocks) for blocks in pairwise(split.edges)]
     stages = tuple(
-        Stage(start=start, stop=stop, grid=Grid.of(device))
-        for (start, stop), device in zip(layers, split.devices, strict=True)
+        Stage(start=start, stop=stop, grid=split.grid(number)) for number, (start, stop) in enumerate(layers)
     )
     if decisions is None:
         decisions = whole_stages(stages, question.options.recompute, training.schedule, training.microbatches)

@@ -248,7 +248,7 @@ class Filler:
 
     def _bytes(self, menus: Sequence[Menu], kind: str) -> list[int]:
         """What the layers of every block have of a kind of state, if the host may have it."""
-        if not self.question.means.host:
+        if not (self.question.means.host and self.question.means.state):
             return []
         costs = self.question.measurement.costs
         return [sum(getattr(cost, kind) for cost in costs[menu.start : menu.stop]) for menu in menus]

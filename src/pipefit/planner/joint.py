@@ -80,9 +80,12 @@ def joint(question: Question) -> Found:
 
 
 class Search:
-    """The search for the plan of one question. A second one with more effort goes on from what the first simulated."""
+    """The search for the plan of one question, with a device for each stage. A second one with more effort goes on from
+    what the first simulated.
+    """
 
     def __init__(self, question: Question, bound: float | None = None) -> None:
+        question = replace(question, options=replace(question.options, data=1, tensor=1))
         self.bound = step_bound(question) if bound is None else bound
         self._filler = Filler(Evaluator(question))
 
@@ -182,7 +185,7 @@ def _best_start(filler: Filler) -> Filled:
         balance = Balance(question)
         best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best, budget)
         splits = [balance.split(1.0), *(planner(question).split for planner in planners[:2])]
-        for states, updated in _STATES:
+        for states, updated in _STATES if question.means.state else ():
             if states == "spill" and not question.means.spill:
                 continue
             if states == "all" or best is None or not best.found.fits:

@@ -34,18 +34,32 @@ def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
 
 def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """The plan on the fewest devices, if there are fewer than the best plan has."""
-    pinned = len(trials.space.stages) == 1
-    low, high, found = best.arrangement.stages - 1 if pinned else 0, best.arrangement.stages, best
+    pinned, one = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
+    most = min(best.arrangement.stages * best.arrangement.data // one.data, max(trials.space.stages))
+    low, high, found = most - 1 if pinned else 0, most, best
     while high - low > 1:
         middle = (low + high) // 2
-        trial = trials.tried(best.arrangement._replace(stages=middle))
+        trial = trials.tried(one._replace(stages=middle))
         if trial is not None and trial.fits:
             high, found = middle, trial
         else:
             low = middle
     if found is not best:
         pins = _pins(trials.space, found.question.training, stages=found.arrangement.stages)
-        yield _alternative("fewest devices", found.question, found.searched.evaluation.simulation, pins)
+        if len(trials.degrees(found.arrangement.microbatch_size)) > 1:
+            pins += f" --data {found.arrangement.data}"
+        simulation, each = found.searched.evaluation.simulation, found.arrangement.data
+        yield _alternative("fewest devices", found.question, simulation, pins, each=each, more_seconds=found.apart)
+
+
+def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
+    """The arrangement in which a device computes as many samples at once, with one device a stage unless more were
+    asked for.
+    """
+    if trials.space.question.options.data is not None or best.data == 1:
+        return best
+    size = best.microbatch_size // best.data
+    return best._replace(data=1, microbatch_size=size if size in trials.sizes else best.microbatch_size)
 
 
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
@@ -64,7 +78,7 @@ def _lean(trials: Trials) -> Iterator[tuple[Question, Simulation]]:
     """The leanest splits of every microbatch size that was looked at, as asked for or with all recomputed."""
     asked = trials.space.question.options.recompute
     for size in trials.sizes:
-        first = trials.question(Arrangement(trials.space.schedules[0], max(trials.space.stages), size))
+        first = trials.whole_question(Arrangement(trials.space.schedules[0], max(trials.space.stages), size))
         for recompute in dict.fromkeys((asked, "always" if asked == "never" else asked)):
             question = replace(first, options=replace(first.options, recompute=recompute))
             if exact_in_time(question):
@@ -84,13 +98,17 @@ def _pins(space: Space, training: Training, stages: int | None = None) -> str:
     return "".join(f" {pin}" for pin in found)
 
 
-def _alternative(what: str, question: Question, simulation: Simulation, asked_by: str) -> Alternative:
+def _alternative(
+    what: str, question: Question, simulation: Simulation, asked_by: str, *, each: int = 1, more_seconds: float = 0.0
+) -> Alternative:
+    """An alternative by the simulation of its plan, or of one of `each` replicas, which add `more_seconds`."""
     return Alternative(
         what=what,
         schedule=question.training.schedule,
         stages=len(simulation.plan.stages),
+        devices=each * len(simulation.plan.workers),
         microbatches=question.training.microbatches,
         peak_bytes=max(simulation.peak_bytes),
-        step_seconds=simulation.step_seconds[-1],
+        step_seconds=simulation.step_seconds[-1] + more_seconds,
         asked_by=asked_by.strip(),
     )

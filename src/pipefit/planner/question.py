@@ -10,8 +10,10 @@ from typing import NamedTuple
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
+from pipefit.grids import Grid
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
+from pipefit.planner.degrees import Degree, degrees_of
 from pipefit.planner.techniques import Means
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Objective
@@ -27,13 +29,16 @@ class Options:
     `stages` None uses every device, or as many as there are blocks. `recompute` names the microbatches whose forward
     every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
     device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of their budgets
-    that searches by simulation take, more than 0.
+    that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages: how many replicas
+    each has, and how many shards each of these; without them, planners that can choose them do.
 
     Raises:
         UsageError: no effort, or a field of another type.
     """
 
     stages: int | None = None
+    data: int | None = None
+    tensor: int | None = None
     recompute: Recompute = "never"
     allow_infeasible: bool = False
     effort: float = 1.0
@@ -52,10 +57,18 @@ class DeviceClass(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of the model: stage s holds blocks `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`."""
+    """A split of the model: stage s holds blocks `edges[s]` to `edges[s + 1] - 1` and is on `devices[s]`.
+
+    Where stages are on several devices, these are the first ones of their `grids`.
+    """
 
     edges: tuple[int, ...]
     devices: tuple[int, ...]
+    grids: tuple[Grid, ...] = ()
+
+    def grid(self, stage: int) -> Grid:
+        """The devices of a stage."""
+        return self.grids[stage] if self.grids else Grid.of(self.devices[stage])
 
 
 class Found(NamedTuple):
@@ -98,10 +111,12 @@ class Question:
             raise UsageError(
                 f"{self.profile.model} has {self.profile.parts}, too few for {asked} stages: ask for {blocks} or fewer"
             )
-        if asked is not None and asked > devices:
+        each = (self.options.data or 1) * (self.options.tensor or 1)
+        if asked is not None and asked * each > devices:
+            of = f" of {each} devices" if each > 1 else ""
             raise UsageError(
-                f"cluster {self.cluster.name} has {devices} devices, too few for {asked} stages: "
-                f"ask for {devices} or fewer"
+                f"cluster {self.cluster.name} has {devices} devices, too few for {asked} stages{of}: "
+                f"ask for {max(1, devices // each)} or fewer"
             )
         self.profile.at(self.training.microbatch_size)
 
@@ -109,6 +124,20 @@ class Question:
     def measurement(self) -> Measurement:
         """The layer costs at the training's microbatch size."""
         return self.profile.at(self.training.microbatch_size)
+
+    @cached_property
+    def degrees(self) -> tuple[Degree, ...]:
+        """The degrees that stages may have, rising.
+
+        Raises:
+            UsageError: those that are asked for are not possible.
+        """
+        asked, devices = self.options, len(self.cluster.devices)
+        return degrees_of(self.profile, self.training, devices, data=asked.data, tensor=asked.tensor)
+
+    def measured(self, degree: Degree) -> Measurement:
+        """The layer costs of a device of a stage of this degree."""
+        return self.profile.at(self.training.microbatch_size // degree.data)
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
@@ -128,7 +157,8 @@ class Question:
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return self.options.stages or min(self.blocks, len(self.cluster.devices))
+        each = (self.options.data or 1) * (self.options.tensor or 1)
+        return self.options.stages or max(1, min(self.blocks, len(self.cluster.devices) // each))
 
     def layers(self, start: int, stop: int) -> tuple[int, int]:
         """The first layer of blocks `start` to `stop - 1`, and the one behind them."""

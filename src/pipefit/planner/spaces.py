@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.fingerprints import differences
+from pipefit.kernels import KernelMemory
+from pipefit.planner.degrees import divisors
 from pipefit.planner.question import Options, Question
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training, Versions
@@ -84,11 +89,20 @@ class Numbers:
             )
 
 
+class Open(NamedTuple):
+    """What a planner chooses: of how many samples microbatches are, schedule and number of stages, and degrees."""
+
+    sizes: bool = False
+    arrangements: bool = False
+    degrees: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What may be chosen for a question: `sizes` rise, and `profiles` are made when a size is tried.
 
-    The question is that of one of the sizes.
+    A profile has the microbatch size that is asked for, and those of slices of it. The question is that of one of the
+    sizes.
     """
 
     question: Question
@@ -96,34 +110,70 @@ class Space:
     stages: tuple[int, ...]
     sizes: tuple[int, ...]
     profiles: Profiles
+    grids: bool = False  # stages may have several devices
 
     @property
     def count(self) -> int:
-        """The number of arrangements."""
+        """The number of arrangements on single devices."""
         return len(self.schedules) * len(self.stages) * len(self.sizes)
+
+    def question_of(self, size: int, profile: ModelProfile) -> Question:
+        """The question with microbatches of so many samples.
+
+        Raises:
+            UsageError: they do not go with what was asked for.
+        """
+        asked = self.question
+        how = replace(asked.training, microbatches=asked.training.batch_size // size)
+        return replace(asked, profile=profile, training=how)
 
 
 def space_of(
-    profile: ModelProfile | Profiles, cluster: Cluster, how: Training | Numbers, options: Options, *, chooses: bool
+    profile: ModelProfile | Profiles, cluster: Cluster, how: Training | Numbers, options: Options, may: Open
 ) -> Space:
-    """The space of a call of `plan`, of one arrangement unless its planner `chooses`.
+    """The space of a call of `plan`, of one arrangement unless its planner `may` choose.
 
     Raises:
         UsageError: numbers that do not go together, or no microbatch size that can be profiled.
     """
-    sizes = how.sizes(profile, chooses=chooses) if isinstance(how, Numbers) else (how.microbatch_size,)
+    sizes = how.sizes(profile, chooses=may.sizes) if isinstance(how, Numbers) else (how.microbatch_size,)
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
+    if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
+        profiles = _with_slices(profile, len(cluster.devices), options.data)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
     question = Question(profile=made, cluster=cluster, training=training, options=options)
-    open_schedule = chooses and isinstance(how, Numbers) and how.schedule is None
+    open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
     return Space(
         question=question,
         schedules=SCHEDULES if open_schedule and question.stages > 1 else (training.schedule,),
-        stages=_counts(question.stages) if chooses and options.stages is None else (question.stages,),
+        stages=_counts(question.stages) if may.arrangements and options.stages is None else (question.stages,),
         sizes=sizes,
         profiles=profiles,
+        grids=may.degrees,
     )
+
+
+def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles:
+    """Profiles that have the slices of their microbatches too, for up to so many replicas, or for `data` of them.
+
+    Sizes that cannot be profiled, or at which the model is another one, are left out.
+    """
+
+    def at(size: int) -> ModelProfile:
+        made = profiles(size)
+        every = [made]
+        for count in divisors(size, devices):
+            if count > 1 and data in (None, count):
+                with suppress(UsageError):
+                    slices = profiles(size // count)
+                    if not differences(made.fingerprint, slices.fingerprint, made.layers):
+                        every.append(slices)
+        kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
+        measurements = tuple(found.at(found.measurements[0].microbatch_size) for found in every)
+        return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
+
+    return at
 
 
 def by_distance(sizes: Sequence[int], batch_size: int, stages: int) -> list[int]:

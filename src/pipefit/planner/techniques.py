@@ -43,7 +43,8 @@ class Means:
     Recomputed are runs of layers inside blocks, whole blocks alone, or nothing. Tensors move to the `host` or to
     `peers`, of which the `mapping` of stages to devices brings lenders near and `striping` uses several at once.
     Without `ahead`, nothing comes back or is recomputed before the backward that needs it is next. Gradients and
-    parameters only move if `spill` says so, as they do in every pass, which makes steps many times longer.
+    parameters only move if `spill` says so, as they do in every pass, which makes steps many times longer. Optimizer
+    state only moves if `state` says so.
     """
 
     recompute: Literal["runs", "blocks", "never"] = "runs"
@@ -53,6 +54,7 @@ class Means:
     striping: bool = True
     ahead: bool = True
     spill: bool = True
+    state: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)

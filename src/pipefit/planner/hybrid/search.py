@@ -1,0 +1,142 @@
+"""The best plans whose stages may be on grids of devices: the leanest one, and the fastest that fits.
+
+Every cut between blocks, every number of stages and every degree of every stage is considered, on every choice of
+devices (`hybrid.takes`). The peak is the closed form's, which is the simulator's to the byte. Seconds are estimates,
+which leave out what messages take; whoever needs true ones simulates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.devices import DeviceKind
+from pipefit.planner.degrees import Degree
+from pipefit.planner.hybrid.placing import grids_of
+from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme
+from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts, sum_seconds
+from pipefit.planner.hybrid.takes import States
+from pipefit.planner.question import DeviceClass, Question, Split
+
+_INFINITE = float("inf")
+
+
+class Hybrid(NamedTuple):
+    """A plan of the search: its split, what was minimised, and how many candidate stages were compared."""
+
+    split: Split
+    value: float
+    evaluated: int
+
+
+def leanest(question: Question) -> Hybrid:
+    """The plan with the lowest peak; among those, the one of the fewest estimated seconds.
+
+    The value is in bytes, or a share of budgets that differ.
+    """
+    search = _Search(question)
+    level = min(search.lowest())
+    return search.fastest(level)[0]._replace(value=level)
+
+
+def fastest(question: Question, most: int) -> list[Hybrid]:
+    """Plans that fit: for up to `most` numbers of stages the one of the fewest estimated seconds, the fastest first."""
+    search = _Search(question)
+    return search.fastest(1.0 if not question.equal_budgets else float(question.cluster.budgets[0]))[:most]
+
+
+def least_seconds(question: Question) -> float:
+    """What no step takes less than, of any plan on any grids: all work as if it could be divided over all devices.
+
+    Of a stage on k devices that takes c seconds for each of M microbatches, these spend M k c; and every block is
+    counted at the degree, and on the kind of device, at which that is the least.
+    """
+    kinds = {device.kind.key: device.kind for device in question.cluster.devices}
+    costs = []
+    for degree in question.degrees:
+        for kind in kinds.values():
+            times = DegreeTables(question, degree).seconds(kind)
+            costs.append(degree.devices * np.diagonal(times.forward + times.backward, offset=1))
+    least = np.minimum.reduce(costs).sum()
+    return float(question.training.microbatches * least / len(question.cluster.devices))
+
+
+class _Search:
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.classes = sorted(question.classes, key=lambda one: one.memory_bytes)
+        self.states = States([len(one.devices) for one in self.classes])
+        self.tables = {degree: DegreeTables(question, degree) for degree in question.degrees}
+        self.choices = [
+            Choice(degree, take) for degree in question.degrees for take in self.states.takes(degree.devices)
+        ]
+        self.barred = barred_cuts(question, self.tables)
+        self._times: dict[tuple[Degree, int], tuple[Floats, Floats]] = {}
+
+    @property
+    def counts(self) -> range:
+        """The numbers of stages."""
+        pinned, most = self.question.options.stages, min(self.question.blocks, len(self.question.cluster.devices))
+        return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
+
+    def lowest(self) -> list[float]:
+        """The lowest highest cost of plans, for every number of stages."""
+        programme = self._programme(lambda left, choice: Cost(self._shares(left, choice)))
+        return [programme.values[count - 1] for count in self.counts]
+
+    def fastest(self, level: float) -> list[Hybrid]:
+        """The fastest plans whose stages stay within a level, one for each number of stages that has any."""
+        programme = self._programme(lambda left, choice: self._within(left, choice, level))
+        values = {count: programme.values[count - 1] for count in self.counts}
+        found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
+        return [Hybrid(self._split(programme.best(count)), value, self._evaluated) for value, count in found]
+
+    @property
+    def _evaluated(self) -> int:
+        """The candidate stages: ranges of blocks at every place, of every degree, on all choices of devices."""
+        blocks = self.question.blocks
+        return blocks * (blocks + 1) // 2 * self.counts[-1] * len(self.choices)
+
+    def _programme(self, cost: Costs) -> Programme:
+        question = self.question
+        return Programme(question.blocks, self.states.count, self.choices, cost, self.counts[-1], self.barred)
+
+    # ---------------------------------------------------------------- costs
+
+    def _unit(self, choice: Choice) -> int:
+        """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
+        return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
+
+    def _shares(self, left: int, choice: Choice) -> Floats:
+        """The peak of a stage, as a share of its devices' budgets where they differ."""
+        return self.tables[choice.degree].peaks(left) / self._unit(choice)
+
+    def _within(self, left: int, choice: Choice, level: float) -> Cost:
+        """The seconds of a stage, if its peak is within the level."""
+        head, add = self._seconds(choice)
+        return Cost(np.where(self._shares(left, choice) <= level, head, _INFINITE), add)
+
+    def _seconds(self, choice: Choice) -> tuple[Floats, Floats]:
+        """The seconds of all microbatches and the end of a step, and those of a microbatch."""
+        key = choice.degree, choice.take.lowest
+        if key not in self._times:
+            classes = [self.classes[number] for number in self.states.classes(choice.take)]
+            tables, kinds = self.tables[choice.degree], [self._kind(one) for one in classes]
+            times = [np.maximum.reduce(parts) for parts in zip(*map(tables.seconds, kinds), strict=True)]
+            each, update = times[0] + times[1], times[2]
+            devices = [d for one in classes for d in one.devices][: choice.degree.devices : choice.degree.tensor]
+            end = update + sum_seconds(self.question, tuple(devices), tables.gradients)
+            self._times[key] = self.question.training.microbatches * each + end, each
+        return self._times[key]
+
+    def _kind(self, one: DeviceClass) -> DeviceKind:
+        return self.question.cluster.devices[one.devices[0]].kind
+
+    def _split(self, stages: tuple[Placed, ...]) -> Split:
+        """The split of a plan, on the devices that it takes."""
+        edges = (0, *(one.stop for one in stages))
+        hosts = [device.host for device in self.question.cluster.devices]
+        free = [list(one.devices) for one in self.classes]
+        grids = grids_of([(one.choice.degree, one.choice.take.lowest) for one in stages], free, hosts)
+        return Split(edges, tuple(grid.devices[0] for grid in grids), grids)

@@ -1,0 +1,117 @@
+"""Plans of equal replicas of a whole pipeline: one of them is planned, and the others do the same.
+
+Where every stage has the same number of replicas, each replica of a stage exchanges messages with one of the stage
+before and one of the stage behind alone. So one of them is a pipeline of its own, on one device of every group, with
+microbatches of the slice's size; any planner of single devices plans it, with what it decides about saved tensors. What
+replicas do together comes at the end of a step, where they add their gradients up. Their state does not move, and they
+lend each other nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from pipefit.cluster import Cluster
+from pipefit.devices import Link
+from pipefit.errors import UsageError
+from pipefit.grids import Grid
+from pipefit.places import Member, MemberKind
+from pipefit.planner.degrees import Degree
+from pipefit.planner.hybrid.tables import DegreeTables, sum_seconds
+from pipefit.planner.question import Found, Planner, Question, Split
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_of(question: Question, degree: Degree) -> Groups:
+    """The devices of the cluster in groups of equal ones, each for a stage of this degree.
+
+    Raises:
+        UsageError: there are not enough equal devices for a stage.
+    """
+    size = degree.devices
+    found = [
+        one.devices[at : at + size] for one in question.classes for at in range(0, len(one.devices) - size + 1, size)
+    ]
+    if not found:
+        raise UsageError(
+            f"cluster {question.cluster.name} has no {size} equal devices for the replicas of a stage: use fewer"
+        )
+    return tuple(sorted(found))
+
+
+def representative(question: Question, degree: Degree) -> Question:
+    """The question of one replica of the whole pipeline.
+
+    Raises:
+        UsageError: there are no devices for it.
+    """
+    groups = groups_of(question, degree)
+    how, options = question.training, question.options
+    asked = options.stages
+    if asked is not None and asked > len(groups):
+        raise UsageError(
+            f"{asked} stages of {degree.data} replicas need {asked * degree.devices} devices, and cluster "
+            f"{question.cluster.name} has {len(question.cluster.devices)}: use fewer of either"
+        )
+    return replace(
+        question,
+        cluster=_part(question.cluster, [devices[0] for devices in groups]),
+        training=replace(how, batch_size=how.batch_size // degree.data),
+        options=replace(options, data=1, tensor=1),
+        means=replace(question.means, peers=False, state=False, spill=False),
+    )
+
+
+def expanded(question: Question, found: Found, degree: Degree) -> Found:
+    """What was found for one replica, for all of them."""
+    groups = groups_of(question, degree)
+    grids = tuple(
+        Grid(devices=groups[device], data=degree.data, tensor=degree.tensor) for device in found.split.devices
+    )
+    return found._replace(split=Split(found.split.edges, tuple(grid.devices[0] for grid in grids), grids))
+
+
+def in_replicas(planner: Planner) -> Planner:
+    """A planner of single devices, for stages of the degree that the options ask for."""
+
+    def plans(question: Question) -> Found:
+        degree = question.degrees[0]
+        if degree.devices == 1:
+            return planner(question)
+        return expanded(question, planner(representative(question, degree)), degree)
+
+    return plans
+
+
+def seconds_of_sums(question: Question, split: Split, degree: Degree) -> float:
+    """Seconds in which the replicas of a stage add their gradients up, on the stage that takes longest."""
+    tables = DegreeTables(question, degree)
+    groups = groups_of(question, degree)
+    return max(
+        float(sum_seconds(question, groups[device], np.array(tables.gradients[start, stop])))
+        for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True)
+    )
+
+
+def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """Some devices of a cluster, with the links between them and to their hosts."""
+    numbers = {device: number for number, device in enumerate(devices)}
+
+    def kept(link: Link) -> list[Member]:
+        return [
+            Member.device(numbers[one.number or 0]) if one.kind is MemberKind.DEVICE else one
+            for one in link.members
+            if one.kind is not MemberKind.DEVICE or one.number in numbers
+        ]
+
+    links = [(link, tuple(kept(link))) for link in cluster.links]
+    return replace(
+        cluster,
+        devices=tuple(cluster.reserving(cluster.reserves).devices[device] for device in devices),
+        links=tuple(replace(link, members=members) for link, members in links if len(members) > 1),
+    )

@@ -1,0 +1,210 @@
+"""The exact search over grids of devices, against every plan there is, of which the simulator says the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise, permutations, product
+from random import Random
+from typing import Any
+
+import pytest
+
+from asking import asked
+from made_up import AMPLE, devices, hostile, plain, skewed
+from pipefit.cluster import Cluster
+from pipefit.decisions import State
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.planner import Options, exact, plan
+from pipefit.planner.closed_forms.surroundings import surroundings
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized
+
+SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
+
+
+def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
+    """A small question whose stages may have several devices, equal or not."""
+    rng = Random(seed)
+    count, size = rng.randrange(1, 5), rng.choice((2, 4, 6))
+    chain = rng.choice((plain, hostile, skewed))(rng, count)
+    slices = [size, size // 2, *(size // data for data in (3, 4) if size % data == 0 and rng.random() < 0.8)]
+    sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
+    how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
+    stages = rng.choice((None, None, rng.randrange(1, min(count, len(sizes)) + 1)))
+    options = Options(stages=stages, recompute=rng.choice(RECOMPUTE), allow_infeasible=True)
+    fixed = [value.nbytes for cost in chain.costs[:2] for value in cost.inputs] if rng.random() < 0.3 else []
+    cluster = devices(*(sizes if rng.random() < 0.6 else [AMPLE] * len(sizes)))
+    return sized(chain, *slices, fixed=fixed), cluster, how, options
+
+
+def every_plan(
+    profile: ModelProfile, cluster: Cluster, how: Training, options: Options
+) -> Iterator[tuple[Plan, tuple[int, ...]]]:
+    """All plans up to the choice of devices, each with the peaks of its stages."""
+    layers, most = len(profile.layers), len(cluster.devices)
+    sizes = {one.microbatch_size for one in profile.measurements}
+    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
+    for stages in range(1, min(layers, most) + 1) if options.stages is None else [options.stages]:
+        for cuts in combinations(range(1, layers), stages - 1):
+            for chosen in product(degrees, repeat=stages):
+                if sum(chosen) <= most:
+                    made = written(profile, cluster, how, (0, *cuts, layers), chosen, options.recompute)
+                    try:
+                        peaks = Simulation(made).peak_bytes
+                    except UsageError:  # what they exchange cannot be divided, or not be held by replicas
+                        continue
+                    yield made, tuple(peaks[stage.devices[0]] for stage in made.stages)
+
+
+def written(
+    profile: ModelProfile,
+    cluster: Cluster,
+    how: Training,
+    edges: Sequence[int],
+    degrees: Sequence[int],
+    recompute: Recompute = "never",
+) -> Plan:
+    """The plan of stages between these edges, on the next so many devices each."""
+    firsts = [0, *accumulate(degrees)]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
+        for n, (start, stop) in enumerate(pairwise(edges))
+    )
+    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
+
+
+def lowest(profile: ModelProfile, cluster: Cluster, how: Training, options: Options) -> float:
+    """The lowest peak of all plans on all choices of devices; as a share of budgets that differ."""
+    best, budgets = float("inf"), cluster.budgets
+    equal = len(set(budgets)) == 1
+    for made, peaks in every_plan(profile, cluster, how, options):
+        degrees = [stage.grid.data for stage in made.stages]
+        firsts = [0, *accumulate(degrees)]
+        orders = {tuple(range(firsts[-1]))} if equal else set(permutations(budgets, firsts[-1]))
+        for order in orders:
+            units = [1 if equal else min(order[a:b]) for a, b in pairwise(firsts)]
+            best = min(best, max(peak / unit for peak, unit in zip(peaks, units, strict=True)))
+    return best
+
+
+def check(seed: int) -> None:
+    question = instance(seed)
+    found = asked(exact, *question)
+    assert found.provenance
+    assert found.provenance.value == lowest(*question)
+    peaks, budgets = Simulation(found).peak_bytes, found.cluster.budgets
+    equal = len(set(budgets)) == 1
+    shares = [peak / (1 if equal else budget) for peak, budget in zip(peaks, budgets, strict=True)]
+    assert max(shares) == found.provenance.value
+    assert found.prediction and found.prediction.peak_bytes == peaks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_has_a_lower_peak(seed: int) -> None:
+    """Cuts, numbers of stages, replicas of each and devices of several sizes: the lowest peak of all that there are,
+    and it is the simulator's.
+    """
+    check(seed)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(40, 240))
+def test_no_plan_of_many_has_a_lower_peak(seed: int) -> None:
+    """The same of two hundred more."""
+    check(seed)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_stage_meets_depends_on_the_stages_behind_it_alone(schedule: str) -> None:
+    """So that one search serves every number of stages."""
+    for stages, stage, count in product(range(1, 6), range(5), (1, 2, 3, 7)):
+        if stage < stages:
+            met = surroundings(schedule, stage, stages, count)
+            assert set(met) == set(surroundings(schedule, 0, stages - stage, count))
+
+
+def seconds(made: Plan) -> float:
+    assert made.prediction
+    return made.prediction.step_seconds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_fastest_plan_is_within_its_bound_of_every_other(seed: int) -> None:
+    """No plan of any replicas takes less than the bound, and none of single devices is faster than what was found."""
+    rng = Random(seed)
+    size, count = 4, rng.randrange(1, 5)
+    profile = sized(rng.choice((plain, skewed))(rng, count), 4, 2, 1)
+    cluster = devices(*[AMPLE] * rng.randrange(2, 5))
+    how = Training(batch_size=size * 3, microbatches=3)
+    found = plan(profile, cluster, how)
+    assert found.provenance and found.provenance.bound is not None
+    others = [seconds_of(other) for other, _ in every_plan(profile, cluster, how, Options())]
+    assert found.provenance.bound <= min(others) * (1 + 1e-9)
+    assert seconds(found) <= seconds(plan(profile, cluster, how, data=1)) * (1 + 1e-9)
+
+
+def seconds_of(made: Plan) -> float:
+    return Simulation(made).step_seconds[-1]
+
+
+@pytest.mark.parametrize("planner", ["joint", "exact", "uniform", "parameters", "time", "exhaustive", "mpress"])
+def test_every_planner_gives_all_stages_the_replicas_that_are_asked_for(planner: str) -> None:
+    """Two of each, on devices of their own; without grids where one is asked for."""
+    profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
+    for data in (1, 2):
+        made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=data)
+        assert [stage.grid.data for stage in made.stages] == [data, data]
+        assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+
+
+def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
+    """Where nothing else fits, a plan of replicas decides about tensors too, and never about state."""
+    profile = sized(plain(Random(3), 4), 4, 2)
+    ample = plan(profile, devices(*[AMPLE] * 4), batch_size=16, microbatch_size=4, data=2)
+    assert ample.prediction
+    budget = max(ample.prediction.peak_bytes) - 1
+    made = plan(
+        profile, devices(*[budget] * 4), batch_size=16, microbatch_size=4, data=2, stages=len(ample.stages),
+        allow_infeasible=True,
+    )  # fmt: skip
+    assert all(not isinstance(decision.subject, State) for decision in made.decisions)
+    assert Simulation(made).step_seconds
+
+
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 8", {"data": 4}),
+    ("3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2", {"data": 3}),
+    ("data is 1 or more, not 0", {"data": 0}),
+    ("schedule pipedream updates with microbatches in flight", {"data": 2, "schedule": "pipedream"}),
+    ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
+    ("5 replicas of a stage need as many devices, and there are 4", {"data": 5}),
+)
+
+
+def test_degrees_that_are_not_possible_are_refused() -> None:
+    """By the number that would do, in one sentence each."""
+    profile, cluster = sized(plain(Random(1), 3), 6, 3), devices(*[AMPLE] * 4)
+    for planner, asked_for in product(("joint", "exact", "uniform"), REFUSED):
+        words, options = asked_for
+        with pytest.raises(UsageError, match=words):
+            plan(profile, cluster, batch_size=12, microbatch_size=6, planner=planner, **options)
+
+
+def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:
+    """A function that profiles is asked for slices too, of up to as many replicas as there are devices."""
+    whole, asked_of = sized(plain(Random(2), 3), 8, 4, 2, 1), list[int]()
+
+    def at(size: int) -> ModelProfile:
+        asked_of.append(size)
+        return replace(whole, measurements=(whole.at(size),))
+
+    made = plan(at, devices(*[AMPLE] * 4), batch_size=8, microbatch_size=8)
+    assert set(asked_of) == {8, 4, 2}
+    assert made.training.microbatch_size == 8
