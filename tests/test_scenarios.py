@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 from pipefit.actions import parse_action
 from pipefit.decisions import Decision, Run, SavedTensors, What
@@ -16,12 +15,10 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
-from pipefit.runtime import Trainer, certify
 from pipefit.schedule import lower, lower_drain, step_programs
 from pipefit.simulator import Simulation, simulate
 from pipefit.trace import Category
 from pipelines import chain_profile, equal_profile, lent, make_cluster, make_layer, make_plan
-from tiny import plan_of, task_of
 
 PEERS = "device2*1+device3*1"
 
@@ -227,22 +224,17 @@ def with_ranks(found: ModelProfile) -> ModelProfile:
     return replace(found, measurements=(*found.measurements, replace(found.measurements[0], tensor=2)))
 
 
-def test_shards_are_refused_by_name() -> None:
-    """A plan with shards can be made; lowering, the simulator and the dry run say that it cannot run yet."""
+def test_shards_have_a_program() -> None:
+    """A plan with shards can be made and lowered: every shard gets the same rows, and one of them sends them back."""
     plan = make_plan(equal_profile(2), [1, 1], microbatches=1, cluster=make_cluster(6))
     stages = (Stage(start=0, stop=1, grid=Grid.of(0)), Stage(start=1, stop=2, grid=Grid(devices=GRIDS[1], tensor=2)))
     wide = replace(plan, stages=stages, profile=with_ranks(plan.profile))
     assert wide.placement == ((0,), GRIDS[1])
     assert wide.ranks == ((0,), (1,))
-    for run in (lower, simulate):
-        with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written down"):
-            run(wide)
-    task = task_of(lambda: [nn.Linear(8, 8), nn.Linear(8, 4)])
-    planned = plan_of(task, [1, 1])
-    real = replace(planned, stages=stages, cluster=make_cluster(6), profile=with_ranks(planned.profile))
-    for train in (certify, Trainer):
-        with pytest.raises(UsageError, match=r"stage 1 is on devices \[4, 5\] as 2 shards, which can be written"):
-            train(task, real)
+    messages = [[str(action) for action in own if action.part and not action.wait] for own in lower(wide).actions]
+    assert messages[0] == ["0RECV_B0{0:1}@device4", "0SEND_F0{0:1}@device4", "0SEND_F0{0:1}@device5"]
+    assert messages[4] == ["1RECV_F0{0:1}", "1SEND_B0{0:1}"]
+    assert messages[5] == ["1RECV_F0{0:1}"]
 
 
 def test_a_message_of_a_grid_says_whom_it_is_for() -> None:

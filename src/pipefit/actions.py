@@ -21,6 +21,7 @@ An action has a text form that can be parsed. The first number is the stage, the
     0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
     0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
     0UNSHARD             start bringing parameters from the replicas that own their layers; WAIT joins
+    0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
@@ -118,7 +119,8 @@ class Bundle(NamedTuple):
 class Action(NamedTuple):
     """One thing a device does.
 
-    `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, or the other end of a message.
+    `layers` is a half-open range; None is the whole stage. `place` is where a copy goes, the other end of a message, or
+    who takes part in a sum, if these are not all devices of the stages.
     `part` are the rows of the microbatch that a message or a LOAD carries; None is all. `wait` joins an earlier start.
     """
 
@@ -171,10 +173,12 @@ class Action(NamedTuple):
 
 
 def collective(action: Action) -> Hashable:
-    """A key that the starts of one collective share: its kind and subject, and the stage if all members are in one."""
-    kind, stage, _, layers, subject, *_ = action
+    """A key that the starts of one collective share: its kind and subject, the stage if all members are in one, and its
+    members where it names them.
+    """
+    kind, stage, _, layers, subject, place, *_ = action
     within = kind in (Kind.GATHER_FORWARD, Kind.UNSHARD) or (kind is Kind.REDUCE and subject is None)
-    return kind, subject, stage if within else None, layers
+    return kind, subject, stage if within else None, layers, place
 
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))

@@ -55,6 +55,19 @@ class Grid:
         """The number of the replica that a device of the grid belongs to."""
         return self.devices.index(device) // self.tensor
 
+    def shard_of(self, device: int) -> int:
+        """The number of the shard that a device of the grid holds."""
+        return self.devices.index(device) % self.tensor
+
+    def group_of(self, device: int) -> tuple[int, ...]:
+        """The devices that hold the shards of the same replica, in the order of their shards."""
+        first = self.replica_of(device) * self.tensor
+        return self.devices[first : first + self.tensor]
+
+    def holding(self, shard: int) -> tuple[int, ...]:
+        """The devices that hold a shard, one in each replica."""
+        return self.devices[shard :: self.tensor]
+
     @staticmethod
     def of(device: int) -> Grid:
         """The grid of a single device."""

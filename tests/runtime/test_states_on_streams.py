@@ -261,7 +261,7 @@ def test_the_host_reads_what_the_stages_agreed_on_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(1) or tolist(tensor))
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.full((3,), 4.0)
-    agreement = Agreement(["a"], {"a": parameter}, [parameter], clip_norm=1.0, scale=LossScale(value=2.0),
+    agreement = Agreement(["a"], {"a": (parameter, 0)}, [parameter], clip_norm=1.0, scale=LossScale(value=2.0),
                           master_weights=master_weights)  # fmt: skip
     with Reads() as reads:
         agreement.conclude(agreement.contribution(torch.device("cpu")))

@@ -13,6 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
 from pipefit.plans import Plan
+from pipefit.program import parse_program
 from pipefit.schedule import lower, lower_evaluation
 from pipefit.sharing import SharedParameter
 from pipefit.training import Training
@@ -56,6 +57,52 @@ def test_one_device_names_the_many_and_the_many_name_their_rows() -> None:
                   1LOAD0 1N0
         """
     )
+
+
+def test_shards_share_the_receivers_and_each_gets_its_rows_once() -> None:
+    """Two shards send to three, and back to two of them the third need not; sums are among equal shards."""
+    plan = gridded(2, 2)
+    grids = Grid(devices=(0, 1, 2, 3), data=2, tensor=2), Grid(devices=(4, 5, 6), tensor=3)
+    of_ranks = tuple(replace(m, tensor=n) for n in (2, 3) for m in plan.profile.measurements)
+    wide = replace(
+        plan,
+        cluster=make_cluster(7),
+        profile=replace(plan.profile, measurements=(*plan.profile.measurements, *of_ranks)),
+        stages=tuple(replace(stage, grid=grid) for stage, grid in zip(plan.stages, grids, strict=True)),
+    )
+    program = lower(wide)
+    told = [
+        [str(action) for action in own if (action.part or action.place) and not action.wait] for own in program.actions
+    ]
+    assert told == [
+        ["0RECV_B0{0:2}@device4", "0LOAD0{0:2}", "0SEND_F0{0:2}@device4", "0SEND_F0{0:2}@device6",
+         "0REDUCE@device0*1+device2*1"],
+        ["0RECV_B0{0:2}@device5", "0LOAD0{0:2}", "0SEND_F0{0:2}@device5", "0REDUCE@device1*1+device3*1"],
+        ["0RECV_B0{2:4}@device4", "0LOAD0{2:4}", "0SEND_F0{2:4}@device4", "0SEND_F0{2:4}@device6",
+         "0REDUCE@device0*1+device2*1"],
+        ["0RECV_B0{2:4}@device5", "0LOAD0{2:4}", "0SEND_F0{2:4}@device5", "0REDUCE@device1*1+device3*1"],
+        ["1RECV_F0{0:2}@device0", "1RECV_F0{2:4}@device2", "1SEND_B0{0:2}@device0", "1SEND_B0{2:4}@device2"],
+        ["1RECV_F0{0:2}@device1", "1RECV_F0{2:4}@device3", "1SEND_B0{0:2}@device1", "1SEND_B0{2:4}@device3"],
+        ["1RECV_F0{0:2}@device0", "1RECV_F0{2:4}@device2"],
+    ]  # fmt: skip
+    assert parse_program(str(program), placement=program.placement, microbatches=1).actions == program.actions
+
+
+def test_shards_that_cannot_be_are_refused() -> None:
+    """Under an endless schedule, and where one stage has a shared parameter in more shards than another."""
+    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
+    plan = gridded(2, 1, shared=(tied,))
+    of_ranks = tuple(replace(m, tensor=2) for m in plan.profile.measurements)
+    profile = replace(plan.profile, measurements=(*plan.profile.measurements, *of_ranks))
+    stages = replace(plan.stages[0], grid=Grid(devices=(0, 1), tensor=2)), plan.stages[1]
+    wide = replace(plan, profile=profile, stages=stages)
+    with pytest.raises(
+        UsageError, match=r"stage 0 has 2 tensor shards, and shares parameter 'w' with stage 1, which has 1"
+    ):
+        lower(wide)
+    endless = replace(wide, training=replace(wide.training, schedule="pipedream-2bw", microbatches=2, batch_size=8))
+    with pytest.raises(UsageError, match="stage 0 has 2 tensor shards, and schedule pipedream-2bw updates with"):
+        lower(endless)
 
 
 def test_equal_degrees_exchange_one_to_one() -> None:

@@ -19,8 +19,11 @@ def message_sizes(plan: Plan, placement: Placement, storages: Sequence[StageStor
         values = receiver.inputs if message.forward else receiver.outputs
         behind = message.receiver + (not message.forward)
         ends = (message.source, message.target) if message.forward else (message.target, message.source)
-        grids = placement[behind - 1 : behind + 1]
-        front, back = (devices.index(device) for devices, device in zip(grids, ends, strict=True))
+        stages, grids = plan.stages[behind - 1 : behind + 1], placement[behind - 1 : behind + 1]
+        front, back = (
+            devices.index(device) // stage.grid.tensor
+            for stage, devices, device in zip(stages, grids, ends, strict=True)
+        )
         rows = receiver.samples if part is None else part[1] - part[0]
         return sum(
             values[number].nbytes * (receiver.samples if dimension is None else rows) // receiver.samples

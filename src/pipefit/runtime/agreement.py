@@ -1,7 +1,8 @@
 """What all stages must agree on before an update: the norm of all gradients, and whether any of them overflowed.
 
-Every stage makes a vector with an element for each parameter of the model, in the order of their names. It writes the
-norms of its own parameters' gradients and zeros elsewhere, and the vectors of all stages are added up. The sum is
+Every stage makes a vector with an element for each parameter of the model, in the order of their names, or one for each
+tensor shard that it may be divided into. It writes the norms of its own parameters' gradients and zeros elsewhere, and
+the vectors of all stages are added up. The sum is
 exact, because each element has only one addend that is not zero; so the result does not depend on the split. From it
 every stage computes the same clipping factor and the same decision to skip the update. (Clipping as in
 `torch.nn.utils.clip_grad_norm_`; scaling as in `torch.amp.GradScaler`.)
@@ -50,7 +51,9 @@ class Agreement:
 
     Args:
         names: of all trainable parameters of the model, each once.
-        own: the parameters whose norms this stage reports, by name; only its first stage reports a shared one.
+        own: the parameters whose norms this stage reports, by name, and each with the number of the shard that it is;
+            only its first stage reports a shared one.
+        shards: the largest number of them that a stage of the model is divided into.
         parameters: all of this stage's trainable parameters.
         clip_norm: the largest norm of all gradients together; None for no clipping.
         scale: the loss scale, for float16; None for no scaling.
@@ -61,17 +64,18 @@ class Agreement:
     def __init__(
         self,
         names: Sequence[str],
-        own: Mapping[str, nn.Parameter],
+        own: Mapping[str, tuple[nn.Parameter, int]],
         parameters: Sequence[nn.Parameter],
         *,
         clip_norm: float | None,
         scale: LossScale | None,
         master_weights: bool = False,
         absent: int = 0,
+        shards: int = 1,
     ) -> None:
-        places = {name: place for place, name in enumerate(sorted(names))}
-        self._own = [(places[name], parameter) for name, parameter in own.items()]
-        self._size, self._parameters = len(places) + absent + 1, parameters
+        places = {name: place * shards for place, name in enumerate(sorted(names))}
+        self._own = [(places[name] + shard, parameter) for name, (parameter, shard) in own.items()]
+        self._size, self._parameters = (len(places) + absent) * shards + 1, parameters
         self.clip_norm, self.scale, self.master_weights = clip_norm, scale, master_weights
         self.overflow = False
         self.gradient_factor = 1.0

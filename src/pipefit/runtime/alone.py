@@ -86,7 +86,9 @@ class LoneStages:
         programs = step_programs(plan)
         site = Site(
             task=self.task,
-            sources=Sources(plan, Source(self.chain, self.shared), lambda samples, replica: self._chain(samples)),
+            sources=Sources(
+                plan, Source(self.chain, self.shared), lambda wanted: Source.of(self._chain(wanted.samples))
+            ),
             plan=plan,
             program=programs[-1],
             transport=NoPeers(),

@@ -82,11 +82,11 @@ def _owned(source: Source, place: Stage, share: Share | None) -> set[int] | None
 
 
 def _agreement(site: Site, device: int) -> Agreement:
-    """A device's part of the agreement before an update; the first device with a parameter reports it, or the replica
-    that owns its layer and has its gradient.
+    """A device's part of the agreement before an update; the first device with a parameter, or a shard of it, reports
+    it, or the one of the replica that owns its layer and has its gradient.
     """
     plan, names, trainable = site.plan, dict[str, None](), dict[int, nn.Parameter]()
-    reported: dict[str, nn.Parameter] = {}
+    reported: dict[str, tuple[nn.Parameter, int]] = {}
     for stage in (stages := plan.stages_of(device)):
         source, place = site.sources.of(stage, device), plan.stages[stage]
         own = _owned(source, place, share_of(plan, stage, device))
@@ -101,8 +101,11 @@ def _agreement(site: Site, device: int) -> Agreement:
             names[name] = None
             if place.start <= number < place.stop and (own is None or id(parameter) in own):
                 trainable[id(parameter)] = parameter
-                if first not in elsewhere and (own is not None or not place.grid.replica_of(device)):
-                    reported[name] = parameter
+                shard = place.grid.shard_of(device)
+                is_divided = source.shards is not None and source.shards.is_divided(name)
+                is_told = own is not None or not place.grid.replica_of(device)
+                if first not in elsewhere and is_told and (is_divided or not shard):
+                    reported[name] = parameter, shard
     return Agreement(
         list(names),
         reported,
@@ -111,6 +114,7 @@ def _agreement(site: Site, device: int) -> Agreement:
         scale=LossScale() if plan.training.scales_loss else None,
         master_weights=site.task.master_weights,
         absent=site.absent,
+        shards=max(stage.grid.tensor for stage in plan.stages),
     )
 
 
@@ -155,13 +159,16 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
     for stage, storages in described.items():
         place, chain = plan.stages[stage], sources[stage].chain.measured(plan.measured(stage))
         layers = chain.layers[place.start : place.stop]
-        move([layer.module for layer in layers], device)
+        shards = sources[stage].shards
+        criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
+        move([*(layer.module for layer in layers), *criterion], device)
         runners[stage] = StageRunner(
             site.task,
             layers,
             storages,
             loss=replace(chain, layers=()).loss,  # the loss keeps no other stage's layers alive
             shared=own[stage],
+            shards=shards,
             microbatches=plan.training.microbatches,
             agreement=agreement,
             rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,

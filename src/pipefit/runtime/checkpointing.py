@@ -21,11 +21,13 @@ from pipefit.pieces import adapter
 from pipefit.plans import Plan
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.naming import Names
-from pipefit.runtime.restoring import check_task, check_weight, restore, state_of
+from pipefit.runtime.restoring import check_task, check_weight, restore, state_of, whole_likes
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saver import Saved, Saver, Target
 from pipefit.runtime.snapshot import snapshot
+from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.runtime.told import Ranks, Told
 from pipefit.texts import printable
 from pipefit.trace import Category
 from pipefit.validation import whole
@@ -35,7 +37,7 @@ OnFailedSave = Callable[[FileError], None]
 
 class Checkpointing:
     """Saves and loads what a process trains. Of replicas the first one's state is stored, of what they divide each
-    owner's, and all take it up.
+    owner's, and all take it up. Tensors that the ranks of a tensor group divide are stored whole, by the first of them.
 
     Args:
         runners: of the devices that this process runs.
@@ -59,7 +61,7 @@ class Checkpointing:
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
         self._all = [stage for runner in runners for stage in runner.stages.values()]
-        self._numbered = [(number, stage) for runner in runners for number, stage in runner.stages.items()]
+        self._ranks = _by_replica(runners)
         self._alone = workers == 1
         device = self._all[0].device if workers > 1 else torch.device("cpu")
         self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
@@ -85,7 +87,7 @@ class Checkpointing:
         seed = self._all[0].seed
         self._saver.save(
             Target(directory=Path(directory), step=step, keep=keep),
-            lambda: snapshot(self._numbered, self.names, devices, self._rank, once=True),
+            lambda: snapshot(self._ranks, self.names, devices, self._rank, once=True),
             lambda found: background and found.nbytes * self._beside <= free_bytes(),
             lambda parts: self._manifest(parts, step, seed, scale),
         )
@@ -122,14 +124,16 @@ class Checkpointing:
             _count(runner)
         return checkpoint.manifest.step
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors that this process would store, by their keys."""
-        devices = {number: 0 for number, _ in self._numbered}
-        return dict(snapshot(self._numbered, self.names, devices, self._rank, once=self._alone).tensors)
-
     def state(self) -> StageState:
-        """The state of this process's stages; of replicas that it runs, what is stored."""
-        return StageState.of(self._all, once=self._alone)
+        """The state of this process's stages; of replicas that it runs, what is stored. Workers of a tensor group ask
+        together.
+        """
+        return Told.of([ranks for _, ranks in self._ranks], once=self._alone).state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that this process would store, by their keys; workers of a tensor group ask together."""
+        devices = {number: 0 for number, _ in self._ranks}
+        return dict(snapshot(self._ranks, self.names, devices, self._rank, once=self._alone).tensors)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Take up the parameters and buffers in a safetensors file or a sharded model, cast to those of the model.
@@ -137,11 +141,11 @@ class Checkpointing:
         Raises:
             FileError: there is no such file, it is damaged, or its tensors are not those of the model.
         """
-        state = StageState.of(self._all)
-        own = {self.names.stored[name] for name in state.tensors}
+        needed = {name: like for stage in self._all for name, like in whole_likes(stage).tensors.items()}
+        own = {self.names.stored[name] for name in needed}
         found = load_weights(path, [name for name, stored in self.names.stored.items() if stored in own])
         known = {self.names.stored[name]: tensor for name, tensor in found.items()}
-        for name, into in state.tensors.items():
+        for name, into in needed.items():
             check_weight(path, name, known.get(self.names.stored[name]), into)
         self.take_up(known)
 
@@ -187,6 +191,15 @@ class Checkpointing:
 
 def _warn(failure: FileError) -> None:
     warnings.warn(str(failure), PipefitWarning, stacklevel=4)
+
+
+def _by_replica(runners: Sequence[DeviceRunner]) -> list[tuple[int, Ranks]]:
+    """For every replica of a stage that is here, the number of the stage and those of its ranks that are here."""
+    found: dict[tuple[int, int], list[StageRunner]] = {}
+    for runner in runners:
+        for number, stage in runner.stages.items():
+            found.setdefault((number, stage.replica), []).append(stage)
+    return [(number, ranks) for (number, _), ranks in found.items()]
 
 
 def _count(runner: DeviceRunner) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,13 +34,16 @@ from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.lives import LivesMeter
 from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.replicas import Source, Sources
+from pipefit.runtime.replicas import Source, Sources, Wanted
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
+from pipefit.runtime.tensor_groups import without_peers
 from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
+from pipefit.sharding.chain import ShardedChain, shard_chain
 from pipefit.trace import AllocatorPeaks, MemorySample, Trace
 from pipefit.validation import whole
 
@@ -220,9 +224,7 @@ class _DryRun:
         """The runner and the meter of every device."""
         site = Site(
             task=self.task,
-            sources=Sources(
-                short.plan, Source.of(short.chain), lambda samples, replica: short.shortened(self._chain(fake, samples))
-            ),
+            sources=self._sources(fake, short),
             plan=short.plan,
             program=short.program,
             transport=InProcess(),
@@ -240,6 +242,24 @@ class _DryRun:
             runners.append(runner)
             meters.append(meter)
         return runners, meters
+
+    def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
+        """The chains of the stages; the peers of a rank of a tensor group are not there."""
+
+        @cache
+        def divided(samples: int, ranks: int) -> ShardedChain:
+            chain, (inputs, targets) = self._chain(fake, samples), sample(self.task, samples)
+            given, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
+            return shard_chain(chain, ranks, tuple(map(fake.fake, given)), tuple(map(fake.fake, wanted)))
+
+        def make(wanted: Wanted) -> Source:
+            if not wanted.group:
+                return Source.of(short.shortened(self._chain(fake, wanted.samples)))
+            whole, alone = divided(wanted.samples, len(wanted.group)), without_peers(wanted.group, wanted.rank)
+            chain = whole.rank(alone)
+            return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
+
+        return Sources(short.plan, Source.of(short.chain), make)
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int) -> RepeatedMeter:
         if self.allocator is None:

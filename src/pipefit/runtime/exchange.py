@@ -2,8 +2,8 @@
 
 A message carries all that a stage sends, or, between stages with replicas, the rows that both ends have. All parts of a
 value are sent out of one tensor and received into one, so that nothing is copied for them: rows lie one after the
-other in memory. Values without samples come in one of the messages, whole; gradients of those that went to nobody are
-zero.
+other in memory. Of several tensor shards at the other end each gets the same rows. Values without samples come in one
+of the messages, whole; gradients of those that went to nobody are zero.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.actions import Action, Kind, Message, message_of
+from pipefit.actions import SENDS, Action, Kind, Message, message_of
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.rows import Rows
@@ -37,6 +37,11 @@ class Exchange:
     def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:
         self._plan, self._device, self._transfers = plan, device, transfers
         self._division = cache(plan.division)
+
+    def hand_over(self, action: Action, tensors: list[Tensor]) -> None:
+        """Keep tensors that `action` will send, unless it is another shard of the replica that sends them."""
+        if self._times(action):
+            self._transfers.hand_over(action, tensors)
 
     def send(self, action: Action, boundary: Boundary) -> None:
         """Begin to send what has been handed over for `action`, or its rows of that."""
@@ -78,7 +83,12 @@ class Exchange:
             carried = _among([value.has_gradient for value in boundary.values], carried)
         first = self._replica(action.stage, self._device) * boundary.samples
         rows: Rows = (action.part[0] - first, action.part[1] - first)
-        return Part(tuple(carried), rows, boundary.samples)
+        return Part(tuple(carried), rows, boundary.samples * self._times(action))
+
+    def _times(self, action: Action) -> int:
+        """How often this device sends every row of its replica, or receives it, which is once."""
+        own, there = (self._plan.stages[stage].grid for stage in (action.stage, action.neighbour))
+        return len(range(own.shard_of(self._device), there.tensor, own.tensor)) if action.kind in SENDS else 1
 
     def _replica(self, stage: int, device: int) -> int:
         return self._plan.stages[stage].grid.replica_of(device)

@@ -5,7 +5,7 @@ Nothing else refers to these tensors, so that what a flight drops is freed at on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from pipefit.actions import Action
 from pipefit.capture.chain import ChainLayer
+from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
 from pipefit.runtime.boundary import GraphEnds
 from pipefit.runtime.moving import Luggage
 from pipefit.runtime.second_forward import Buffers
 from pipefit.runtime.weights import Version
+
+Loss = Callable[[Values, Values], Tensor]  # of the last layer's values and the targets
 
 
 @dataclass(slots=True)
@@ -44,12 +47,11 @@ class Flight:
 
     `microbatch` is its number in its own step, and `batch_number` that step's. Where replicas divide microbatches into
     slices, `slice_number` counts these over the step; random draws depend on it and on the step. `samples` are those of
-    the slice, or of the whole microbatch. `layers`
-    are the stage's layers for microbatches of this size, `boundaries` the values before every layer of the model and
-    after the last, and `weight` is the factor on the microbatch's loss. `version` are the weights that it goes through,
-    where stages are updated with microbatches in flight. `values` wait for the next piece. `gradients` has one
-    gradient, or None, for each value at the boundary that the backward has reached. `luggage` are the saved tensors
-    that the program moves away.
+    the slice, or of the whole microbatch. `layers` and `loss` are the stage's for microbatches of this size,
+    `boundaries` the values before every layer of the model and after the last, and `weight` is the factor on the
+    microbatch's loss. `version` are the weights that it goes through, where stages are updated with microbatches in
+    flight. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at the boundary that
+    the backward has reached. `luggage` are the saved tensors that the program moves away.
     """
 
     microbatch: int
@@ -57,6 +59,7 @@ class Flight:
     slice_number: int
     samples: int
     layers: Sequence[ChainLayer]
+    loss: Loss
     boundaries: Sequence[Sequence[Value]]
     weight: float
     luggage: Luggage

@@ -1,30 +1,69 @@
-"""All devices of a plan in one process: each runs until it would wait for another."""
+"""All devices of a plan in one process: each runs until it would wait for another.
+
+Devices of a tensor group wait for each other in the middle of their actions too, and so run on threads of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from pipefit.runtime.runner import DeviceRunner, Microbatch
+from pipefit.runtime.tensor_groups import TensorGroups, Together
+from pipefit.sharding.turns import Turn, pause
 
 
 def run_in_turn(
-    runners: Sequence[DeviceRunner], inputs: Sequence[Microbatch], targets: Sequence[Microbatch], **options: Any
+    runners: Sequence[DeviceRunner],
+    inputs: Sequence[Microbatch],
+    targets: Sequence[Microbatch],
+    *,
+    groups: TensorGroups | None = None,
+    **options: Any,
 ) -> None:
     """One step of all devices in this process: each runs until it would wait for another.
 
-    `options` are passed on to `step`.
+    `groups` are tensor groups, whose ranks wait for each other if all are here; `options` are passed on to `step`.
     """
-    running = {runner.number: runner.step(inputs, targets, **options) for runner in runners}
+    together = groups if isinstance(groups, Together) else None
+    threads: list[Turn] = []
+    running: dict[int, Callable[[], bool]] = {}
+    for runner in runners:
+        step = runner.step(inputs, targets, **options)
+        if together is not None and runner.number in together.devices:
+            threads.append(Turn(partial(_run, step)))
+            running[runner.number] = threads[-1].advance
+        else:
+            running[runner.number] = partial(_has_ended, step)
     try:
         while running:
-            before = [len(runner.record.events) for runner in runners]
-            for number, step in list(running.items()):
-                if next(step, StopIteration) is StopIteration:
-                    del running[number]
-            moved = before != [len(runner.record.events) for runner in runners]
-            assert moved or not running, "message_order refuses programs that would hang"
+            before = _progress(runners, together)
+            running = {number: advance for number, advance in running.items() if not advance()}
+            assert before != _progress(runners, together) or not running, (
+                "message_order refuses programs that would hang"
+            )
     except BaseException:
+        for thread in threads:
+            thread.abandon()
+        if together is not None:
+            together.abandon()
         for runner in runners:
             runner.abandon()
         raise
+
+
+def _has_ended(step: Iterator[None]) -> bool:
+    """Let a device run until it waits; whether it has ended."""
+    return next(step, StopIteration) is StopIteration
+
+
+def _run(step: Iterator[None]) -> None:
+    """All that a device does in a step, on a thread with turns."""
+    for _ in step:
+        pause()
+
+
+def _progress(runners: Sequence[DeviceRunner], together: Together | None) -> tuple[int, ...]:
+    """What grows as long as a device gets on."""
+    return *(len(runner.record.events) for runner in runners), 0 if together is None else together.arrivals

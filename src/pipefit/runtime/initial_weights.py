@@ -6,8 +6,8 @@ the model once and the workers' parts of it, however many workers there are, and
 plain initialisation. What the first worker does not train is freed before its first step.
 
 A worker builds the whole model itself where it cannot do without the bytes: the task has a module, and no function that
-builds one; the function returns a module that exists already; parameters share memory; or a layer holds a tensor that
-copies of it do not reach, as one that a function of C holds.
+builds one; the function returns a module that exists already; parameters share memory; a layer holds a tensor that
+copies of it do not reach, as one that a function of C holds; or the plan has tensor shards, which are parts of a whole.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pipefit.capture.random_state import put_back, seed_torch
 from pipefit.capture.sample import Sample
 from pipefit.capture.storages import flat, storage_key
 from pipefit.capture.task import Task
+from pipefit.cost.communicators import tensor_groups
 from pipefit.errors import PeerLost, PipefitError, first_line
 from pipefit.fake.chain import built_without_bytes, faked
 from pipefit.fake.target import FakeTarget
@@ -64,7 +65,7 @@ def start_of(task: Task, plan: Plan, seed: int, first: Sample, on_weights: OnWei
         UsageError: the model cannot be built or captured.
         PeerLost: another worker failed meanwhile.
     """
-    if not dist.is_initialized() or isinstance(task.module, nn.Module):
+    if not dist.is_initialized() or isinstance(task.module, nn.Module) or tensor_groups(plan):
         return _whole(task, plan, seed, first)
     rank = dist.get_rank()
     bare = None if rank == 0 else _without_bytes(task, plan, seed, first)

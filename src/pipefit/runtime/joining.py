@@ -9,12 +9,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipefit.cost.communicators import tensor_groups
 from pipefit.errors import PeerLost, UsageError, in_one_line
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.hardware import backend_of, check_hosts, local_device
 from pipefit.runtime.host_buffers import HostBuffers
-from pipefit.runtime.transport import Transport, connect
+from pipefit.runtime.tensor_groups import TensorGroups, Together
+from pipefit.runtime.transport import Network, Transport, connect
 
 # Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712).
 _ADVICE = "; where torchrun is to start workers again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it"
@@ -56,11 +58,25 @@ def device_of(plan: Plan, worker: int, *, share_device: bool = False) -> torch.d
 def transport_of(
     plan: Plan, program: Program, here: torch.device, timeout_seconds: float, *, share_device: bool
 ) -> Transport:
-    """How this worker, which computes `here`, exchanges tensors with the others. All must call it."""
+    """How this worker, which computes `here`, exchanges tensors with the others. All must call it.
+
+    Raises:
+        UsageError: they share a GPU, and some hold tensor shards.
+    """
     timeout = timedelta(seconds=timeout_seconds)
     if share_device and here.type == "cuda":
+        if tensor_groups(plan):
+            raise UsageError(
+                "workers that share a GPU cannot compute tensor shards together, for their messages go by way of the "
+                "host: use a GPU for each device, or a plan without tensor shards"
+            )
         return HostBuffers(connect(plan, program, torch.device("cpu"), timeout))
     return connect(plan, program, here, timeout)
+
+
+def groups_of(plan: Plan, transport: Transport) -> TensorGroups:
+    """How devices that hold the shards of one replica compute together: as workers, or in this process."""
+    return transport.end if isinstance(transport, Network) else Together(plan)
 
 
 def _part() -> None:

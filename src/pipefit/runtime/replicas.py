@@ -1,13 +1,16 @@
-"""The chains from which a run takes its stages: each for the size of the stage's slices, and its own for each replica.
+"""The chains from which a run takes its stages: each for the size of the stage's slices, and its own for each device.
 
 Replicas start equal: all but the first get copies of the module's tensors. A stage takes its layers from a chain that
-was captured for the samples that it computes, because traced layers hold for one number of samples.
+was captured for the samples that it computes, because traced layers hold for one number of samples. Where a stage is
+divided into tensor shards, a device has the chain of its rank, with memory of its own; the module's tensors stay as
+they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -18,22 +21,40 @@ from pipefit.capture.refused_modules import copy_of
 from pipefit.capture.sample import sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
+from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.runtime.plan_check import check_model
+from pipefit.runtime.rank_shards import RankShards
+from pipefit.runtime.tensor_groups import TensorGroups
+from pipefit.sharding.chain import ShardedChain, shard_chain
 
-MakeChain = Callable[[int, int], Chain]  # for so many samples, and for a replica
+
+class Wanted(NamedTuple):
+    """Which chain a device needs for a stage: for so many samples, of a replica, and there of a rank of a tensor group.
+
+    `group` has the devices of the replica's shards, in their order: the device itself is number `rank`.
+    """
+
+    samples: int
+    replica: int
+    group: tuple[int, ...]
+    rank: int
 
 
 class Source(NamedTuple):
-    """A chain, and the parameters that its layers shared before stages got copies of their own."""
+    """A chain, and the parameters that its layers shared before stages got copies of their own.
+
+    `shards` says what a rank has of every tensor; None where it has all of them.
+    """
 
     chain: Chain
     shared: Sequence[Shared]
+    shards: RankShards | None = None
 
     @staticmethod
-    def of(chain: Chain) -> Source:
+    def of(chain: Chain, shards: RankShards | None = None) -> Source:
         """A chain whose stages have no copies yet."""
-        return Source(chain, chain.shared)
+        return Source(chain, chain.shared, shards)
 
 
 class Sources:
@@ -44,32 +65,63 @@ class Sources:
         make: makes the others, when a stage needs one.
     """
 
-    def __init__(self, plan: Plan, whole: Source, make: MakeChain) -> None:
-        self._plan, self._make = plan, make
-        self._known = {(plan.training.microbatch_size, 0): whole}
+    def __init__(self, plan: Plan, whole: Source, make: Callable[[Wanted], Source]) -> None:
+        self._plan, self._whole, self._make = plan, whole, cache(make)
 
     def of(self, stage: int, device: int) -> Source:
         """The chain of a stage on a device, as it was measured for the stage's slices."""
-        samples, replica = self._plan.measured(stage).microbatch_size, self._plan.stages[stage].grid.replica_of(device)
-        if (samples, replica) not in self._known:
-            self._known[samples, replica] = Source.of(self._make(samples, replica))
-        return self._known[samples, replica]
+        grid, samples = self._plan.stages[stage].grid, self._plan.measured(stage).microbatch_size
+        replica, is_divided = grid.replica_of(device), grid.tensor > 1
+        if samples == self._plan.training.microbatch_size and not is_divided and not replica:
+            return self._whole
+        group = grid.group_of(device) if is_divided else ()
+        return self._make(Wanted(samples, replica, group, grid.shard_of(device)))
 
 
-def trained_sources(plan: Plan, built: Task, whole: Chain, *, copies: bool) -> Sources:
+def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool) -> Sources:
     """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
 
     With `copies`, replicas other than the first get copies of the module: where one process runs them all.
     """
     target = plan.cluster.target
 
-    def make(samples: int, replica: int) -> Chain:
+    def captured(samples: int, replica: int) -> Chain:
+        if samples == plan.training.microbatch_size and not replica:
+            return whole
         task = replace(built, module=_copy(built)) if copies and replica else built
         chain = capture(task, *sample(built, samples), target=target)
         check_model(plan, built, chain, samples)
         return chain
 
+    @cache
+    def sharded(samples: int, ranks: int) -> ShardedChain:
+        inputs, targets = sample(built, samples)
+        chain = captured(samples, 0)
+        return shard_chain(chain, ranks, chain.flatten(inputs), chain.flatten_targets(targets))
+
+    def make(wanted: Wanted) -> Source:
+        if not wanted.group:
+            return Source.of(captured(wanted.samples, wanted.replica))
+        group, divided = groups(wanted.group, wanted.rank), sharded(wanted.samples, len(wanted.group))
+        _check_as_profiled(plan, wanted, divided)
+        chain = divided.rank(group)
+        return Source.of(chain, RankShards.of(divided, chain, group))
+
     return Sources(plan, Source.of(whole), make)
+
+
+def _check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:
+    """Check that ranks divide the model as they did in its profile, and so that all workers divide it alike.
+
+    Raises:
+        UsageError: they do not.
+    """
+    ranks = len(wanted.group)
+    if plan.profile.at(wanted.samples, ranks).forms != divided.digest:
+        raise UsageError(
+            f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, which was "
+            "made with another release of torch or pipefit: profile and plan it again here"
+        )
 
 
 def _copy(built: Task) -> nn.Module:

@@ -19,11 +19,12 @@ from pipefit.checkpoints.manifest import GroupSettings, Manifest, Scalar, tensor
 from pipefit.errors import FileError
 from pipefit.fingerprints import differences
 from pipefit.profiles import ModelProfile
-from pipefit.runtime.naming import Names, held_tensors
+from pipefit.runtime.naming import Names
 from pipefit.runtime.settings import take_options, take_state
 from pipefit.runtime.snapshot import named_parameters
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
+from pipefit.runtime.told import held_by
 from pipefit.texts import printable
 
 
@@ -52,18 +53,20 @@ def restore(checkpoint: Checkpoint, stages: Sequence[StageRunner], names: Names)
         _check_batches(checkpoint, stage)
         _check_scale(checkpoint, stage)
     own = {names.stored[name] for stage in stages for layer in stage.layers for name in layer.originals.values()}
-    held = {name: tensor for stage in stages for layer in stage.layers for name, tensor in held_tensors(layer)}
+    held = {name: like for stage in stages for name, like in _held_likes(stage).items()}
     wanted = [t for t in manifest.tensors if t.name in (held if t.kind == "held" else own)]
     tensors = checkpoint.read(wanted)
     state = state_of(tensors, names, {entry.name: entry.values for entry in manifest.numbers})
-    _check_tensors(checkpoint, stages, state)
+    for stage in stages:
+        _check_tensors(checkpoint, stage, state)
     for name, into in held.items():
         _check_like(checkpoint, name, tensors.get(tensor_key("held", name)), into)
     for stage in stages:
+        _check_constants(checkpoint, stage, tensors)
         _take_groups(checkpoint, stage, names)
     state.load_into(stages, replace=True)
-    _take_held(held, tensors)
     for stage in stages:
+        _take_held(stage, tensors)
         _take_rest(manifest, stage)
 
 
@@ -116,9 +119,32 @@ def _both_floating(one: Tensor, other: Tensor) -> bool:
     return one.is_floating_point() and other.is_floating_point()
 
 
-def _check_tensors(checkpoint: Checkpoint, stages: Sequence[StageRunner], state: StageState) -> None:
-    """Check that every tensor that the stages need is there, in their dtypes and shapes, before any is changed."""
-    present = StageState.of(stages)
+def whole_likes(stage: StageRunner) -> StageState:
+    """The state of a stage as tensors without memory, of the dtypes and whole shapes of its own."""
+    present = StageState.of([stage])
+    return present.of_tensors({entry: _like(stage, entry.name, own) for entry, own in present.entries().items()})
+
+
+def _held_likes(stage: StageRunner) -> dict[str, Tensor]:
+    """The same of what its layers hold that no state dict has."""
+    held = {name: own for layer in stage.layers for name, own in held_by(stage, layer).items()}
+    return {name: _like(stage, name, own) for name, own in held.items()} | _constants(stage)
+
+
+def _like(stage: StageRunner, name: str, own: Tensor) -> Tensor:
+    shape = own.shape if stage.shards is None else stage.shards.whole_shape(name, own)
+    return torch.empty(shape, dtype=own.dtype, device="meta")
+
+
+def _constants(stage: StageRunner) -> dict[str, Tensor]:
+    """What whole layers hold as plain attributes, where the stage has layers of a rank, which have it in their code."""
+    known = {} if stage.shards is None else stage.shards.constants
+    return {name: tensor for layer in stage.layers for name, tensor in known.get(layer.name, {}).items()}
+
+
+def _check_tensors(checkpoint: Checkpoint, stage: StageRunner, state: StageState) -> None:
+    """Check that every tensor that a stage needs is there, in its dtype and shape, before any is changed."""
+    present = whole_likes(stage)
     for kind, have, need in (
         ("", state.tensors, present.tensors),
         ("the master copy of ", state.master_weights, present.master_weights),
@@ -137,13 +163,24 @@ def _check_like(checkpoint: Checkpoint, what: str, found: Tensor | None, into: T
         )
 
 
-def _take_held(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def _take_held(stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
     """Give layers what they hold outside of their state dicts; what has not changed is left alone."""
-    for name, into in held.items():
+    for name, into in ((name, own) for layer in stage.layers for name, own in held_by(stage, layer).items()):
         found = tensors[tensor_key("held", name)]
+        found = found if stage.shards is None else stage.shards.part(name, found)
         if not torch.equal(into, found.to(into.device)):
             with torch.no_grad():
                 into.copy_(found)
+
+
+def _check_constants(checkpoint: Checkpoint, stage: StageRunner, tensors: Mapping[str, Tensor]) -> None:
+    """Check that the code of a rank has the constants of the checkpoint."""
+    for name, constant in _constants(stage).items():
+        if not torch.equal(constant, tensors[tensor_key("held", name)].to(constant.device)):
+            raise FileError(
+                f"{_named(checkpoint)} has another {name} than the model, and tensor shards cannot take it up, for it "
+                "is a plain attribute of its layer: make it a buffer, or load under a plan without tensor shards"
+            )
 
 
 def _take_groups(checkpoint: Checkpoint, stage: StageRunner, names: Names) -> None:

@@ -56,8 +56,8 @@ class Result:
 def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], *, distributed: bool) -> Result:
     """Tell all workers what this one's `runners` know of the step that has just ended.
 
-    The last stage has computed the losses, each replica those of its slices; `weights` are those of its microbatches in
-    the mean.
+    The last stage has computed the losses, each replica those of its slices, and of its tensor shards the first tells
+    them; `weights` are those of its microbatches in the mean.
 
     Raises:
         PeerLost: another worker is gone.
@@ -69,9 +69,10 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
     for runner in runners:
         told[1 + workers.index(runner.number)] = runner.record.step_peak_bytes
         for number, stage in runner.stages.items():
-            if stage.losses is not None:
-                losses, replicas = stage.losses[: len(weights)], plan.stages[number].grid.data
-                told[0] += losses @ torch.tensor(weights, device=losses.device) / replicas
+            grid = plan.stages[number].grid
+            if stage.losses is not None and not grid.shard_of(runner.number):
+                losses = stage.losses[: len(weights)]
+                told[0] += losses @ torch.tensor(weights, device=losses.device) / grid.data
     try:
         work = dist.all_reduce(told, async_op=True) if exchanged else None
     except RuntimeError as error:

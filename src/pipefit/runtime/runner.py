@@ -73,7 +73,7 @@ class DeviceRunner:
         self.transfers, self.mover = Transfers(transport), mover
         self._exchange = Exchange(plan, number, self.transfers)
         self.meter, self.clock, self.on_action = meter, clock, on_action
-        self.usual = Specialization.usual(plan, {n: stage.layers for n, stage in stages.items()})
+        self.usual = Specialization.usual(plan, {n: stage.usual for n, stage in stages.items()})
         self.record = Record(stopwatch)
         self._before = 0  # microbatches of the steps before, under an endless schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
@@ -272,7 +272,7 @@ class DeviceRunner:
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
             send = Action(Kind.SEND_FORWARD, action.stage, action.microbatch)
-            self.transfers.hand_over(send, list(outputs))
+            self._exchange.hand_over(send, list(outputs))
 
     def _recompute(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
@@ -291,7 +291,7 @@ class DeviceRunner:
             del self._flights[_key(action)]
         if first == stage.start and action.stage > 0:
             self._tag(outgoing, Category.BOUNDARY)
-            self.transfers.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
+            self._exchange.hand_over(Action(Kind.SEND_BACKWARD, action.stage, action.microbatch), outgoing)
 
     def _flight(self, action: Action) -> Flight:
         """The microbatch of an action in its stage."""
@@ -304,7 +304,7 @@ class DeviceRunner:
                 self.stages[stage].batch_number,
                 number * self._grid.data + self._grid.replica_of(self.number),
                 specialization.samples[stage],
-                specialization.layers[stage],
+                *specialization.stages[stage][:2],
                 specialization.boundaries[stage],
                 self._weights[number] / self._grid.data,
                 self.mover.luggage(stage, number),

@@ -27,10 +27,10 @@ from pipefit.checkpoints.manifest import (
 )
 from pipefit.errors import UsageError
 from pipefit.runtime.master_weights import MasterWeights
-from pipefit.runtime.naming import Names, held_tensors
+from pipefit.runtime.naming import Names
 from pipefit.runtime.settings import options_of, scalar, state_of
 from pipefit.runtime.stage import StageRunner
-from pipefit.runtime.state import StageState
+from pipefit.runtime.told import Ranks, Told
 from pipefit.texts import dtype_name
 
 
@@ -63,26 +63,29 @@ class Snapshot:
 
 
 def snapshot(
-    stages: Sequence[tuple[int, StageRunner]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
+    stages: Sequence[tuple[int, Ranks]], names: Names, devices: Mapping[int, int], rank: int, *, once: bool
 ) -> Snapshot:
     """The present state of `stages`, each with its number, as it is: `copied` makes it independent of the training.
 
     Several of one number are replicas of a stage. Of each tensor that they have, `once` takes the one that is stored.
+    Workers that have ranks of one replica ask together; with `once`, the first of them has it all.
 
     Raises:
         UsageError: something cannot be written: a tensor's dtype or layout, an option, a scheduler's state. Names it.
     """
-    runners = [stage for _, stage in stages]
-    told = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
-    first = [(number, stage) for number, stage in stages if not once or stage.replica == 0]
+    found = [(number, ranks[0], Told.of([ranks], once=once)) for number, ranks in stages]
+    kept = [(number, stage, told) for number, stage, told in found if not once or stage.is_first_rank]
+    told = Told.joined([told for _, _, told in kept])
+    runners = [stage for _, stage, _ in kept]
+    telling = [stage for stage in runners if not once or stage.replica == 0 or stage.share is not None]
+    first = [(number, stage) for number, stage, _ in kept if not once or stage.replica == 0]
     tensors: dict[str, Tensor] = {}
     stored = []
-    state_of = StageState.of(runners, once=once)
-    for kind, name, state, tensor in _tensors(state_of, runners, [stage for _, stage in first], names):
+    for kind, name, state, tensor in _tensors(told, runners, names):
         tensors[tensor_key(kind, name, state)] = _checked(tensor, tensor_key(kind, name, state))
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         stored.append(StoredTensor(name=name, kind=kind, state=state, shard=rank, dtype=dtype, shape=shape))
-    groups, scheduler = _groups(told, names)
+    groups, scheduler = _groups(telling, names)
     return Snapshot(
         tensors=tensors,
         stored=tuple(stored),
@@ -95,7 +98,7 @@ def snapshot(
             ParameterNumbers(
                 name=name, values={key: scalar(v, f"the optimizer's {key} of {name}") for key, v in values.items()}
             )
-            for name, values in state_of.numbers.items()
+            for name, values in told.state.numbers.items()
             if values and _stores(runners, names, name)
         ),
         scheduler=scheduler,
@@ -116,20 +119,15 @@ def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:
     return found
 
 
-def _tensors(
-    state: StageState, stages: Sequence[StageRunner], holders: Sequence[StageRunner], names: Names
-) -> Iterator[tuple[Kind, str, str, Tensor]]:
-    """Kind, name, name in the optimizer, and every tensor of a state that these stages store, each once; `holders` are
-    those whose other tensors are stored.
-    """
+def _tensors(told: Told, stages: Sequence[StageRunner], names: Names) -> Iterator[tuple[Kind, str, str, Tensor]]:
+    """Kind, name, name in the optimizer, and every tensor that these stages have told and store, each once."""
+    state = told.state
     own = [name for name in state.tensors if _stores(stages, names, name)]
     yield from (("model", name, "", state.tensors[name]) for name in own)
     yield from (("master", name, "", state.master_weights[name]) for name in own if name in state.master_weights)
     for name in own:
         yield from (("optimizer", name, key, tensor) for key, tensor in state.optimizer.get(name, {}).items())
-    for stage in holders:
-        for layer in stage.layers:
-            yield from (("held", name, "", tensor) for name, tensor in held_tensors(layer))
+    yield from (("held", name, "", tensor) for name, tensor in told.held.items())
 
 
 def _stores(stages: Sequence[StageRunner], names: Names, name: str) -> bool:

@@ -1,8 +1,9 @@
 """The model specialized to microbatches that differ from the plan's: smaller ones, and those of an evaluation.
 
 Layers that were written as modules accept any batch size and obey `train()` and `eval()`; only the shapes at their
-boundaries change. Layers that were traced hold for one batch size and one mode: for another, the model is traced again
-over fake tensors, and the new layers get the parameters and buffers of the old ones.
+boundaries change. Layers that were traced hold for one batch size and one mode, and so do those of the ranks of a
+tensor group: for another, the model is traced again over fake tensors, and the new layers get the parameters and
+buffers of the old ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.cuda_autocast import casting_for
-from pipefit.capture.sample import sample
+from pipefit.capture.sample import Sample, sample
 from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
@@ -25,45 +26,63 @@ from pipefit.fake.target import FakeTarget
 from pipefit.layer_costs import Value
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
+from pipefit.runtime.flight import Loss
+from pipefit.runtime.rank_shards import RankShards
+from pipefit.sharding.chain import RankLoss, shard_chain
 
 Boundaries = tuple[tuple[Value, ...], ...]  # the values before every layer, and after the last
-Layers = tuple[ChainLayer, ...]
+
+
+class Specialized(NamedTuple):
+    """The layers of a stage and the loss behind the last, for one microbatch size and mode.
+
+    `shards` says what the layers have of every tensor, where they are those of a rank of a tensor group.
+    """
+
+    layers: tuple[ChainLayer, ...]
+    loss: Loss
+    shards: RankShards | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
-    """The stages of this process for one microbatch size and mode, by their numbers.
+    """The stages of a device for one microbatch size and mode, by their numbers.
 
-    `layers` are those of a stage, `boundaries` the values at all boundaries of the model in the stage's slice of a
-    microbatch, and `samples` the size of the slice.
+    `boundaries` are the values at all boundaries of the model in the stage's slice of a microbatch, and `samples` the
+    size of the slice.
     """
 
-    layers: Mapping[int, Layers]
+    stages: Mapping[int, Specialized]
     boundaries: Mapping[int, Boundaries]
     samples: Mapping[int, int]
 
     @staticmethod
-    def usual(plan: Plan, layers: Mapping[int, Layers]) -> Specialization:
+    def usual(plan: Plan, stages: Mapping[int, Specialized]) -> Specialization:
         """The specialization to the microbatches of the plan."""
-        measured = {number: plan.measured(number) for number in layers}
+        measured = {number: plan.measured(number) for number in stages}
         samples = {number: one.microbatch_size for number, one in measured.items()}
-        return Specialization(layers, {number: boundaries(one) for number, one in measured.items()}, samples)
+        return Specialization(stages, {number: boundaries(one) for number, one in measured.items()}, samples)
 
 
 class _Made(NamedTuple):
-    """The model for slices of one size: the values at all boundaries, and layers of the stages if they were traced."""
+    """The model for slices of one size: the values at all boundaries, and the stages that differ from the usual."""
 
     boundaries: Boundaries
-    layers: Mapping[int, Layers]
+    stages: Mapping[int, Specialized]
 
 
 class Specializations:
-    """The specializations of the stages of one device, each made when it is first needed."""
+    """The specializations of the stages of one device, each made when it is first needed.
 
-    def __init__(self, task: Task, plan: Plan, layers: Mapping[int, Layers], *, traced: bool) -> None:
-        self.task, self.plan, self.traced = task, plan, traced
-        self._usual = Specialization.usual(plan, layers)
-        self._known = {(plan.training.microbatch_size, True): self._usual}
+    Args:
+        stages: those for the plan's microbatches.
+        traced: whether the model was.
+    """
+
+    def __init__(self, task: Task, plan: Plan, usual: Specialization, *, traced: bool) -> None:
+        self.task, self.plan, self._usual = task, plan, usual
+        self._fixed = {number: traced or one.shards is not None for number, one in usual.stages.items()}
+        self._known = {(plan.training.microbatch_size, True): usual}
         self._made: dict[tuple[int, bool], _Made] = {}
 
     def of_all(self, sizes: Sequence[int], training: bool) -> list[Specialization]:
@@ -76,13 +95,13 @@ class Specializations:
         Raises:
             UsageError: traced for this size or mode, the model has other layers than in the plan.
         """
-        mode = training or not self.traced  # layers that are modules obey train() and eval()
+        mode = training or not any(self._fixed.values())  # layers that are modules obey train() and eval()
         key = size, mode
         if key not in self._known:
-            samples = {number: size // self.plan.stages[number].grid.data for number in self._usual.layers}
+            samples = {number: size // self.plan.stages[number].grid.data for number in self._usual.stages}
             made = {number: self._of_slices(count, training=mode) for number, count in samples.items()}
             self._known[key] = Specialization(
-                {number: one.layers.get(number, self._usual.layers[number]) for number, one in made.items()},
+                {number: one.stages.get(number, self._usual.stages[number]) for number, one in made.items()},
                 {number: one.boundaries for number, one in made.items()},
                 samples,
             )
@@ -103,11 +122,12 @@ class Specializations:
             chain = fake_chain(self.task, fake, like, training=training, target=target)
             self._check(chain, size, training=training)
             found = _run(chain.measured(self.plan.measurement), tuple(map(fake.fake, chain.flatten(like[0]))))
+            stages = {n: self._respecialized(n, chain, fake, like) for n, fixed in self._fixed.items() if fixed}
         values = tuple(
             tuple(_shaped(value, tensor) for value, tensor in zip(known, tensors, strict=True))
             for known, tensors in zip(boundaries(self.plan.measurement), found, strict=True)
         )
-        return _Made(values, self._rebound(chain) if self.traced else {})
+        return _Made(values, stages)
 
     def _check(self, chain: Chain, size: int, *, training: bool) -> None:
         """Refuse a chain whose layers are not the plan's."""
@@ -118,16 +138,24 @@ class Specializations:
                 "use batches that divide into the plan's microbatches, and evaluate with a module of your own"
             )
 
-    def _rebound(self, chain: Chain) -> dict[int, Layers]:
-        """The new layers of the device's stages, with the parameters and buffers of the old ones."""
-        return {
-            stage: tuple(
-                replace(new, module=_rebind(new, old))
-                for new, old in zip(chain.layers[place.start : place.stop], self._usual.layers[stage], strict=True)
-            )
-            for stage, place in enumerate(self.plan.stages)
-            if stage in self._usual.layers
-        }
+    def _respecialized(self, stage: int, chain: Chain, fake: FakeTarget, like: Sample) -> Specialized:
+        """A stage of the new chain, or of a rank's part of it, with the parameters and buffers that it has."""
+        place, usual = self.plan.stages[stage], self._usual.stages[stage]
+        shards = usual.shards
+        if shards is not None:
+            inputs, targets = chain.flatten(like[0]), chain.flatten_targets(like[1])
+            given = tuple(map(fake.fake, inputs)), tuple(map(fake.fake, targets))
+            chain = shard_chain(chain, shards.group.size, *given, like=shards.divided).rank(shards.group)
+        pairs = zip(chain.layers[place.start : place.stop], usual.layers, strict=True)
+        layers = tuple(replace(new, module=_rebind(new, old)) for new, old in pairs)
+        return usual._replace(layers=layers, loss=usual.loss if shards is None else self._loss(stage, chain, shards))
+
+    def _loss(self, stage: int, chain: Chain, shards: RankShards) -> Loss:
+        """The loss of a rank's new chain, with the constants of the old one's."""
+        if isinstance(chain.criterion, RankLoss) and shards.criterion is not None:
+            new, old = (ChainLayer("the loss", module) for module in (chain.criterion.module, shards.criterion))
+            _rebind(new, old)
+        return replace(chain.measured(self.plan.measured(stage)), layers=()).loss
 
 
 def boundaries(measurement: Measurement) -> Boundaries:
@@ -152,15 +180,15 @@ def _rebind(new: ChainLayer, old: ChainLayer) -> nn.Module:
     """The new layer's module with the parameters and buffers of the old one's.
 
     Raises:
-        UsageError: the new module needs a tensor that the old one does not have.
+        UsageError: the new module needs a tensor that the old one does not have, or has in another shape.
     """
     local: dict[str, Tensor] = {**dict(old.module.named_parameters()), **dict(old.module.named_buffers())}
     original = {old.originals[name]: tensor for name, tensor in local.items() if name in old.originals}
-    for name in [n for n, _ in (*new.module.named_parameters(), *new.module.named_buffers())]:
+    for name, own in [*new.module.named_parameters(), *new.module.named_buffers()]:
         path, _, attribute = name.rpartition(".")
         part = new.module.get_submodule(path)
         tensor = original.get(new.originals.get(name, ""), local.get(name))
-        if tensor is None:
+        if tensor is None or tensor.shape != own.shape:
             raise UsageError(
                 f"{new.name} needs {name} in this mode, which it does not have in training: evaluate with a module of "
                 "your own"

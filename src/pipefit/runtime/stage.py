@@ -25,8 +25,10 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer, seed_update
-from pipefit.runtime.flight import Flight, Piece, gradients_to_send, take
+from pipefit.runtime.flight import Flight, Loss, Piece, gradients_to_send, take
+from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
+from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
 from pipefit.runtime.weights import Weights
@@ -41,6 +43,7 @@ class StageRunner:
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
         loss: computes the loss from the last layer's values and the targets; used on the last stage only.
         shared: this stage's copies of shared parameters, by their numbers in the profile.
+        shards: what the layers have of every tensor, where they are those of a rank of a tensor group.
         microbatches: the largest number in a step.
         agreement: what the stages agree on before an update; None if they need not agree.
         rooms: what a version of every layer's weights takes beside them; None where the stage needs no versions,
@@ -58,8 +61,9 @@ class StageRunner:
         layers: Sequence[ChainLayer],
         storages: StageStorages,
         *,
-        loss: Callable[[Values, Values], Tensor],
+        loss: Loss,
         shared: dict[int, nn.Parameter],
+        shards: RankShards | None = None,
         microbatches: int,
         agreement: Agreement | None,
         rooms: Sequence[int] | None = None,
@@ -71,6 +75,7 @@ class StageRunner:
         graph_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self.layers, self.storages, self.loss, self.shared = tuple(layers), storages, loss, shared
+        self.shards, self.usual = shards, Specialized(self.layers, loss, shards)
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.device, self.seed, self.agreement = device, seed, agreement
         self.batch_number = 0  # training batches so far; random draws depend on it
@@ -102,6 +107,11 @@ class StageRunner:
         if self.share is None or not tensor.requires_grad:
             return self.replica == 0
         return self.updates.updates(tensor)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether it has the layers whole, or is the first of those that divide them."""
+        return self.shards is None or not self.shards.group.rank
 
     @property
     def kept_losses(self) -> list[Tensor]:
@@ -173,7 +183,7 @@ class StageRunner:
                 values = layer(values)
             if self.losses is None:
                 return values
-            self.losses[flight.microbatch].copy_(self.loss(values, take(flight.targets)))
+            self.losses[flight.microbatch].copy_(flight.loss(values, take(flight.targets)))
             return ()
 
     def _take_weights(self, flight: Flight, first: int) -> None:
@@ -244,7 +254,7 @@ class StageRunner:
         """The loss alone; it is also kept for the step's mean."""
         assert self.losses is not None
         self._seed(flight, self.stop)
-        values = (self.loss(self._given(self.stop, values), take(targets)),)
+        values = (flight.loss(self._given(self.stop, values), take(targets)),)
         self.losses[flight.microbatch].copy_(values[0].detach())
         return values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,22 @@ from torch import Tensor
 from pipefit.capture.chain import ChainLayer
 from pipefit.errors import UsageError
 from pipefit.runtime.master_weights import copies_of
+from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.stage import StageRunner
 from pipefit.texts import kind_of
 
 
+class Entry(NamedTuple):
+    """One tensor of a state: of the `model`, a `master` copy, or the `optimizer`'s with its name there."""
+
+    kind: Literal["model", "master", "optimizer"]
+    name: str
+    state: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """The state of stages, by names in the original module.
+    """The state of stages, by names in the original module; of tensor shards, what a rank has, or the whole.
 
     `tensors` has parameters and buffers; `optimizer` has for every parameter the optimizer's tensors, by their names
     there; `master_weights` has the float32 copies of parameters; `numbers` has what else the optimizer keeps for a
@@ -37,8 +46,8 @@ class StageState:
 
     @staticmethod
     def of(stages: Sequence[StageRunner], *, once: bool = False) -> StageState:
-        """The state of these stages; of each tensor that several replicas have, with `once` the one that is stored.
-        Tensors are not copied, unless they are away.
+        """The state of these stages, as they have it; of each tensor that several replicas have, with `once` the one
+        that is stored. Tensors are not copied, unless they are away.
 
         Raises:
             UsageError: a layer has something in its state dict that is no tensor; names it.
@@ -64,8 +73,27 @@ class StageState:
                         numbers[name] = {k: v for k, v in known[trained].items() if not isinstance(v, Tensor)}
         return StageState(tensors, kept, masters, numbers)
 
+    def entries(self) -> dict[Entry, Tensor]:
+        """All tensors."""
+        found: dict[Entry, Tensor] = {Entry("model", name): tensor for name, tensor in self.tensors.items()}
+        found |= {Entry("master", name): tensor for name, tensor in self.master_weights.items()}
+        kept = ((name, key, tensor) for name, own in self.optimizer.items() for key, tensor in own.items())
+        return found | {Entry("optimizer", name, key): tensor for name, key, tensor in kept}
+
+    def of_tensors(self, tensors: Mapping[Entry, Tensor]) -> StageState:
+        """The same with other tensors."""
+        return StageState(
+            tensors={name: tensors[Entry("model", name)] for name in self.tensors},
+            optimizer={
+                name: {key: tensors[Entry("optimizer", name, key)] for key in own}
+                for name, own in self.optimizer.items()
+            },
+            master_weights={name: tensors[Entry("master", name)] for name in self.master_weights},
+            numbers=self.numbers,
+        )
+
     def load_into(self, stages: Sequence[StageRunner], *, replace: bool = False) -> None:
-        """Load this state into these stages, whatever plan it was trained under.
+        """Load this state, of whole tensors, into these stages, whatever plan it was trained under.
 
         With `replace`, parameters for which it has no optimizer's state have none afterwards. A parameter with a
         float32 copy gets that copy's value, rounded to its own precision.
@@ -83,13 +111,15 @@ class StageState:
         for layer in stage.layers:
             for local, tensor in layer.module.state_dict(keep_vars=True).items():
                 name, trained = layer.originals[local], stage.updates.worked_on(tensor)
-                _copy(values, name, tensor)
+                _copy(values, name, tensor, stage.shards)
                 if trained is not tensor:
-                    _copy(values, name, trained)
+                    _copy(values, name, trained, stage.shards)
                 kept = self.optimizer.get(name)
                 if not stage.updates.updates(tensor):
                     continue
                 if kept is not None and stage.optimizer is not None:
+                    if stage.shards is not None:
+                        kept = stage.shards.part_of_state(name, kept)
                     stage.optimizer.state[trained] = {
                         **{key: _like(value, trained) for key, value in kept.items()},
                         **copy.deepcopy(dict(self.numbers.get(name, {}))),
@@ -106,16 +136,17 @@ def _check(layer: ChainLayer, local: str, kept: object) -> None:
         )
 
 
-def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor) -> None:
+def _copy(tensors: Mapping[str, Tensor], name: str, into: Tensor, shards: RankShards | None) -> None:
     found = tensors.get(name)
-    if found is None or found.shape != into.shape:
+    needed = into.shape if shards is None else shards.whole_shape(name, into)
+    if found is None or found.shape != needed:
         have = "is missing" if found is None else f"has shape {tuple(found.shape)}"
         raise UsageError(
-            f"the state does not fit the model: {name} {have}, and {tuple(into.shape)} is needed: load it into the "
+            f"the state does not fit the model: {name} {have}, and {tuple(needed)} is needed: load it into the "
             "model that it was taken from"
         )
     with torch.no_grad():
-        into.copy_(found)
+        into.copy_(found if shards is None else shards.part(name, found))
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:

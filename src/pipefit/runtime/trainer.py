@@ -43,7 +43,7 @@ from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import allowed_bytes, check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
 from pipefit.runtime.initial_weights import OnWeights, start_of
-from pipefit.runtime.joining import device_of, joins_workers, transport_of
+from pipefit.runtime.joining import device_of, groups_of, joins_workers, transport_of
 from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model
@@ -133,11 +133,12 @@ class Trainer:
         else:
             lending = Lending.within(plan, whole_run(plan), share_device=share_device)
         self._lending, self.not_compared = lending, ""  # what others have borrowed stays ours
+        self._groups = groups_of(plan, transport)
         trained, chain = self._captured(seed, numbers, on_weights)
         self.chain, workers, names = chain, plan.workers, Names.of(chain.layers)
         site = Site(
             task=task,
-            sources=trained_sources(plan, trained, chain, copies=not self.distributed),
+            sources=trained_sources(plan, trained, chain, self._groups, copies=not self.distributed),
             plan=plan,
             program=program,
             transport=transport,
@@ -153,8 +154,7 @@ class Trainer:
             meter = meter_of(plan.cluster, one, device, self._kernels, gpu_bytes=allowed)
             self.runners.append(assemble(site, one, device=device, meter=meter))
         self._specializations = {
-            runner.number: Specializations(task, plan, runner.usual.layers, traced=chain.traced)
-            for runner in self.runners
+            runner.number: Specializations(task, plan, runner.usual, traced=chain.traced) for runner in self.runners
         }
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         count = len(workers) if self.distributed else 1
@@ -385,7 +385,7 @@ class Trainer:
         check_streams(devices)
         with torch.random.fork_rng(devices, device_type="cuda"):
             try:
-                run_in_turn(self.runners, program=program, **options)
+                run_in_turn(self.runners, program=program, groups=self._groups, **options)
             except BaseException:
                 self._accumulated = self._entered = 0  # the gradients are lost, and what was in flight
                 self._untold.clear()

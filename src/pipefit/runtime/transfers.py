@@ -24,8 +24,8 @@ from pipefit.texts import dtype_name
 class Part(NamedTuple):
     """What one of several messages carries of a stage's tensors.
 
-    `carried` are their numbers, each with the dimension of which the message has `rows`, of `samples` in all; None
-    where it has the whole tensor.
+    `carried` are their numbers, each with the dimension of which the message has `rows`; None where it has the whole
+    tensor. All of these messages together have `samples` rows.
     """
 
     carried: tuple[tuple[int, int | None], ...]

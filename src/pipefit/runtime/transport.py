@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.actions import SENDS, Action, Kind, Message, Placement, collective
-from pipefit.cost.communicators import sums
+from pipefit.cost.communicators import sums, tensor_groups
 from pipefit.errors import PeerLost, UsageError, first_line
 from pipefit.message_order import Channel, channel, channels
 from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.tensor_groups import BetweenWorkers
+from pipefit.sharding import Collectives, ProcessGroupCollectives
 
 Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
 
@@ -157,6 +159,9 @@ class Network:
     workers: dict[int, int]  # device -> the worker that runs it
     channels: dict[Channel, dist.ProcessGroup]
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # of the devices that add up
+    tensor_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # that compute layers together
     inside: InProcess = field(default_factory=InProcess)
 
     def start(self, action: Action, tensors: list[Tensor], message: Message) -> list[dist.Work] | _Message:
@@ -206,6 +211,12 @@ class Network:
                 raise unless_ran_out(lost, error) from error
         return None
 
+    def end(self, group: tuple[int, ...], rank: int) -> Collectives:
+        """This worker's end of a group of devices that compute layers together, of which it is number `rank`."""
+        inner = ProcessGroupCollectives(group=self.tensor_groups[group])
+        assert inner.rank == rank, "workers are in the order of devices"
+        return BetweenWorkers(inner=inner, devices=[device for device in group if device != self.device])
+
     def abandon(self) -> None:
         """Drop the messages inside the device; a worker whose step failed ends, and its connections with it."""
         self.inside.abandon()
@@ -223,7 +234,7 @@ class Network:
                 self._wait(_under_way(dist.isend(number, target, group=group)))
             elif mine == target:
                 self._wait(_under_way(dist.irecv(number, source, group=group)))
-        for group in self.groups.values():
+        for group in (*self.groups.values(), *self.tensor_groups.values()):
             if mine in dist.get_process_group_ranks(group):
                 self._wait(_under_way(dist.all_reduce(number, group=group, async_op=True)))
 
@@ -238,7 +249,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     """The network of a plan's workers, one a device, of which this one sends tensors on `device`. All must call it.
 
     Every worker makes all communicators in one order: one for each channel of `program`, and one for each set of
-    devices that add something up.
+    devices that add something up or hold the shards of one replica.
 
     Raises:
         UsageError: the GPU is set up in a way that would make messages block computations.
@@ -265,6 +276,7 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
             workers=workers,
             channels={name: group((name.source, name.target)) for name in channels(program.actions, program.placement)},
             groups={devices: group(devices) for devices in _members(plan)},
+            tensor_groups={devices: group(devices) for devices in tensor_groups(plan)},
         )
         network.warm_up(device)
     except RuntimeError as error:

@@ -149,7 +149,7 @@ def lower(
     def actions(rank: int, slices: Slices) -> list[Action]:
         exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
         exchanged = summed(exchanged, plan) if update else exchanged
-        return states_copied([*exchanged, *ends[rank]], plan, bundles)
+        return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
 
     return _program(plan, count, _of_devices(plan, actions, count, last), bundles)
 
@@ -185,9 +185,10 @@ def _of_devices(
 ) -> list[list[Action]]:
     """What `actions` gives for the rank and the slices of every device in use, in the order of workers."""
     return [
-        actions(rank, Slices(plan, replica, microbatches=microbatches, last=last))
+        actions(rank, Slices(plan, *divmod(number, grid.tensor), microbatches=microbatches, last=last))
         for rank, stages in enumerate(plan.ranks)
-        for replica in range(plan.stages[stages[0]].grid.data)
+        for grid in (plan.stages[stages[0]].grid,)
+        for number in range(len(grid.devices))
     ]
 
 

@@ -1,14 +1,16 @@
 """Which rows of every microbatch a device computes, and which it exchanges with the stages next to its own.
 
 The replicas of a stage have the same order of actions. They differ in their rows, so what a device loads, sends and
-receives is written with its rows, and with the device at the other end where there are several.
+receives is written with its rows, and with the device at the other end where there are several. The tensor shards of a
+replica have the same rows: every device gets its rows from one shard of the replica that sends them, and these share
+the receivers evenly. Gradients are summed over devices that hold the same shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from pipefit.actions import Action, Kind
+from pipefit.actions import SENDS, Action, Kind, Subject
 from pipefit.decisions import State
 from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
@@ -22,40 +24,63 @@ class Slices:
 
     Args:
         replica: which of its stages' replicas the device is.
+        shard: which shard of that replica it holds.
         microbatches: of the step.
         last: the samples of its last microbatch, if these are fewer than the plan's.
     """
 
-    def __init__(self, plan: Plan, replica: int = 0, *, microbatches: int = 0, last: int | None = None) -> None:
-        self._plan, self._replica = plan, replica
+    def __init__(
+        self, plan: Plan, replica: int = 0, shard: int = 0, *, microbatches: int = 0, last: int | None = None
+    ) -> None:
+        self._plan, self._replica, self._shard = plan, replica, shard
         self._size, self._last, self._end = plan.training.microbatch_size, last, microbatches - 1
-        self._degrees = [stage.grid.data for stage in plan.stages]
+        self._grids = [stage.grid for stage in plan.stages]
 
     def load(self, stage: int, microbatch: int | None) -> Action:
         """The LOAD of a microbatch, or of the device's rows of it."""
-        rows = self._own(stage, microbatch) if self._degrees[stage] > 1 else None
+        rows = self._own(stage, microbatch) if self._grids[stage].data > 1 else None
         return Action(Kind.LOAD, stage, microbatch, part=rows)
 
     def messages(self, kind: Kind, stage: int, microbatch: int | None) -> Iterator[Action]:
-        """The sends or receives of this kind: one, or one for each replica at the other end that has some of the rows.
+        """The sends or receives of this kind: one, or one for each device at the other end that has some of the rows.
 
         Where there is one device at each end, neither rows nor devices are named.
         """
         plain = Action(kind, stage, microbatch)
-        other = plain.neighbour
-        degree = self._degrees[other]
-        if degree == self._degrees[stage] == 1:
+        own, there = self._grids[stage], self._grids[plain.neighbour]
+        if len(own.devices) == len(there.devices) == 1:
             yield plain
             return
-        for replica, rows in common_rows(self._own(stage, microbatch), self._samples(microbatch) // degree):
-            peer = self._plan.stages[other].devices[replica]
-            yield plain._replace(part=rows, place=None if degree == 1 else Place([Share(Member.device(peer), 1)]))
+        for replica, rows in common_rows(self._own(stage, microbatch), self._samples(microbatch) // there.data):
+            for shard in _partners(self._shard, own.tensor, there.tensor, sends=kind in SENDS):
+                peer = there.devices[replica * there.tensor + shard]
+                yield plain._replace(part=rows, place=_of([peer]) if len(there.devices) > 1 else None)
+
+    def together(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Actions in which sums of gradients, and what brings parameters, name devices that hold the same shard."""
+        for action in actions:
+            if action.kind in (Kind.REDUCE, Kind.UNSHARD) and self._grids[action.stage].tensor > 1:
+                subject = action.subject
+                stages = self._plan.summed[subject.layer] if isinstance(subject, Subject) else (action.stage,)
+                same = [device for stage in stages for device in self._grids[stage].holding(self._shard)]
+                yield action._replace(place=_of(same))
+            else:
+                yield action
 
     def _own(self, stage: int, microbatch: int | None) -> Rows:
-        return rows_of(self._replica, self._samples(microbatch) // self._degrees[stage])
+        return rows_of(self._replica, self._samples(microbatch) // self._grids[stage].data)
 
     def _samples(self, microbatch: int | None) -> int:
         return self._last if self._last is not None and microbatch == self._end else self._size
+
+
+def _partners(shard: int, own: int, there: int, *, sends: bool) -> Sequence[int]:
+    """The shards of another replica that get their rows from this one of `own`, or the one from which it gets them."""
+    return range(shard, there, own) if sends else (shard % there,)
+
+
+def _of(devices: Sequence[int]) -> Place:
+    return Place([Share(Member.device(device), 1) for device in devices])
 
 
 def check_slices(plan: Plan, last: int | None) -> None:
@@ -69,20 +94,34 @@ def check_slices(plan: Plan, last: int | None) -> None:
         return
     for number, stage in enumerate(plan.stages):
         grid = stage.grid
-        if grid.tensor > 1:
-            raise UsageError(
-                f"stage {number} is on devices {list(grid.devices)} as {grid.tensor} shards, which can be written "
-                "down, but neither simulated nor run yet: use replicas alone (data)"
-            )
         if grid.shard in ("gradients", "parameters"):
             raise UsageError(
                 f"stage {number} divides the {grid.shard} of {grid.data} replicas, which can be written down, but "
                 "neither simulated nor run yet: divide the optimizer state (shard='optimizer'), or nothing"
             )
+        if grid.tensor > 1:
+            _check_shards(plan, number)
         if grid.data > 1:
             _check_replicas(plan, number, last)
         if number:
             plan.division(number)
+
+
+def _check_shards(plan: Plan, number: int) -> None:
+    shards = plan.stages[number].grid.tensor
+    where = f"stage {number} has {shards} tensor shards"
+    if plan.training.endless:
+        raise UsageError(
+            f"{where}, and schedule {plan.training.schedule} updates with microbatches in flight, which shards cannot "
+            "do together yet: use schedule 1f1b, or one device for each stage"
+        )
+    for shared, stages in plan.summed.items():
+        others = [stage for stage in stages if plan.stages[stage].grid.tensor != shards]
+        if number in stages and others:
+            raise UsageError(
+                f"{where}, and shares parameter {plan.measurement.shared[shared].name!r} with stage {others[0]}, which "
+                f"has {plan.stages[others[0]].grid.tensor}: use as many on both, or put its layers into one stage"
+            )
 
 
 def _check_replicas(plan: Plan, number: int, last: int | None) -> None:

@@ -1,35 +1,49 @@
 """A tensor-parallel group inside one process, for tests and notebooks: its ranks run in turn, up to a collective each.
 
-Every rank is a thread, but only one of them runs at a time, and the next one goes on where this one waits for the
-others. So the order of all that is computed is fixed, and so are the draws: each rank has a state of torch's default
-generator of its own, which starts as that of the caller. Costs the time of all ranks in a row.
+Every rank is a thread with a turn (`turns`), which it hands on where it waits for the others. The last one to come to a
+collective does the work of all, in the order of the ranks, in memory that they brought: so a rank allocates what it
+would allocate in a process of its own. Costs the time of all ranks in a row.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from pipefit.sharding.turns import Turn, pause
+
 T = TypeVar("T")
-
-
-class RankFailed(RuntimeError):
-    """Another rank of the group has raised: what this one waits for does not come."""
+Brought = TypeVar("Brought")
 
 
 def in_lockstep(ranks: int, run: Callable[[LockstepCollectives], T]) -> list[T]:
-    """What `run` returns on each of so many ranks, given its end of the group.
+    """What `run` returns on each of so many ranks, given its end of the group. All draw what the caller would draw.
 
     Raises:
         Exception: whatever `run` raises on the first rank that fails.
     """
-    group = _Group[T](ranks, run)
-    return group.results()
+    meeting, found = Meeting[Any](ranks), dict[int, T]()
+
+    def of_rank(rank: int) -> None:
+        found[rank] = run(LockstepCollectives(rank=rank, size=ranks, group=meeting))
+
+    turns = [Turn(partial(of_rank, rank)) for rank in range(ranks)]
+    running = list(turns)
+    try:
+        while running:
+            before = meeting.arrivals, len(running)
+            running = [turn for turn in running if not turn.advance()]
+            assert (meeting.arrivals, len(running)) != before, "a rank has ended, and others wait for it"
+    except BaseException:
+        for turn in turns:
+            turn.abandon()
+        raise
+    return [found[rank] for rank in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,78 +52,70 @@ class LockstepCollectives:
 
     rank: int
     size: int
-    group: Any
+    group: Meeting[Any]
 
     def __deepcopy__(self, memo: Any) -> LockstepCollectives:
         return self  # a copy of a layer belongs to the same rank
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        parts = self.all_gather(tensor)
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return tensor.copy_(total)
+        self.group.meet(self.rank, tensor, _add_up)
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return [part.clone() for part in self.group.exchange(self.rank, own)]
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self.group.meet(self.rank, (own, parts), _hand_out)
+        return parts
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return tensor.copy_(self.all_gather(tensor)[source])
+        self.group.meet(self.rank, tensor, partial(_copy_from, source))
+        return tensor
 
 
-class _Group(Generic[T]):
-    """The threads, whose turn it is, and what they have brought to the collective under way."""
+class Meeting(Generic[Brought]):
+    """Where the ranks of a group meet: each brings something, and the last one to come does something with it all."""
 
-    def __init__(self, size: int, run: Callable[[LockstepCollectives], T]) -> None:
-        self.size, self.run, self.turn = size, run, 0
-        self.found: dict[int, T] = {}
-        self.failure: BaseException | None = None
-        self.brought: list[list[Tensor]] = []  # for each collective so far, the ranks' tensors
-        self.counts = [0] * size  # the collectives that each rank has begun
-        self.states = [torch.get_rng_state()] * size
-        self.changed = threading.Condition()
+    def __init__(self, size: int) -> None:
+        self.arrivals = 0  # so far, of all ranks
+        self._size = size
+        self._brought: dict[int, Brought] = {}
+        self._meetings = 0
 
-    def results(self) -> list[T]:
-        threads = [threading.Thread(target=self._body, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
-        return [self.found[rank] for rank in range(self.size)]
+    def meet(self, rank: int, brought: Brought, act: Callable[[Sequence[Brought]], None]) -> None:
+        """Return when all ranks have come, and `act` has been called with what they brought, in their order."""
+        self._brought[rank] = brought
+        self.arrivals += 1
+        number = self._meetings
+        if len(self._brought) == self._size:
+            everything = [self._brought[member] for member in range(self._size)]
+            self.forget()
+            with torch.no_grad():
+                act(everything)
+        del brought
+        while self._meetings == number:
+            pause()
 
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks; hands the turn on until all have brought theirs."""
-        number = self.counts[rank]
-        self.counts[rank] += 1
-        if len(self.brought) == number:
-            self.brought.append([])
-        self.brought[number].append(tensor)
-        self._hand_on(rank)
-        self._wait(rank)
-        return self.brought[number]
+    def forget(self) -> None:
+        """What has been brought is nobody's any more: after a meeting, or a failure."""
+        self._brought = {}
+        self._meetings += 1
 
-    def _body(self, rank: int) -> None:
-        try:
-            self._wait(rank)
-            self.found[rank] = self.run(LockstepCollectives(rank=rank, size=self.size, group=self))
-        except BaseException as error:  # noqa: BLE001 -- raised again in the caller's thread
-            self.failure = self.failure or error
-        finally:
-            self._hand_on(rank)
 
-    def _wait(self, rank: int) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: self.turn == rank or self.failure is not None)
-        if self.failure is not None:
-            raise RankFailed("another rank of the group has failed")
-        torch.set_rng_state(self.states[rank])
+def _add_up(tensors: Sequence[Tensor]) -> None:
+    first, *others = tensors
+    for other in others:
+        first.add_(other)
+    for other in others:
+        other.copy_(first)
 
-    def _hand_on(self, rank: int) -> None:
-        with self.changed:
-            if self.turn == rank:
-                self.states[rank] = torch.get_rng_state()
-                self.turn = (rank + 1) % self.size
-            self.changed.notify_all()
+
+def _hand_out(brought: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+    for _, parts in brought:
+        for part, (own, _) in zip(parts, brought, strict=True):
+            part.copy_(own)
+
+
+def _copy_from(source: int, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor is not tensors[source]:
+            tensor.copy_(tensors[source])

@@ -1,0 +1,130 @@
+"""Models whose layers tensor shards divide, and plans of stages on grids, for `tests/runtime/test_shards.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Task
+from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.training import Training
+
+WIDTH, WIDER = 8, 64
+
+
+class Wide(nn.Module):
+    """Two products with a wider value between them, of which every rank has a part; a residual, a norm, and draws."""
+
+    def __init__(self, *, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDER), nn.Linear(WIDER, WIDTH)
+        self.inner, self.outer = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.down(self.inner(self.up(self.norm(x)).tanh())))
+
+
+class Normed(nn.Module):
+    """The same with statistics of the samples for every channel, of which a rank has its own, and a buffer besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDER), nn.BatchNorm1d(WIDER), nn.Linear(WIDER, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDER), persistent=False)
+        self.shift = torch.linspace(-0.1, 0.1, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu() * self.scale) + self.shift
+
+
+class Again(nn.Module):
+    """Uses the products of another layer, and one of its own."""
+
+    def __init__(self, tied: Wide) -> None:
+        super().__init__()
+        self.up, self.down, self.own = tied.up.weight, tied.down.weight, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x) + F.linear(F.linear(x, self.up).sigmoid(), self.down)
+
+
+def dropped() -> list[nn.Module]:
+    """Layers with draws, of divided values and of whole ones."""
+    return [Wide(), Wide(), nn.Tanh(), Wide(dropout=0.1), Wide(), nn.Linear(WIDTH, 4)]
+
+
+def normed() -> list[nn.Module]:
+    """Layers with statistics, buffers and constants."""
+    return [Wide(dropout=0.0), Normed(), nn.Tanh(), Normed(), Wide(dropout=0.0), nn.Linear(WIDTH, 4)]
+
+
+def tied() -> list[nn.Module]:
+    """The first layer and one of the last share two weights."""
+    first = Wide(dropout=0.0)
+    return [first, nn.Tanh(), Wide(), nn.Tanh(), Again(first), nn.Linear(WIDTH, 4)]
+
+
+MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {"dropped": dropped, "normed": normed, "tied": tied}
+
+
+def divided(name: str, **settings: Any) -> Task:
+    """A task in float64 of one of the models."""
+    chosen: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01)} | settings
+    return Task(partial(_built, name), batch=batch, loss=F.mse_loss, name=name, **chosen)
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    """Made-up regression data, in which every number counts."""
+    return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
+
+
+def _built(name: str) -> nn.Sequential:
+    return nn.Sequential(*MODELS[name]()).double()
+
+
+Degrees = tuple[int, int]  # of data and of tensor parallelism
+
+
+def grid_plan(
+    profiled: ModelProfile,
+    edges: Sequence[int],
+    degrees: Sequence[Degrees],
+    *,
+    microbatches: int = 2,
+    rng: Random | None = None,
+    **training: Any,
+) -> Plan:
+    """A plan with a stage between every two edges, on as many devices as its degrees say, in their order or as `rng`
+    deals them. The profile's first size is that of microbatches.
+    """
+    size, counts = profiled.measurements[0].microbatch_size, [data * tensor for data, tensor in degrees]
+    devices = list(range(sum(counts)))
+    if rng is not None:
+        rng.shuffle(devices)
+    places = [sum(counts[:number]) for number in range(len(counts) + 1)]
+    return Plan(
+        profile=profiled,
+        cluster=Cluster.emulated((len(devices), 1 << 30)),
+        training=Training(
+            batch_size=size * microbatches,
+            microbatches=microbatches,
+            precision=profiled.assumptions.precision,
+            **training,
+        ),
+        stages=tuple(
+            Stage(start=start, stop=stop, grid=Grid(devices=tuple(devices[first:last]), data=data, tensor=tensor))
+            for (start, stop), (first, last), (data, tensor) in zip(
+                pairwise(edges), pairwise(places), degrees, strict=True
+            )
+        ),
+    )
