@@ -5,7 +5,8 @@ Nothing else refers to these tensors, so that what a flight drops is freed at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -131,3 +132,22 @@ def gradients_to_send(
         for gradient, value in zip(gradients, values, strict=True)
         if value.has_gradient
     ]
+
+
+@contextmanager
+def naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
+    """Inside, a piece goes backward.
+
+    Raises:
+        UsageError: what it saved has been changed since; autograd's own words name no layer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UsageError(
+            f"microbatch {flight.microbatch} cannot go backward through layers {piece.first} to {piece.end - 1}: what "
+            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
+            "the plan recompute these layers, or let them compute with a clone of what they change"
+        ) from error

@@ -25,7 +25,7 @@ from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer, seed_update
-from pipefit.runtime.flight import Flight, Loss, Piece, gradients_to_send, take
+from pipefit.runtime.flight import Flight, Loss, Piece, gradients_to_send, naming_changes, take
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.specializations import Specialized
@@ -306,7 +306,7 @@ class StageRunner:
         flight.gradients = []
         graph.incoming = flight_gradients
         del flight_gradients
-        with _naming_changes(flight, piece), self._weights_of(flight, backward=True):
+        with naming_changes(flight, piece), self._weights_of(flight, backward=True):
             backward(graph)
         flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
         graph.outgoing = ()
@@ -395,22 +395,3 @@ class StageRunner:
     def reader(self) -> Callable[[Tensor], Tensor]:
         """A function of a tensor of the stage's state that gives it, or a copy of it if its memory is away."""
         return (lambda tensor: tensor) if self.states is None else self.states.reader()
-
-
-@contextmanager
-def _naming_changes(flight: Flight, piece: Piece) -> Iterator[None]:
-    """Inside, a piece goes backward.
-
-    Raises:
-        UsageError: what it saved has been changed since; autograd's own words name no layer.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise UsageError(
-            f"microbatch {flight.microbatch} cannot go backward through layers {piece.first} to {piece.end - 1}: what "
-            "they saved has been changed in place since, as by a later microbatch's forward, where it is a buffer. Let "
-            "the plan recompute these layers, or let them compute with a clone of what they change"
-        ) from error
