@@ -1,13 +1,19 @@
-"""Made-up profiles of several microbatch sizes: layers whose activations grow with the samples."""
+"""Made-up profiles of several microbatch sizes, whose activations grow with the samples; plans of replicas for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from made_up import profile
+from made_up import profile as profile_of
+from pipefit.cluster import Cluster
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import LayerCost, Origin, SavedTensor, Span, Value
+from pipefit.plans import Plan
 from pipefit.profiles import Measurement, ModelProfile
+from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.training import Training
 from pipefit.work import Work
 
 
@@ -17,7 +23,25 @@ def sized(of: Measurement, *sizes: int, fixed: Sequence[int] = (), blocks: Seque
     Values have their samples along the first dimension; those of as many bytes as `fixed` names have no samples.
     """
     measurements = tuple(_of_samples(of, size, frozenset(fixed)) for size in sizes)
-    return replace(profile(of, blocks=blocks), measurements=measurements)
+    return replace(profile_of(of, blocks=blocks), measurements=measurements)
+
+
+def written(
+    profile: ModelProfile,
+    cluster: Cluster,
+    how: Training,
+    edges: Sequence[int],
+    degrees: Sequence[int],
+    recompute: Recompute = "never",
+) -> Plan:
+    """The plan of stages between these edges, on the next so many devices each."""
+    firsts = [0, *accumulate(degrees)]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
+        for n, (start, stop) in enumerate(pairwise(edges))
+    )
+    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 
 def _of_samples(of: Measurement, samples: int, fixed: frozenset[int]) -> Measurement:

@@ -23,6 +23,7 @@ class Objective(StrEnum):
     BLOCKS = "blocks of the longest stage"
     SECONDS = "seconds of the slowest stage, for one microbatch"
     STEP = "time of a step, in seconds"
+    ESTIMATED_STEP = "estimated time of a step, in seconds"
 
     @property
     def unit(self) -> Literal["bytes", "share", "blocks", "seconds"]:
@@ -31,7 +32,7 @@ class Objective(StrEnum):
             return "share"
         if self is Objective.BLOCKS:
             return "blocks"
-        return "seconds" if self in (Objective.SECONDS, Objective.STEP) else "bytes"
+        return "seconds" if self in (Objective.SECONDS, Objective.STEP, Objective.ESTIMATED_STEP) else "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

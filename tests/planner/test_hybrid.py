@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, permutations, product
 from random import Random
@@ -15,15 +15,14 @@ from made_up import AMPLE, devices, hostile, plain, skewed
 from pipefit.cluster import Cluster
 from pipefit.decisions import State
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
 from pipefit.planner import Options, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
-from slice_sizes import sized
+from slice_sizes import sized, written
 
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
 
@@ -60,24 +59,6 @@ def every_plan(
                     except UsageError:  # what they exchange cannot be divided, or not be held by replicas
                         continue
                     yield made, tuple(peaks[stage.devices[0]] for stage in made.stages)
-
-
-def written(
-    profile: ModelProfile,
-    cluster: Cluster,
-    how: Training,
-    edges: Sequence[int],
-    degrees: Sequence[int],
-    recompute: Recompute = "never",
-) -> Plan:
-    """The plan of stages between these edges, on the next so many devices each."""
-    firsts = [0, *accumulate(degrees)]
-    stages = tuple(
-        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(firsts[n], firsts[n + 1])), data=degrees[n]))
-        for n, (start, stop) in enumerate(pairwise(edges))
-    )
-    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
-    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
 
 
 def lowest(profile: ModelProfile, cluster: Cluster, how: Training, options: Options) -> float:

@@ -66,8 +66,8 @@ def command(
     planner: Annotated[
         str | None,
         typer.Option(
-            help="joint or exact, which belong to the objectives, unless given: mpress, exhaustive, bisection, "
-            "bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
+            help="joint or exact, which belong to the objectives, unless given: mpress, capture, alpa, exhaustive, "
+            "bisection, bayesian, additive, mcap_bf, mcap_bo, uniform, parameters, time or first_last."
         ),
     ] = None,
     recompute: Annotated[

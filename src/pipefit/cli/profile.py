@@ -23,7 +23,15 @@ EXAMPLE = "pipefit profile hf:gpt2 --microbatch-size 4 --target cuda -o profile.
 
 def command(
     model: Model,
-    microbatch_size: Annotated[int, typer.Option("--microbatch-size", "-b", min=1, help="Samples in one microbatch.")],
+    microbatch_size: Annotated[
+        list[int],
+        typer.Option(
+            "--microbatch-size",
+            "-b",
+            min=1,
+            help="Samples in one microbatch; repeatable, for the slices that replicas of a stage compute.",
+        ),
+    ],
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     device: Annotated[
         Literal["fake", "cpu", "cuda"],
@@ -103,7 +111,7 @@ def command(
 
         count = microbatches or 4 * len(devices.devices)
         training = Training(
-            batch_size=count * microbatch_size,
+            batch_size=count * microbatch_size[0],
             microbatches=count,
             schedule=schedule,
             precision=found.assumptions.precision,

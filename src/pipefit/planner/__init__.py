@@ -13,9 +13,11 @@ from typing import Literal, TypedDict, cast
 from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.planner.additive import additive
+from pipefit.planner.alpa import alpa
 from pipefit.planner.arrangements import Trials
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
+from pipefit.planner.capture import capture
 from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
@@ -48,9 +50,11 @@ __all__ = [
     "Profiles",
     "Question",
     "additive",
+    "alpa",
     "bayesian",
     "best_split",
     "bisection",
+    "capture",
     "exact",
     "exhaustive",
     "first_last",
@@ -79,12 +83,14 @@ PLANNERS: dict[str, Planner] = {
     "parameters": parameters,
     "time": time,
     "first_last": first_last,
+    "capture": capture,
+    "alpa": alpa,
     "additive": additive,
     "mcap_bf": mcap_bf,
     "mcap_bo": mcap_bo,
 }
 
-_GRIDS = "joint", "exact"  # planners that choose how many devices each stage has
+_GRIDS = "joint", "exact", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
 
@@ -171,11 +177,12 @@ def plan(
         stages=stages, data=data, tensor=tensor, recompute=recompute, effort=effort, allow_infeasible=allow_infeasible
     )
     chooses = planner == "joint"
-    may = Open(sizes=planner in _GRIDS, arrangements=chooses, degrees=planner in _GRIDS)
+    may = Open(sizes=planner in PLANNER_FOR.values(), arrangements=chooses, degrees=planner in _GRIDS)
     space = space_of(profile, cluster, numbers if training is None else training, options, may)
-    if planner in _GRIDS:
+    if may.sizes:
         return _chosen(space) if chooses else _leanest(space)
-    return solved(space.question, in_replicas(PLANNERS[planner]), name=planner)
+    asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
+    return solved(space.question, asked, name=planner)
 
 
 def plan_again(old: Plan, cluster: Cluster) -> Plan:

@@ -176,9 +176,9 @@ class Trials:
                 return
             question = self.space.question_of(size, self._profile(size))
             self._least.append(least_seconds(question))
-            for split, _, _ in fastest(question, _MIXED):
-                simulation = Simulation(plan_of(question, split))
-                self.mixed.append(Mixed(question, split, simulation))
+            for found in fastest(question, _MIXED):
+                simulation = Simulation(plan_of(question, found.split))
+                self.mixed.append(Mixed(question, found.split, simulation))
                 self._spent += simulation.actions
 
     def question(self, arrangement: Arrangement) -> Question:

@@ -49,7 +49,7 @@ def degrees_of(
         UsageError: those that are asked for are not possible; says what would be.
     """
     _check_pins(profile, training, devices, data=data, tensor=tensor)
-    measured = {one.microbatch_size for one in profile.measurements}
+    measured = {one.microbatch_size for one in profile.measurements if one.tensor == 1}
     size = training.microbatch_size
     most = 1 if training.endless else min(size, devices)
     found = (

@@ -79,7 +79,7 @@ class Programme:
         self._blocks, self._choices, self._cost, self._barred = blocks, choices, cost, barred
         self._degrees = list(dict.fromkeys(choice.degree for choice in choices))
         end = np.full((blocks + 1, states), np.inf)
-        end[blocks, 0] = -np.inf  # nothing comes behind
+        end[blocks, 0] = 0.0  # nothing comes behind
         self._behind = [dict.fromkeys(self._degrees, end)]  # by the degree in front of the cut
         self.values = list[float]()  # the best, for 1, 2, ... stages
         for stages in range(1, most + 1):

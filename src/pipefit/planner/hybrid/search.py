@@ -12,22 +12,25 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.devices import DeviceKind
-from pipefit.planner.degrees import Degree
+from pipefit.errors import UsageError
+from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.hybrid.placing import grids_of
 from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme
 from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts, sum_seconds
 from pipefit.planner.hybrid.takes import States
 from pipefit.planner.question import DeviceClass, Question, Split
+from pipefit.texts import counted
 
 _INFINITE = float("inf")
 
 
 class Hybrid(NamedTuple):
-    """A plan of the search: its split, what was minimised, and how many candidate stages were compared."""
+    """A plan of the search: its split, what was minimised, how many candidate stages were compared, and its stages."""
 
     split: Split
     value: float
     evaluated: int
+    stages: tuple[Placed, ...]
 
 
 def leanest(question: Question) -> Hybrid:
@@ -35,15 +38,19 @@ def leanest(question: Question) -> Hybrid:
 
     The value is in bytes, or a share of budgets that differ.
     """
-    search = _Search(question)
+    search = Search(question)
     level = min(search.lowest())
     return search.fastest(level)[0]._replace(value=level)
 
 
 def fastest(question: Question, most: int) -> list[Hybrid]:
     """Plans that fit: for up to `most` numbers of stages the one of the fewest estimated seconds, the fastest first."""
-    search = _Search(question)
-    return search.fastest(1.0 if not question.equal_budgets else float(question.cluster.budgets[0]))[:most]
+    return Search(question).fastest(budget_level(question))[:most]
+
+
+def budget_level(question: Question) -> float:
+    """The level within which plans fit: bytes, or all of budgets that differ."""
+    return float(question.cluster.budgets[0]) if question.equal_budgets else 1.0
 
 
 def least_seconds(question: Question) -> float:
@@ -62,7 +69,9 @@ def least_seconds(question: Question) -> float:
     return float(question.training.microbatches * least / len(question.cluster.devices))
 
 
-class _Search:
+class Search:
+    """The choices of a question, and the programmes over them."""
+
     def __init__(self, question: Question) -> None:
         self.question = question
         self.classes = sorted(question.classes, key=lambda one: one.memory_bytes)
@@ -76,29 +85,45 @@ class _Search:
 
     @property
     def counts(self) -> range:
-        """The numbers of stages."""
+        """The numbers of stages. Where each has one device, there are stages on all of them."""
         pinned, most = self.question.options.stages, min(self.question.blocks, len(self.question.cluster.devices))
+        pinned = self.question.stages if self.question.degrees == (SINGLE,) else pinned
         return range(1, most + 1) if pinned is None else range(pinned, pinned + 1)
 
     def lowest(self) -> list[float]:
         """The lowest highest cost of plans, for every number of stages."""
-        programme = self._programme(lambda left, choice: Cost(self._shares(left, choice)))
+        programme = self.programme(lambda left, choice: Cost(self.shares(left, choice)))
         return [programme.values[count - 1] for count in self.counts]
+
+    def best(self, cost: Costs) -> Hybrid:
+        """The plan with the lowest value by these costs, of any number of stages."""
+        programme = self.programme(cost)
+        value, count = min((programme.values[count - 1], count) for count in self.counts)
+        if value == _INFINITE:
+            raise UsageError(
+                f"{self.question.profile.parts} have no plan in {counted(self.counts[-1], 'stage')} or fewer on the "
+                f"devices of {self.question.cluster.name} by these costs: use other degrees, or none"
+            )
+        return self._made(programme.best(count), value)
 
     def fastest(self, level: float) -> list[Hybrid]:
         """The fastest plans whose stages stay within a level, one for each number of stages that has any."""
-        programme = self._programme(lambda left, choice: self._within(left, choice, level))
+        programme = self.programme(lambda left, choice: self._within(left, choice, level))
         values = {count: programme.values[count - 1] for count in self.counts}
         found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
-        return [Hybrid(self._split(programme.best(count)), value, self._evaluated) for value, count in found]
+        return [self._made(programme.best(count), value) for value, count in found]
+
+    def _made(self, stages: tuple[Placed, ...], value: float) -> Hybrid:
+        return Hybrid(self.split(stages), value, self.evaluated, stages)
 
     @property
-    def _evaluated(self) -> int:
+    def evaluated(self) -> int:
         """The candidate stages: ranges of blocks at every place, of every degree, on all choices of devices."""
         blocks = self.question.blocks
         return blocks * (blocks + 1) // 2 * self.counts[-1] * len(self.choices)
 
-    def _programme(self, cost: Costs) -> Programme:
+    def programme(self, cost: Costs) -> Programme:
+        """The tables for all numbers of stages by these costs."""
         question = self.question
         return Programme(question.blocks, self.states.count, self.choices, cost, self.counts[-1], self.barred)
 
@@ -108,16 +133,16 @@ class _Search:
         """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
-    def _shares(self, left: int, choice: Choice) -> Floats:
+    def shares(self, left: int, choice: Choice) -> Floats:
         """The peak of a stage, as a share of its devices' budgets where they differ."""
         return self.tables[choice.degree].peaks(left) / self._unit(choice)
 
     def _within(self, left: int, choice: Choice, level: float) -> Cost:
         """The seconds of a stage, if its peak is within the level."""
-        head, add = self._seconds(choice)
-        return Cost(np.where(self._shares(left, choice) <= level, head, _INFINITE), add)
+        head, add = self.seconds(choice)
+        return Cost(np.where(self.shares(left, choice) <= level, head, _INFINITE), add)
 
-    def _seconds(self, choice: Choice) -> tuple[Floats, Floats]:
+    def seconds(self, choice: Choice) -> tuple[Floats, Floats]:
         """The seconds of all microbatches and the end of a step, and those of a microbatch."""
         key = choice.degree, choice.take.lowest
         if key not in self._times:
@@ -130,10 +155,18 @@ class _Search:
             self._times[key] = self.question.training.microbatches * each + end, each
         return self._times[key]
 
+    def each(self, choice: Choice) -> Floats:
+        """The seconds of a microbatch, with its part of the sum of gradients and of the update."""
+        return self.seconds(choice)[0] / self.question.training.microbatches
+
+    def barred_ranges(self, choice: Choice) -> Floats:
+        """Zero, or infinity for ranges that stages of this degree cannot hold."""
+        return self.tables[choice.degree].barred
+
     def _kind(self, one: DeviceClass) -> DeviceKind:
         return self.question.cluster.devices[one.devices[0]].kind
 
-    def _split(self, stages: tuple[Placed, ...]) -> Split:
+    def split(self, stages: tuple[Placed, ...]) -> Split:
         """The split of a plan, on the devices that it takes."""
         edges = (0, *(one.stop for one in stages))
         hosts = [device.host for device in self.question.cluster.devices]

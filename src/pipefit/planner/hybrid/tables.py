@@ -52,7 +52,7 @@ class DegreeTables:
         how, again = self.question.training, self.question.options.recompute
         met = surroundings(how.schedule, 0, stages_left, how.microbatches, again, versions=how.versions)
         if met not in self._peaks:
-            self._peaks[met] = self._barred + self._square(stage_peak(self._band, met).astype(float))
+            self._peaks[met] = self.barred + self._square(stage_peak(self._band, met).astype(float))
         return self._peaks[met]
 
     def seconds(self, kind: DeviceKind) -> Passes:
@@ -85,7 +85,7 @@ class DegreeTables:
         return found
 
     @cached_property
-    def _barred(self) -> Floats:
+    def barred(self) -> Floats:
         """Infinity for ranges with a layer that replicas cannot hold: it computes with a buffer and changes it."""
         edges, costs = self.question.edges, self.measurement.costs
         fed_back = [float(any(cost.fed_back for cost in costs[a:b])) for a, b in pairwise(edges)]
