@@ -42,6 +42,16 @@ LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
+# What Python shows of warnings unless asked for less, as errors; those of workers, and of C++, are read on stderr
+QUIETLY = pytest.mark.filterwarnings(
+    "error",
+    "default::pipefit.errors.PipefitWarning",
+    "ignore::DeprecationWarning",
+    "ignore::PendingDeprecationWarning",
+    "ignore::ImportWarning",
+    "ignore::ResourceWarning",
+)
+STRANGE = re.compile(r"^\[[WE]\d|(?<!Pipefit)Warning\b")
 
 
 def named(page: Path) -> str:
@@ -74,23 +84,34 @@ def comparable(text: str) -> str:
     return VARYING.sub("...", re.sub(r"\s*\n", " ", text))
 
 
-def run_console(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines after a `$`, each with the output that follows it; times taken and the processor may differ."""
+def run_console(block: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines after a `$`, each with the output that follows it; times taken and the processor may differ.
+
+    Returns what was written to stderr meanwhile.
+    """
+    errors = []
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         line, _, shown = part.partition("\n")
-        capsys.readouterr()
+        errors.append(capfd.readouterr().err)
         run_line(line)
-        printed = capsys.readouterr().out
+        printed = capfd.readouterr()
+        errors.append(printed.err)
         if shown.strip():
-            assert comparable(shown) == comparable(printed), line
+            assert comparable(shown) == comparable(printed.out), line
+    return errors
 
 
+@QUIETLY
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_the_blocks_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From top to bottom, in an empty folder, with the Python blocks of a page in one namespace."""
+    """From top to bottom, in an empty folder, with the Python blocks of a page in one namespace.
+
+    Nobody warns of anything but pipefit itself: not the program, and not its workers, torch's C++ included.
+    """
     monkeypatch.chdir(tmp_path)
+    printed: list[str] = []
     namespace: dict[str, object] = {"__name__": "documentation"}
     for language, block in BLOCK.findall(page.read_text()):
         match language:
@@ -99,12 +120,15 @@ def test_the_blocks_of_a_page_run(
             case "toml":
                 assert Cluster.parse(block, named(page)).devices
             case "console":
-                run_console(block, capsys)
+                printed += run_console(block, capfd)
             case "sh":
                 for line in block.replace("\\\n", " ").splitlines():
                     run_line(line)
+    printed.append(capfd.readouterr().err)
+    assert [line for text in printed for line in text.splitlines() if STRANGE.search(line)] == []
 
 
+@QUIETLY
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
 def test_the_slow_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

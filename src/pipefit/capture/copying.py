@@ -17,9 +17,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.storages import flat, placed, storage_key
+
+# Shapes of trees never change, and torch warns of every copy of one
+_AS_IT_IS = {type(pytree.tree_structure(tree)): lambda spec, memo: spec for tree in ((), 0)}
 
 
 def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -47,7 +51,7 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     with (
         mock.patch.object(Tensor, "__deepcopy__", deepcopy),
         mock.patch.object(nn.Parameter, "__deepcopy__", deepcopy),
-        mock.patch.dict(copy._deepcopy_dispatch, {torch.Generator: _generator, FunctionType: function}),  # type: ignore[attr-defined]
+        mock.patch.dict(copy._deepcopy_dispatch, {**_AS_IT_IS, torch.Generator: _generator, FunctionType: function}),  # type: ignore[attr-defined]
     ):
         return copy.deepcopy(module)
 
