@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from divided import MODELS, divided, grid_plan
+from movable import movable
+from pipefit.checkpoints import load_state_dict
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.errors import UsageError
+from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer
+from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.saving import Saving
 from slices import Plain, batches, equal
 from tiny import batch_of
 
@@ -162,15 +168,8 @@ def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Pat
     if name == "dropped" and all(data == 1 for data, _ in how[1]):  # slices draw for themselves
         assert equal(after.state_dict(), never.state_dict(), relative=1e-9)
     plain = task.build()
-    plain.load_state_dict(pipefit_weights(tmp_path))
+    plain.load_state_dict(load_state_dict(tmp_path))
     assert equal(dict(plain.state_dict()), before.state_dict(), relative=0)
-
-
-def pipefit_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of the newest checkpoint, as plain PyTorch takes them."""
-    from pipefit.checkpoints import load_state_dict
-
-    return load_state_dict(folder)
 
 
 def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> None:
@@ -187,3 +186,91 @@ def test_whole_checkpoints_are_divided_as_they_are_loaded(tmp_path: Path) -> Non
     assert equal(ranks.state_dict(), one.state_dict(), relative=1e-9)
     ranks.load_state_dict(one.state_dict(optimizer=True))
     assert equal(ranks.state_dict(optimizer=True), one.state_dict(optimizer=True), relative=0)
+
+
+class Rows(torch.optim.SGD):
+    """Divides a gradient by its norm, as LARS and LAMB do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step with gradients of length 1."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None if parameter.grad is None else parameter.grad / parameter.grad.norm()
+        super().step()
+
+
+@pytest.mark.parametrize("optimizer", [Rows, torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> None:
+    """It would train other numbers on parts; where nothing is divided it trains."""
+
+    def made(groups: Any) -> torch.optim.Optimizer:
+        if optimizer is torch.optim.Muon:  # for matrices alone
+            groups = [{**g, "params": [p for p in g["params"] if p.ndim == 2]} for g in groups]
+        return optimizer([g for g in groups if g["params"]], lr=0.01)
+
+    task = divided("dropped", optimizer=made)
+    found = replace(profiled("dropped"), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    with pytest.raises(UsageError, match=rf"optimizer {optimizer.__name__} of dropped updates a parameter by more"):
+        Trainer(task, grid_plan(found, [0, 6], [(1, 2)]))
+    Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
+def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None:
+    """What they keep for a parameter has its shape, and is put together as it is."""
+    task = divided("normed", optimizer=partial(optimizer, lr=0.01))
+    found = replace(profiled("normed"), fingerprint=profile(task, microbatch_size=4).fingerprint)
+    ranks, whole = (Trainer(task, grid_plan(found, [0, 6], [degrees])) for degrees in ((1, 2), (1, 1)))
+    for one in batches(task, ranks.plan, 2):
+        assert ranks.step(one) == pytest.approx(whole.step(one), rel=1e-6)
+    own, other = ranks.state_dict(optimizer=True), whole.state_dict(optimizer=True)
+    assert own.keys() == other.keys()
+    assert all(own[name].shape == other[name].shape for name in other)
+
+
+def test_recomputing_and_moving_away_change_no_number() -> None:
+    """Ranks repeat their collectives in one order, and what they save comes back from the host."""
+    task = divided("dropped", optimizer=MOMENTUM)
+    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (2, 2)], microbatches=3)
+    again = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE, microbatches=Microbatches())
+    moved = tuple(movable(plan, 1)[:3])
+    away = Decision(stage=1, subject=SavedTensors(tensors=moved), what=What.OFFLOAD, place=parse_place("host"))
+    kept, freed = Trainer(task, plan), Trainer(task, replace(plan, decisions=(again, away)))
+    for one in batches(task, plan, 2):
+        assert kept.step(one) == freed.step(one)
+    assert equal(kept.state_dict(), freed.state_dict(), relative=0)
+
+
+def test_a_rank_that_overflows_makes_all_of_them_skip() -> None:
+    """Master weights in half precision: scaled gradients overflow in a part, and no rank updates."""
+    task = divided("dropped", precision="master-float16")
+    found = profile(task, microbatch_size=4, tensor=(1, 2))
+    ranks, whole = (Trainer(task, grid_plan(found, [0, 3, 6], degrees)) for degrees in ([(1, 2)] * 2, [(1, 1)] * 2))
+    skipped = []
+    for number, (inputs, targets) in enumerate(batches(task, ranks.plan, 3)):
+        one = inputs, targets * (1e3 if number == 0 else 1)
+        assert ranks.step(one) == pytest.approx(whole.step(one), rel=1e-2)
+        agreed = [stage.agreement for trainer in (ranks, whole) for stage in trainer.stages if stage.agreement]
+        assert len({agreement.overflow for agreement in agreed}) == 1
+        assert len({agreement.scale.value for agreement in agreed if agreement.scale}) == 1
+        skipped.append(agreed[0].overflow)
+    assert skipped[0]
+    assert not skipped[-1]
+
+
+def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
+    """Four workers over gloo, two tensor groups: the same losses and peaks, and a checkpoint of whole tensors."""
+    task = divided("tied")
+    found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
+    plan = grid_plan(found, [0, 3, 6], [(1, 2), (1, 2)], clip_norm=1.0)
+    losses, trace = train(partial(divided, "tied"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
+    alone, expected = Trainer(task, plan), []
+    for step in range(2):
+        torch.manual_seed(step)
+        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert trace.peak_bytes == alone.trace.peak_bytes == certify(task, plan).peak_bytes
+    assert equal(load_state_dict(tmp_path), alone.state_dict(), relative=1e-12)
+    again = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
+    assert again.load(tmp_path) == 2
+    assert equal(again.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-12)

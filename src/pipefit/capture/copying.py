@@ -39,7 +39,7 @@ def copied(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
         if id(tensor) not in memo:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(convert(tensor), requires_grad=tensor.requires_grad)
-                _copy_hooks(tensor, memo[id(tensor)], memo)
+                copy_hooks(tensor, memo[id(tensor)], memo)
             else:
                 memo[id(tensor)] = _converted(tensor, convert, storages)
         found: Tensor = memo[id(tensor)]
@@ -72,7 +72,7 @@ def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     return list((on_gradient or {}).values()), list((behind or {}).values())
 
 
-def _copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]) -> None:
+def copy_hooks(parameter: nn.Parameter, made: nn.Parameter, memo: dict[int, Any]) -> None:
     """Give `made`, the copy of `parameter`, its hooks."""
     on_gradient, behind = _hooks(parameter)
     for hook in on_gradient:

@@ -16,6 +16,7 @@ from pipefit.cost.shares import Share, share_of
 from pipefit.cost.states import Layers, StateMoves, state_moves
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import host_update_seconds
+from pipefit.fake.target import is_fake
 from pipefit.grids import Stage
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
@@ -23,6 +24,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.agreement import Agreement, LossScale
 from pipefit.runtime.buffers import move
+from pipefit.runtime.elementwise import check_elementwise
 from pipefit.runtime.lending import Lending
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.replicas import Source, Sources
@@ -162,6 +164,8 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
         shards = sources[stage].shards
         criterion = [] if shards is None or shards.criterion is None else [shards.criterion]
         move([*(layer.module for layer in layers), *criterion], device)
+        if shards is not None and not any(is_fake(p) for layer in layers for p in layer.module.parameters()):
+            check_elementwise(site.task, layers, shards, device)
         runners[stage] = StageRunner(
             site.task,
             layers,

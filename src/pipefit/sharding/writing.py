@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from pipefit.capture.binding import register
 from pipefit.capture.chain import ChainLayer
-from pipefit.capture.copying import hooks_of
+from pipefit.capture.copying import copy_hooks, hooks_of
 from pipefit.capture.graph_layer import Contexts, layer_class
 from pipefit.errors import UsageError
 from pipefit.sharding.collectives import Collectives
@@ -128,8 +128,7 @@ class RankTensors:
         """The rank's part of a tensor, in memory of its own."""
         if id(tensor) not in self._made:
             local = self.shard(tensor, name).local(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[id(tensor)] = nn.Parameter(local, tensor.requires_grad) if is_parameter else local
+            self._made[id(tensor)] = _like(tensor, local) if isinstance(tensor, nn.Parameter) else local
         return self._made[id(tensor)]
 
     def shard(self, tensor: Tensor, name: str) -> Shard:
@@ -145,6 +144,13 @@ class RankTensors:
                 "part of the gradient: take them off, or use no tensor parallelism for its stage"
             )
         return Shard.of(name, tensor.shape, form, self.rank, self.ranks)
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """A rank's parameter, with the hooks of one that it has whole."""
+    made = nn.Parameter(local, parameter.requires_grad)
+    copy_hooks(parameter, made, {})
+    return made
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
