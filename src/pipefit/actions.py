@@ -20,6 +20,7 @@ An action has a text form that can be parsed. The first number is the stage, the
     2OFFLOAD0[5.versions]@host    the weights of layer 5 that microbatch 0 went forward with
     0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
     0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
+    0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
     0UNSHARD             start bringing parameters from the replicas that own their layers; WAIT joins
     0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins

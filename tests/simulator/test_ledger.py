@@ -403,7 +403,3 @@ def test_what_a_program_cannot_say_to_the_simulator_is_refused() -> None:
     body = parse_program(text, placement=((0,),), microbatches=1)
     with pytest.raises(UsageError, match="a part of an endless schedule, which nothing has begun"):
         simulate(plan, program=body)
-    one = plan.profile.measurements[0]
-    ranks = replace(plan.profile, measurements=(one, replace(one, tensor=2)))
-    with pytest.raises(UsageError, match=r"stage 0 is on devices \[0, 1\] as 2 shards, which can be written down"):
-        simulate(replace(plan, stages=(replace(plan.stages[0], grid=Grid(devices=(0, 1), tensor=2)),), profile=ranks))

@@ -11,8 +11,44 @@ as large as the owners' shares. NCCL takes that long; gloo sends the sums to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+from pipefit.cluster import Cluster
+from pipefit.places import Member
+from pipefit.work import Collective
+
+
+class Ring(NamedTuple):
+    """The ring of a tensor-parallel group, whose ranks wait for each other in the middle of a layer.
+
+    `seconds_per_byte` are those of a byte that every rank sends to the next, all at once, and `latency_seconds` what a
+    round takes besides. Other transfers on the same wires are not waited for.
+    """
+
+    members: int
+    seconds_per_byte: float
+    latency_seconds: float
+
+    @staticmethod
+    def of(cluster: Cluster, devices: Sequence[int]) -> Ring:
+        """The ring of these devices, in their order."""
+        ring = zip(devices, (*devices[1:], devices[0]), strict=True)
+        routes = [cluster.route(Member.device(one), Member.device(other)) for one, other in ring if one != other]
+        busy: dict[str, float] = {}  # by wire, the seconds until all hops have sent a byte: some share a wire
+        for route in routes:
+            begin = max((busy.get(wire, 0.0) for wire in route.wires), default=0.0)
+            busy |= dict.fromkeys(route.wires, begin + 1 / route.bytes_per_second)
+        latency = max((route.latency_seconds for route in routes), default=0.0)
+        return Ring(len(devices), max(busy.values(), default=0.0), latency)
+
+    def seconds(self, collectives: Iterable[Collective]) -> float:
+        """Seconds of collectives one after the other: a sum goes around twice, a gather once."""
+        return sum(self._seconds(2 if one.kind == "all_reduce" else 1, one.nbytes) for one in collectives)
+
+    def _seconds(self, times: int, nbytes: int) -> float:
+        sent = times * (self.members - 1) * nbytes / self.members
+        return sent * self.seconds_per_byte + times * (self.members - 1) * self.latency_seconds
 
 
 class Hop(NamedTuple):

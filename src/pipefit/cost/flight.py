@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.actions import OF_ROWS, Action, Kind, Subject
+from pipefit.cost.messages import Sent
 from pipefit.cost.moving import offload, offloaded, reload, reloaded
 from pipefit.cost.passes import Forward, buffer_copies, copy_inputs, run_backward, run_forward
 from pipefit.cost.residency import Away, Piece, Residency, Whereabouts, begin
 from pipefit.cost.storages import StageStorages
-from pipefit.cost.transition import Answer, Handler, Transition
+from pipefit.cost.transition import Answer, Handler, Transition, rows_sent
 
 
 class Flights:
-    """The microbatches of one stage: every residency that they pass through, each made only once."""
+    """The microbatches of one stage: every residency that they pass through, each made only once.
 
-    def __init__(self, storages: StageStorages) -> None:
-        self.storages = storages
+    `sent` says how often what leaves the stage is sent, if not once.
+    """
+
+    def __init__(self, storages: StageStorages, sent: Sent = Sent()) -> None:  # noqa: B008 - it is frozen
+        self.storages, self.sent = storages, sent
         self._known: dict[object, Residency] = {}
         self._sent = [] if storages.last else [Kind.SEND_FORWARD]
         self._sent += [Kind.SEND_BACKWARD] if storages.start else []
@@ -41,7 +45,7 @@ class Flights:
         key = action.kind, action.layers, action.subject, action.place, action.part, action.wait, is_first
         answer = residency.known.get(key)
         if answer is None:
-            found, changed = _answer(Transition(self.storages, residency, action, moved, is_first))
+            found, changed = _answer(Transition(self.storages, residency, action, moved, is_first, self.sent))
             answer = residency.known[key] = self._interned(found), changed
         return answer
 
@@ -49,8 +53,8 @@ class Flights:
         """Whether nothing of the microbatch is left, so that the next step may use its number again."""
         if residency.held or residency.back != 0:
             return False
-        samples = self.storages.samples
-        return all(residency.rows(kind, wait=True, samples=samples) == samples for kind in self._sent)
+        samples, sent = self.storages.samples, rows_sent(self.storages, self.sent)
+        return all(residency.rows(kind, wait=True, samples=samples) == sent[kind] for kind in self._sent)
 
     def _interned(self, residency: Residency) -> Residency:
         return self._known.setdefault(residency.key(), residency)
@@ -154,7 +158,8 @@ def _pass(transition: Transition, *, saves: bool) -> Answer:
     values = run_forward(transition.working, Forward(first, end, again=False, saves=saves), values)
     if end == transition.storages.count:
         for instance in values:
-            transition.working.hold(instance, transition.holders.sending)
+            if transition.sent.forward:
+                transition.working.hold(instance, transition.holders.sending)
             transition.working.drop(instance, transition.holders.value)
         values = ()
     return transition.left(at=end, values=values, pieces=(*transition.residency.pieces, piece))
@@ -266,6 +271,8 @@ def _backward(transition: Transition) -> Answer:
         transition.working.level += sum(made)
         transition.working.drop_all(transition.holders.kept(piece.first))
     transition.working.level -= born + travelling
+    if first == 0 and not transition.sent.backward:
+        travelling -= storages.sent_gradient_bytes
     return transition.left(back=first, gradients=born, boundary=travelling)
 
 

@@ -35,7 +35,8 @@ from pipefit.cost.storages import StageStorages
 from pipefit.places import Place
 from pipefit.rows import Rows
 
-Done = tuple[Kind, bool, Rows | None]  # of an action: its kind, whether it is a WAIT, and its rows; None is all of them
+# Of an action: its kind, whether it is a WAIT, its rows, where None is all of them, and the device that it names
+Done = tuple[Kind, bool, Rows | None, Place | None]
 
 
 class Piece(NamedTuple):
@@ -99,7 +100,7 @@ class Residency:
 
     def rows(self, kind: Kind, *, wait: bool, samples: int) -> int:
         """How many of the slice's `samples` actions of this kind, or their WAITs, have had so far."""
-        parts = [part for done, waited, part in self.done if done is kind and waited is wait]
+        parts = [part for done, waited, part, _ in self.done if done is kind and waited is wait]
         return sum(samples if part is None else part[1] - part[0] for part in parts)
 
     def changed(self, **fields: object) -> Residency:

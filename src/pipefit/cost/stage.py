@@ -8,10 +8,12 @@ from copy import copy
 from functools import cached_property
 
 from pipefit.actions import Action, Kind, Subject
+from pipefit.cost.collectives import Ring
 from pipefit.cost.effects import Effect
 from pipefit.cost.flight import Flights
+from pipefit.cost.messages import Sent
 from pipefit.cost.rest import StageRest
-from pipefit.cost.shares import Share
+from pipefit.cost.shares import Share, share_of
 from pipefit.cost.storages import StageStorages
 from pipefit.cost.time import Seconds, copy_seconds, host_update_seconds, layer_seconds
 from pipefit.devices import DeviceKind, Host
@@ -24,7 +26,7 @@ class StageCost:
     """The costs of layers `start` to `stop - 1`; what has been computed is kept.
 
     `times` are the seconds of all layers of the model, and of the loss, on the stage's kind of device; `share` is what
-    the device keeps of what replicas divide.
+    the device keeps of what replicas divide, and `sent` how often it sends what leaves the stage.
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class StageCost:
         kind: DeviceKind,
         training: Training,
         share: Share | None = None,
+        sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> None:
         self.start, self.stop, self.share = start, stop, share
         self._times = times
         self.storages = StageStorages(measurement, start, stop, rooms=training.versions == "everything")
-        self.flights = Flights(self.storages)
+        self.flights = Flights(self.storages, sent)
         everything = training.versions == "everything"
         self.rest = StageRest(self.storages, training.microbatches, everything=everything, share=share)
         self.layers = frozenset(range(start, stop))
@@ -50,7 +53,7 @@ class StageCost:
     def forgetful(self) -> StageCost:
         """The same costs, with flights that remember nothing yet."""
         found = copy(self)
-        found.flights = Flights(self.storages)
+        found.flights = Flights(self.storages, self.flights.sent)
         return found
 
     def seconds(self, action: Action) -> float:
@@ -118,11 +121,12 @@ class StageCost:
 class Costs:
     """The costs of all stages asked for so far, for one profile and training. Planners share one between plans.
 
-    `measurement` is at the size of a microbatch, and `slices` are at those of the slices that replicas compute.
+    `measurement` is at the size of a microbatch; `slices` are at those of the slices that replicas compute, and of
+    layers that tensor-parallel ranks divide.
     """
 
     def __init__(self, measurement: Measurement, training: Training, slices: Sequence[Measurement] = ()) -> None:
-        self._measurements = {one.microbatch_size: one for one in (*slices, measurement)}
+        self._measurements = {(one.microbatch_size, one.tensor): one for one in (*slices, measurement)}
         self._size, self._training = measurement.microbatch_size, training
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._times: dict[tuple[object, ...], tuple[Seconds, ...]] = {}  # of all layers, by samples and kind of device
@@ -141,33 +145,61 @@ class Costs:
         *,
         data: int = 1,
         share: Share | None = None,
+        ring: Ring | None = None,
+        sent: Sent = Sent(),  # noqa: B008 - it is frozen
     ) -> StageCost:
         """The costs of layers `start` to `stop - 1` on a device of `kind`, in a program with these bundles.
 
         The device computes a slice of every microbatch, as one of `data` replicas, and has a `share` of what they
-        divide. What flights remember of an action
-        names a bundle by its number alone, so that programs share it only where the stage's bundles are the same.
+        divide; or it is one of the ranks of such a replica, which divide the layers and exchange around the `ring`.
+        What flights remember of an action names a bundle by its number alone, so that programs share it only where the
+        stage's bundles are the same.
         """
         own = tuple((number, one) for number, one in enumerate(bundles) if start <= one[0].layer < stop)
-        samples = self._size // data
-        key = (start, stop, kind.key, own, samples, share)
+        degree = self._size // data, 1 if ring is None else ring.members
+        key = (start, stop, kind.key, own, degree, share, ring, sent)
         found = self._stages.get(key)
         if found is None:
             found = self._stages[key] = (
-                self.stage(start, stop, kind, data=data, share=share).forgetful()
+                self.stage(start, stop, kind, data=data, share=share, ring=ring, sent=sent).forgetful()
                 if own
                 else StageCost(
-                    self._measurements[samples], start, stop, self._seconds(kind, samples), kind, self._training, share
+                    self._measurements[degree],
+                    start,
+                    stop,
+                    self._seconds(kind, degree, ring),
+                    kind,
+                    self._training,
+                    share,
+                    sent,
                 )
             )
         return found
 
-    def _seconds(self, kind: DeviceKind, samples: int) -> tuple[Seconds, ...]:
-        """The seconds of all layers for so many samples on a device of `kind`."""
-        found = self._times.get((samples, kind.key))
+    def of_device(
+        self, plan: Plan, stage: int, device: int, devices: Sequence[int], bundles: Sequence[tuple[Subject, ...]] = ()
+    ) -> StageCost:
+        """The costs of a stage of `plan` on one of the `devices` that hold it in a program with these bundles."""
+        place, grid = plan.stages[stage], plan.stages[stage].grid
+        replica, shard = divmod(devices.index(device), grid.tensor)
+        group = devices[replica * grid.tensor : (replica + 1) * grid.tensor]
+        return self.stage(
+            place.start,
+            place.stop,
+            plan.cluster.devices[device].kind,
+            bundles,
+            data=grid.data,
+            share=share_of(plan, stage, grid.devices[replica * grid.tensor + shard]),
+            ring=Ring.of(plan.cluster, group) if grid.tensor > 1 else None,
+            sent=Sent.of(plan, stage, shard),
+        )
+
+    def _seconds(self, kind: DeviceKind, degree: tuple[int, int], ring: Ring | None) -> tuple[Seconds, ...]:
+        """The seconds of all layers, at so many samples and divided between so many ranks, on a device of `kind`."""
+        found = self._times.get((degree, kind.key, ring))
         if found is None:
-            measurement = self._measurements[samples]
-            found = self._times[samples, kind.key] = layer_seconds(measurement, kind, self._training.dtype)
+            measurement = self._measurements[degree]
+            found = self._times[degree, kind.key, ring] = layer_seconds(measurement, kind, self._training.dtype, ring)
         return found
 
 

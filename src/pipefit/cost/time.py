@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipefit.cost.collectives import Ring
 from pipefit.devices import DeviceKind, Host
 from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
@@ -47,14 +48,21 @@ def _operations(work: Work) -> tuple[Alike, ...]:
     return work.operations or whole
 
 
-def layer_seconds(measurement: Measurement, kind: DeviceKind, dtype: str = "float32") -> tuple[Seconds, ...]:
-    """Seconds of every layer, and of the loss behind the last one."""
-    alike = [_seconds(cost, kind, dtype) for cost in measurement.kinds]
-    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype))
+def layer_seconds(
+    measurement: Measurement, kind: DeviceKind, dtype: str = "float32", ring: Ring | None = None
+) -> tuple[Seconds, ...]:
+    """Seconds of every layer, and of the loss behind the last one.
+
+    Those of a tensor-parallel rank are with its collectives, which go around the `ring`.
+    """
+    alike = [_seconds(cost, kind, dtype, ring) for cost in measurement.kinds]
+    return (*(alike[number] for number in measurement.layers), _seconds(measurement.loss, kind, dtype, ring))
 
 
-def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str) -> Seconds:
-    return Seconds(*(seconds(work, kind, dtype) for work in (cost.forward, cost.backward, cost.update)))
+def _seconds(cost: LayerCost, kind: DeviceKind, dtype: str, ring: Ring | None) -> Seconds:
+    works = cost.forward, cost.backward, cost.update
+    together = (0.0 if ring is None else ring.seconds(work.collectives) for work in works)
+    return Seconds(*(seconds(work, kind, dtype) + more for work, more in zip(works, together, strict=True)))
 
 
 def copy_seconds(nbytes: int, kind: DeviceKind) -> float:

@@ -11,10 +11,20 @@ from typing import Any, NoReturn
 
 from pipefit.actions import Action, Kind, Subject
 from pipefit.cost.effects import Effect
+from pipefit.cost.messages import Sent
 from pipefit.cost.passes import Working
 from pipefit.cost.residency import Done, Residency
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
+
+
+def rows_sent(storages: StageStorages, sent: Sent) -> dict[Kind, int]:
+    """The rows that all sends of a microbatch have together, in each direction."""
+    return {
+        Kind.SEND_FORWARD: sent.forward * storages.samples,
+        Kind.SEND_BACKWARD: sent.backward * storages.samples,
+    }
+
 
 Answer = tuple[Residency, Effect | None]
 Handler = Callable[["Transition"], Answer]
@@ -24,10 +34,16 @@ class Transition:
     """One action applied to one residency. `working` is the copy of the residency that the action changes."""
 
     def __init__(
-        self, storages: StageStorages, residency: Residency, action: Action, moved: Sequence[Subject], is_first: bool
+        self,
+        storages: StageStorages,
+        residency: Residency,
+        action: Action,
+        moved: Sequence[Subject],
+        is_first: bool,
+        sent: Sent,
     ) -> None:
         self.storages, self.residency, self.action = storages, residency, action
-        self.moved, self.is_first = moved, is_first
+        self.moved, self.is_first, self.sent = moved, is_first, sent
         self.working = Working(storages, residency)
         self.holders = self.working.holders
 
@@ -55,8 +71,8 @@ class Transition:
 
     def once(self) -> frozenset[Done]:
         """What has been done with the microbatch after this action, which must not have been done before."""
-        own = self.action.kind, self.action.wait, self.action.part
-        if own in self.residency.done or self.rows_before + self._own_rows > self.storages.samples:
+        own = self.action.kind, self.action.wait, self.action.part, self.action.place
+        if own in self.residency.done or self.rows_before + self._own_rows > self._all_rows:
             self.refuse("happens twice")
         return self.residency.done | {own}
 
@@ -68,7 +84,12 @@ class Transition:
     @property
     def completes(self) -> bool:
         """Whether no row of the slice is left for other actions of the same kind."""
-        return self.rows_before + self._own_rows == self.storages.samples
+        return self.rows_before + self._own_rows == self._all_rows
+
+    @property
+    def _all_rows(self) -> int:
+        """How many rows all actions of the same kind have together."""
+        return rows_sent(self.storages, self.sent).get(self.action.kind, self.storages.samples)
 
     @property
     def _own_rows(self) -> int:

@@ -17,6 +17,7 @@ from pipefit.layer_costs import LayerCost
 from pipefit.places import Member, Place, Share
 from pipefit.plans import Plan
 from pipefit.rows import Rows, common_rows, rows_of
+from pipefit.texts import counted
 
 
 class Slices:
@@ -115,12 +116,21 @@ def _check_shards(plan: Plan, number: int) -> None:
             f"{where}, and schedule {plan.training.schedule} updates with microbatches in flight, which shards cannot "
             "do together yet: use schedule 1f1b, or one device for each stage"
         )
-    for shared, stages in plan.summed.items():
-        others = [stage for stage in stages if plan.stages[stage].grid.tensor != shards]
-        if number in stages and others:
+    grid = plan.stages[number].grid
+    for other, stage in enumerate(plan.stages):
+        if stage.devices == grid.devices and (stage.grid.data, stage.grid.tensor) != (grid.data, grid.tensor):
             raise UsageError(
-                f"{where}, and shares parameter {plan.measurement.shared[shared].name!r} with stage {others[0]}, which "
-                f"has {plan.stages[others[0]].grid.tensor}: use as many on both, or put its layers into one stage"
+                f"{where}, and stage {other} on the same devices is divided otherwise: divide both alike, or put them "
+                "on different devices"
+            )
+    for shared, stages in plan.summed.items():
+        others = (plan.stages[stage].grid for stage in stages if number in stages)
+        other_grid = next((one for one in others if (one.data, one.tensor) != (grid.data, grid.tensor)), None)
+        if other_grid is not None:
+            raise UsageError(
+                f"{where} in {counted(grid.data, 'replica')}, and shares parameter "
+                f"{plan.measurement.shared[shared].name!r} with a stage that has {other_grid.tensor} in "
+                f"{other_grid.data}: divide both alike, or put all layers that use it into one stage"
             )
 
 

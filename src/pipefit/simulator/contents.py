@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from pipefit.cost.passes import Working
 from pipefit.cost.rest import LayerState
-from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.decisions import State, What
 from pipefit.plans import Plan
@@ -64,16 +63,9 @@ def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
 
 def _contents(plan: Plan, device: int, trace: Trace, programs: Sequence[Program], costs: Costs) -> Contents | None:
     peak = trace.devices[device].peak
-    kind, first = plan.cluster.devices[device].kind, programs[0]
+    first = programs[0]
     stages = {
-        number: costs.stage(
-            stage.start,
-            stage.stop,
-            kind,
-            first.bundles,
-            data=stage.grid.data,
-            share=share_of(plan, number, device),
-        )
+        number: costs.of_device(plan, number, device, stage.devices, first.bundles)
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }

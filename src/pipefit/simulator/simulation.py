@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from pipefit.actions import Action
 from pipefit.cost.messages import message_sizes
-from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs
 from pipefit.cost.states import Away
 from pipefit.errors import PipefitWarning, UsageError
@@ -88,20 +87,10 @@ class Simulation:
         self._programs = step_programs(plan) if program is None else (program,)  # the last one repeats
         self.program = self._programs[-1]
         _check(plan, self._programs[0], self.steps)
-        costs, devices = costs or Costs.of(plan), plan.cluster.devices
+        costs = costs or Costs.of(plan)
         self._stages = [
-            {
-                device: costs.stage(
-                    stage.start,
-                    stage.stop,
-                    devices[device].kind,
-                    self.program.bundles,
-                    data=stage.grid.data,
-                    share=share_of(plan, number, device),
-                )
-                for device in there
-            }
-            for number, (stage, there) in enumerate(zip(plan.stages, self.program.placement, strict=True))
+            {device: costs.of_device(plan, number, device, there, self.program.bundles) for device in there}
+            for number, there in enumerate(self.program.placement)
         ]
         self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
         self._moved_bytes = moved_bytes(self.program, self._storages)

@@ -1,0 +1,117 @@
+"""Programs of stages with tensor shards: drawn by hand, and refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from pipefit.actions import SENDS, message_of
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.program import parse_program
+from pipefit.schedule import lower
+from pipefit.sharing import SharedParameter
+from shards import sharded
+
+
+def lines(plan: Plan) -> list[str]:
+    """A line for each device."""
+    program = lower(plan)
+    assert parse_program(str(program), placement=program.placement, microbatches=1) == program
+    return [" ".join(map(str, actions)) for actions in program.actions]
+
+
+def test_one_device_sends_to_every_shard_and_hears_from_one() -> None:
+    """Both shards need the whole inputs; their gradients are equal, so that one of them sends."""
+    assert lines(sharded((1, 1), (1, 2))) == [
+        (
+            "0RECV_B0{0:4}@device1 0LOAD0 0F0 0SEND_F0{0:4}@device1 0SEND_F0{0:4}@device2 "
+            "0WAIT_RECV_B0{0:4}@device1 0WAIT_SEND_F0{0:4}@device1 0WAIT_SEND_F0{0:4}@device2 0B0 0STEP"
+        ),
+        "1RECV_F0{0:4} 1WAIT_RECV_F0{0:4} 1LOAD0 1F0 1B0 1SEND_B0{0:4} 1WAIT_SEND_B0{0:4} 1STEP",
+        "1RECV_F0{0:4} 1WAIT_RECV_F0{0:4} 1LOAD0 1F0 1B0 1STEP",
+    ]
+
+
+def test_equal_degrees_exchange_shard_by_shard() -> None:
+    """Every shard sends to one, and hears from it."""
+    found = lines(sharded((1, 2), (1, 2)))
+    for shard in (0, 1):
+        assert f"0SEND_F0{{0:4}}@device{shard + 2} 0WAIT_RECV_B0{{0:4}}@device{shard + 2}" in found[shard]
+        assert found[shard].count("SEND_F0") == found[shard + 2].count("SEND_B0") == 2
+
+
+def test_gradients_are_summed_over_devices_with_the_same_shard() -> None:
+    """Two replicas of two shards each: devices 0 and 2, and 1 and 3. A single replica sums nothing."""
+    found = lines(sharded((2, 2), (1, 2)))
+    assert all("0REDUCE@device0*1+device2*1 " in found[device] for device in (0, 2))
+    assert all("0REDUCE@device1*1+device3*1 " in found[device] for device in (1, 3))
+    assert not any("REDUCE" in line for line in found[4:])
+
+
+def test_a_shared_parameter_is_summed_shard_by_shard() -> None:
+    """Over all devices of both stages that have the same part of it."""
+    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
+    found = lines(sharded((1, 2), (1, 2), shared=(tied,)))
+    for device, line in enumerate(found):
+        own, other = device % 2, device % 2 + 2
+        assert f"REDUCE[0.shared]@device{own}*1+device{other}*1 " in line
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_device_receives_its_rows_once_and_nobody_sends_for_another(seed: int) -> None:
+    """Of random degrees: each row of a slice arrives once, and the shards of a sender share the receivers evenly."""
+    rng = Random(seed)
+    degrees = [(rng.choice([1, 2, 3]), rng.choice([1, 2, 4])) for _ in range(rng.randint(2, 4))]
+    plan = sharded(*degrees, samples=12, schedule=rng.choice(["gpipe", "1f1b"]))
+    program = lower(plan)
+    received, sent = Counter[tuple[int, int, bool]](), Counter[tuple[int, int, bool]]()
+    for device, actions in enumerate(program.actions):
+        for action in actions:
+            if action.kind in SENDS and not action.wait and action.part is not None:
+                message = message_of(device, action, program.placement)
+                received[message.receiver, message.target, message.forward] += action.part[1] - action.part[0]
+                sent[action.stage, device, message.forward] += action.part[1] - action.part[0]
+    for number, stage in enumerate(plan.stages):
+        rows = 12 // stage.grid.data
+        neighbours = [(number - 1, True)] * (number > 0) + [(number + 1, False)] * (number + 1 < len(plan.stages))
+        for other, forward in neighbours:
+            there = plan.stages[other].grid
+            if len(stage.devices) > 1 or len(there.devices) > 1:
+                assert all(received[number, device, forward] == rows for device in stage.devices)
+                counts = [sent[other, device, forward] for device in there.devices]
+                assert max(counts) - min(counts) <= 12 // there.data
+
+
+def test_shards_of_an_endless_schedule_are_refused() -> None:
+    """Its updates are made with microbatches in flight."""
+    with pytest.raises(UsageError, match="stage 1 has 2 tensor shards, and schedule pipedream updates with"):
+        lower(sharded((1, 1), (1, 2), schedule="pipedream"))
+
+
+@pytest.mark.parametrize("degrees", [((1, 2), (1, 1)), ((2, 2), (1, 2))])
+def test_a_parameter_shared_by_stages_of_other_degrees_is_refused(degrees: tuple[tuple[int, int], ...]) -> None:
+    """They may have other parts of it: those of layers at another size may be divided otherwise."""
+    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
+    with pytest.raises(UsageError, match=r"stage 0 has 2 tensor shards .* shares parameter 'w' with a stage that has"):
+        lower(sharded(*degrees, shared=(tied,)))
+
+
+def test_stages_of_one_rank_are_divided_alike() -> None:
+    """Two stages on the same devices are both divided, or neither is."""
+    plan = sharded((1, 2), (2, 1), schedule="gpipe")
+    stages = (plan.stages[0], Stage(start=1, stop=2, grid=Grid(devices=(0, 1), data=2)))
+    with pytest.raises(UsageError, match="stage 0 has 2 tensor shards, and stage 1 on the same devices is divided"):
+        lower(replace(plan, stages=stages))
+
+
+def test_shards_whose_replicas_divide_state_are_refused() -> None:
+    """Until both are one."""
+    plan = sharded((2, 2))
+    grid = replace(plan.stages[0].grid, shard="optimizer")
+    with pytest.raises(UsageError, match="divides the optimizer state of replicas with 2 tensor shards each"):
+        lower(replace(plan, stages=(replace(plan.stages[0], grid=grid),)))

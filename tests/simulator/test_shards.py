@@ -1,0 +1,103 @@
+"""What is simulated of tensor shards: seconds of what they do together, over which links, and what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipefit.cluster import Cluster
+from pipefit.cost.collectives import Ring, ring_sum
+from pipefit.decisions import Decision, Run, What
+from pipefit.devices import Link
+from pipefit.places import Member
+from pipefit.simulator import Simulation, simulate
+from pipefit.simulator.contents import contents
+from pipefit.trace import Trace
+from pipefit.work import Collective
+from pipelines import make_cluster
+from shards import sharded
+
+SUM, GATHER = Collective("all_reduce", 960), Collective("all_gather", 480)
+RATE, LATENCY = 16.0, 0.25
+
+
+def lasted(trace: Trace, device: int, action: str) -> float:
+    """Seconds of an action of the last step."""
+    found = [event for event in trace.devices[device].events if event.action == action]
+    return found[-1].end_seconds - found[-1].start_seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_forward_lasts_longer_by_its_collectives(ranks: int) -> None:
+    """Around a ring every rank sends (n - 1) / n of the bytes in n - 1 rounds, for a sum twice; backwards have none."""
+    links = {"bytes_per_second": RATE, "latency_seconds": LATENCY}
+    trace = simulate(sharded((1, ranks), together=(SUM, GATHER), links=links))
+    bytes_sent, rounds = (2 * 960 + 480) * (ranks - 1) / ranks, 3 * (ranks - 1)
+    for device in range(ranks):
+        assert lasted(trace, device, "0F0") == pytest.approx(1.0 + bytes_sent / RATE + rounds * LATENCY)
+        assert lasted(trace, device, "0B0") == pytest.approx(2.0)
+
+
+def test_recomputing_repeats_the_collectives_of_a_forward() -> None:
+    """A second forward is as long as the first, with what the ranks do together."""
+    plan = sharded((1, 2), together=(SUM,), links={"bytes_per_second": RATE})
+    trace = simulate(replace(plan, decisions=(Decision(stage=0, subject=Run(start=0, stop=1), what=What.RECOMPUTE),)))
+    assert lasted(trace, 0, "0R0") == lasted(trace, 0, "0N0") == pytest.approx(1.0 + 960 / RATE)
+
+
+def two_nodes() -> Cluster:
+    """Two pairs of devices, fast within and slow across."""
+    fast = [Link.between(f"device{n}", f"device{n + 1}", bytes_per_second=100.0) for n in (0, 2)]
+    everybody = [*(f"device{n}" for n in range(4)), "host0"]
+    return make_cluster(4, *fast, Link.between(*everybody, bytes_per_second=10.0, latency_seconds=0.5))
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3), (0, 2, 1, 3), (1, 3, 0)])
+def test_a_ring_is_as_fast_as_its_slowest_hop(devices: tuple[int, ...]) -> None:
+    """Within a node, across, and where hops share a wire; against the hops of a sum on wires that are free."""
+    cluster, ring = two_nodes(), Ring.of(two_nodes(), devices)
+    hops = ring_sum(devices, 1200)
+    sent = [(Member.device(hop.source), Member.device(hop.target), hop.nbytes) for hop in hops]
+    slowest = max(cluster.route(one, other).latency_seconds for one, other, _ in sent)
+    assert ring.latency_seconds == slowest
+    without = ring.seconds([Collective("all_reduce", 1200)]) - 2 * (len(devices) - 1) * slowest
+    assert without <= cluster.seconds(sent) <= without + len(devices) * slowest
+
+
+def boundary_bytes(simulation: Simulation, device: int) -> list[int]:
+    """How many bytes of values that wait or travel a device has more, or fewer, after each action of a step."""
+    changes = dict(simulation.effects[device][0])
+    return [effect.after[4] if (effect := changes.get(n)) else 0 for n in range(len(changes) + 20)]
+
+
+def test_what_nobody_waits_for_is_freed_as_it_is_made() -> None:
+    """Of two shards next to one device only the first sends: the other frees outputs and gradients as a pass ends."""
+    front, behind = Simulation(sharded((1, 2), (1, 1))), Simulation(sharded((1, 1), (1, 2)))
+    for simulation, sender, other, pass_, join in (
+        (front, 0, 1, "0F0", "0WAIT_SEND_F0{0:4}"),
+        (behind, 1, 2, "1B0", "1WAIT_SEND_B0{0:4}"),
+    ):
+        actions = [list(map(str, simulation.program.actions[device])) for device in (sender, other)]
+        changes = [boundary_bytes(simulation, device) for device in (sender, other)]
+        sent = changes[0][actions[0].index(pass_)] - changes[1][actions[1].index(pass_)]
+        assert sent == -changes[0][actions[0].index(join)] > 0
+        assert not any("SEND" in action for action in actions[1])
+        assert sum(changes[0]) == sum(changes[1])
+
+
+def test_what_fills_a_shard_is_told() -> None:
+    """Of every device of a grid, as its peak has it."""
+    plan = sharded((2, 2), (1, 2), microbatches=2)
+    trace = simulate(plan)
+    for device in range(6):
+        told = contents(plan, device)
+        assert told is not None
+        assert told.peak == trace.devices[device].peak
+
+
+def test_a_stage_of_replicas_and_shards_takes_the_time_of_its_sums() -> None:
+    """Each pair of equal shards sums its gradients over links of its own: no pair waits for another."""
+    one = Simulation(sharded((2, 1), links={"bytes_per_second": RATE})).step_seconds[-1]
+    both = Simulation(sharded((2, 2), links={"bytes_per_second": RATE})).step_seconds[-1]
+    assert both == pytest.approx(one)
