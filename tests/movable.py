@@ -20,7 +20,7 @@ def movable(plan: Plan, stage: int) -> list[tuple[int, int]]:
     again = {n for run in runs if isinstance(run, Run) for n in range(run.start, run.stop)}
     place = plan.stages[stage]
     for layer in range(place.start, place.stop):
-        for saved in plan.measurement.costs[layer].saved:
+        for saved in plan.measured(stage).costs[layer].saved:
             subject = Subject(layer, saved.index)
             with suppress(UsageError):  # of a parameter, or of what autograd does not hold
                 if saved.origin.kind in ("own", "input") and not again.intersection(storages.savers(subject)):

@@ -9,9 +9,11 @@ import pytest
 from pipefit.actions import parse_action
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
 from pipefit.layer_costs import Origin, SavedTensor
 from pipefit.places import parse_place
 from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
 from pipefit.schedule import lower, lower_drain, step_programs
 from pipefit.simulator import Simulation, simulate

@@ -381,7 +381,7 @@ def _caveats(plan: Plan) -> Iterator[str]:
     they leave out.
     """
     shares = dict.fromkeys(plan.measured(number).shares for number in range(len(plan.stages)))
-    yield from (f"Of the model {one}." for one in shares if one is not None)
+    yield from (f"Of the model {one.sentence}." for one in shares if one is not None)
     yield from reserves(plan.cluster, plan.workers, plan.prediction)
     if plan.prediction is not None:
         yield from filter(None, (_seconds(plan), plan.holds_for))

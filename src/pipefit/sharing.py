@@ -55,6 +55,7 @@ class SharedParameter(SharedTensor):
     gradient_bytes: int
     state_bytes: int
     early_state_bytes: int = 0  # the part of it that exists before the first step
+    form: str = ""  # how tensor-parallel ranks divide it; empty where each has all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,12 +58,13 @@ class Shares:
         """The share of the operations of products, convolutions and attention that is divided."""
         return self.divided_flops / self.flops if self.flops else 0.0
 
+    @property
+    def sentence(self) -> str:
+        """What is divided, without a full stop."""
+        return (
+            f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
+            f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
+        )
+
     def __str__(self) -> str:
-        lines = [
-            (
-                f"{self.ranks} ranks divide {self.of_bytes:.0%} of {format_bytes(self.parameter_bytes)} of parameters "
-                f"({format_bytes(self.rank_bytes)} each) and {self.of_flops:.0%} of the operations"
-            ),
-            *map(str, self.whole),
-        ]
-        return "\n".join(lines)
+        return "\n".join([self.sentence, *map(str, self.whole)])

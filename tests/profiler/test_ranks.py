@@ -83,6 +83,7 @@ def test_a_shared_parameter_is_the_rank_s() -> None:
     (one,), (other,) = whole.shared, divided.shared
     assert (one.name, one.users) == (other.name, other.users)
     assert one.nbytes == 2 * other.nbytes == 800 * HIDDEN * FLOAT
+    assert one.form == "" != other.form
 
 
 def odd() -> Task:

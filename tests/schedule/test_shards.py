@@ -55,8 +55,7 @@ def test_gradients_are_summed_over_devices_with_the_same_shard() -> None:
 
 def test_a_shared_parameter_is_summed_shard_by_shard() -> None:
     """Over all devices of both stages that have the same part of it."""
-    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
-    found = lines(sharded((1, 2), (1, 2), shared=(tied,)))
+    found = lines(sharded((1, 2), (1, 2), shared=(tied(),)))
     for device, line in enumerate(found):
         own, other = device % 2, device % 2 + 2
         assert f"REDUCE[0.shared]@device{own}*1+device{other}*1 " in line
@@ -93,12 +92,21 @@ def test_shards_of_an_endless_schedule_are_refused() -> None:
         lower(sharded((1, 1), (1, 2), schedule="pipedream"))
 
 
-@pytest.mark.parametrize("degrees", [((1, 2), (1, 1)), ((2, 2), (1, 2))])
-def test_a_parameter_shared_by_stages_of_other_degrees_is_refused(degrees: tuple[tuple[int, int], ...]) -> None:
-    """They may have other parts of it: those of layers at another size may be divided otherwise."""
-    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
-    with pytest.raises(UsageError, match=r"stage 0 has 2 tensor shards .* shares parameter 'w' with a stage that has"):
-        lower(sharded(*degrees, shared=(tied,)))
+def tied(form: str = "") -> SharedParameter:
+    """A parameter of two layers."""
+    return SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0, form=form)
+
+
+def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
+    """Of another number of shards, or divided otherwise because their slices are of other sizes."""
+    refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1, which has . in 1 and"
+    with pytest.raises(UsageError, match=refused):
+        lower(sharded((1, 2), (1, 1), shared=(tied(),)))
+    plan = sharded((2, 2), (1, 2), shared=(tied("rows"),))
+    assert lower(plan)
+    forms = [replace(m, shared=(tied(str(m.microbatch_size)),)) for m in plan.profile.measurements]
+    with pytest.raises(UsageError, match=refused):
+        lower(replace(plan, profile=replace(plan.profile, measurements=tuple(forms))))
 
 
 def test_stages_of_one_rank_are_divided_alike() -> None:
@@ -109,9 +117,9 @@ def test_stages_of_one_rank_are_divided_alike() -> None:
         lower(replace(plan, stages=stages))
 
 
-def test_shards_whose_replicas_divide_state_are_refused() -> None:
-    """Until both are one."""
+def test_owners_bring_parameters_to_equal_shards() -> None:
+    """Where replicas divide the optimizer state, sums and what owners bring stay among devices with the same shard."""
     plan = sharded((2, 2))
     grid = replace(plan.stages[0].grid, shard="optimizer")
-    with pytest.raises(UsageError, match="divides the optimizer state of replicas with 2 tensor shards each"):
-        lower(replace(plan, stages=(replace(plan.stages[0], grid=grid),)))
+    found = lines(replace(plan, stages=(replace(plan.stages[0], grid=grid),)))
+    assert all(f"0UNSHARD@device{device % 2}*1+device{device % 2 + 2}*1 " in line for device, line in enumerate(found))

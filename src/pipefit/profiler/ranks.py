@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipefit.capture.chain import Chain
+from pipefit.capture.shared import Shared
 from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.layer_costs import LayerCost
+from pipefit.profiler.survey import shared_name
 from pipefit.profiles import Measurement
 from pipefit.sharding import ShardedChain, shard_traced, trace_chain
+from pipefit.sharding.forms import Split
 from pipefit.sharding.tracing import blocks_begin
 from pipefit.work import Collective
 
@@ -52,6 +55,7 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
         UsageError: values between blocks, or shared parameters, are others than those of the whole layers.
     """
     _check_alike(measured, whole, sharded)
+    forms = {(shared_name(sharded.chain, one), one.users): _form(sharded, one) for one in sharded.chain.shared}
     numbers: dict[tuple[int, _Collectives], int] = {}
     together = list(_by_layer(sharded, len(measured.layers)))
     layers = tuple(
@@ -63,10 +67,17 @@ def of_rank(measured: Measurement, whole: Measurement, sharded: ShardedChain) ->
         kinds=tuple(_with(measured.kinds[kind], exchanged) for kind, exchanged in numbers),
         layers=layers,
         loss=_with(measured.loss, together[-1]),
+        shared=tuple(replace(one, form=forms.get((one.name, one.users), "")) for one in measured.shared),
         tensor=sharded.ranks,
         shares=sharded.shares,
         forms=sharded.digest,
     )
+
+
+def _form(sharded: ShardedChain, shared: Shared) -> str:
+    """How the ranks divide a shared parameter, as a text; empty where each has all of it."""
+    form = sharded.stage.form(shared.parameter)
+    return repr(form) if isinstance(form, Split) else ""
 
 
 def _by_layer(sharded: ShardedChain, layers: int) -> Iterator[_Collectives]:

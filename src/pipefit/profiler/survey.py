@@ -251,7 +251,7 @@ class Survey:
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
             state, early = state_bytes(parameter, wanted, self.optimizer, self.kernels)
         return SharedParameter(
-            name=f"{chain.layers[layer].name}.{name}",
+            name=shared_name(chain, shared),
             users=shared.users,
             nbytes=nbytes,
             gradient_bytes=nbytes if trainable else 0,
@@ -295,6 +295,12 @@ class Survey:
                 "(.item(), .detach(), torch.tensor(...)), or depends on no parameter that is trained"
             )
         return replace(cost, packing=self.form.packing), meter.layouts[:count]
+
+
+def shared_name(chain: Chain, shared: Shared) -> str:
+    """The name of a parameter that several layers share: that of the first."""
+    layer, name = shared.places[0]
+    return f"{chain.layers[layer].name}.{name}"
 
 
 def _name(chain: Chain, shared: SharedStorage) -> str:

@@ -124,14 +124,20 @@ def _check_shards(plan: Plan, number: int) -> None:
                 "on different devices"
             )
     for shared, stages in plan.summed.items():
-        others = (plan.stages[stage].grid for stage in stages if number in stages)
-        other_grid = next((one for one in others if (one.data, one.tensor) != (grid.data, grid.tensor)), None)
-        if other_grid is not None:
+        mine, others = _part(plan, number, shared), [stage for stage in stages if number in stages]
+        differing = next((stage for stage in others if _part(plan, stage, shared) != mine), None)
+        if differing is not None:
+            name, there = plan.measurement.shared[shared].name, plan.stages[differing].grid
             raise UsageError(
-                f"{where} in {counted(grid.data, 'replica')}, and shares parameter "
-                f"{plan.measurement.shared[shared].name!r} with a stage that has {other_grid.tensor} in "
-                f"{other_grid.data}: divide both alike, or put all layers that use it into one stage"
+                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing}, which "
+                f"has {there.tensor} in {there.data} and other parts of it: divide both alike, or put all layers that "
+                "use it into one stage"
             )
+
+
+def _part(plan: Plan, stage: int, shared: int) -> tuple[int, str]:
+    """What the devices of a stage have of a shared parameter: equal for stages that have the same parts."""
+    return plan.stages[stage].grid.tensor, plan.measured(stage).shared[shared].form
 
 
 def _check_replicas(plan: Plan, number: int, last: int | None) -> None:

@@ -141,7 +141,8 @@ class TimedProgram:
 
     def _hops(self, members: list[int], action: Action, stage: StageCost) -> tuple[Hop, ...]:
         """The hops of a collective: of a sum for all, of sums for owners, or of what owners bring to all."""
-        replicas = self._program.placement[action.stage]
+        named = action.place.members if action.place is not None else ()  # those that hold the same shard
+        replicas = [member.number or 0 for member in named] or self._program.placement[action.stage]
         shares = stage.owned_bytes(action, len(replicas))
         if shares is None:
             return ring_sum(members, stage.collective_bytes(action))

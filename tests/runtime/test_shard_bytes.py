@@ -1,0 +1,113 @@
+"""Bytes of tensor shards: the simulator's are the dry run's, those of a meter in training and the allocator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from random import Random
+
+import pytest
+
+from divided import MODELS, divided, grid_plan
+from movable import movable
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import certify, joining
+from pipefit.runtime.tensor_groups import without_peers
+from pipefit.simulator import simulate
+from pipefit.zoo import build
+from step_peaks import step_peaks
+
+FEW = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of two samples' sizes, and two ranks
+MANY = [*FEW, (3, 1), (1, 4)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def profiled(name: str, sizes: tuple[int, ...], tensor: tuple[int, ...]) -> ModelProfile:
+    """The profile of a model, at the sizes of all slices, whole and divided."""
+    return profile(divided(name), microbatch_size=sizes, tensor=tensor)
+
+
+def random_plan(name: str, rng: Random, grids: Sequence[tuple[int, int]] = FEW) -> Plan:
+    """Up to three stages of random grids on at most eight devices, some layers recomputed, some tensors moved."""
+    count = rng.choice([1, 2, 3])
+    degrees = [(8, 2)]
+    while sum(data * tensor for data, tensor in degrees) > 8 or all(tensor == 1 for _, tensor in degrees):
+        degrees = [rng.choice(grids) for _ in range(count)]
+        if name == "tied":  # stages that share a parameter have as many shards
+            degrees = [degrees[0]] * count
+    edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
+    schedule = rng.choice(["gpipe", "1f1b"])
+    found = profiled(name, (12, 6), (2,)) if grids is FEW else profiled(name, (12, 6, 4), (2, 4))
+    plan = grid_plan(found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng)
+    return decided(plan, rng, recomputes=name != "tied")
+
+
+def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
+    """The plan with a run that is recomputed, or a saved tensor that is on the host in between, on some stages."""
+    decisions = []
+    for number, stage in enumerate(plan.stages):
+        if recomputes and rng.random() < 0.4:
+            start = rng.randrange(stage.start, stage.stop)
+            run = Run(start=start, stop=rng.randint(start + 1, stage.stop))
+            decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE, microbatches=Microbatches()))
+        elif rng.random() < 0.5 and (tensors := movable(plan, number)):
+            taken = SavedTensors(tensors=(rng.choice(tensors),))
+            decisions.append(Decision(stage=number, subject=taken, what=What.OFFLOAD, place=parse_place("host")))
+    return replace(plan, decisions=tuple(decisions))
+
+
+def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW) -> None:
+    """Compare the peaks of all devices."""
+    plan = random_plan(name, Random(seed), grids)
+    assert simulate(plan).peak_bytes == certify(divided(name), plan).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
+    """The peaks of every device of random stages in grids, recomputed runs and moved tensors mixed in."""
+    check_simulated(name, seed)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_simulator_s_bytes_are_the_dry_run_s_in_many_plans(name: str, seed: int) -> None:
+    """The same of more plans, with four ranks and three replicas too."""
+    check_simulated(name, seed, MANY)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("dropped", 0), ("normed", 1), ("tied", 2)])
+def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks of every rank in both steps, to the byte, with peers that are not there: of those that are, a process
+    that runs all of them holds what travels between them, too.
+    """
+    monkeypatch.setattr(joining, "Together", lambda plan: without_peers)
+    found = step_peaks(divided(name), random_plan(name, Random(seed)))
+    assert found.dry == found.metered == found.allocated == found.simulated
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_models_of_the_zoo_are_simulated_to_the_byte(name: str) -> None:
+    """Divided embeddings, heads and losses, and convolutions, next to stages of whole layers."""
+    task = ZOO[name]()
+    found = profile(task, microbatch_size=(4, 2), tensor=2)
+    edges = found.edges
+    cuts = [0, edges[len(edges) // 2], edges[-1]]
+    for degrees in ([(1, 2), (2, 2)], [(1, 2), (1, 1)]):
+        plan = grid_plan(found, cuts, degrees, schedule="gpipe")
+        assert simulate(plan).peak_bytes == certify(task, plan).peak_bytes
+
+
+ZOO = {
+    "gpt": partial(build, "gpt", layers=2, hidden=64, heads=4, vocabulary=101, sequence=16),
+    "unet": partial(build, "unet", depth=1, width=64, convolutions=1, image_size=8, dropout=0.0),
+}
