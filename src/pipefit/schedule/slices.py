@@ -129,9 +129,9 @@ def _check_shards(plan: Plan, number: int) -> None:
         if differing is not None:
             name, there = plan.measurement.shared[shared].name, plan.stages[differing].grid
             raise UsageError(
-                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing}, which "
-                f"has {there.tensor} in {there.data} and other parts of it: divide both alike, or put all layers that "
-                "use it into one stage"
+                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing}, "
+                f"which has {there.tensor} in {there.data} and other parts of it: divide both alike, or put all layers "
+                "that use it into one stage"
             )
 
 
