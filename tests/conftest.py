@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipefit.cli import progress
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -26,6 +28,12 @@ def cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, stderr has what a test is about, and no line that says what is being done."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,7 @@ from pipefit.predictions import Prediction, reserves
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
-from pipefit.tables import Table, plain
+from pipefit.tables import Table, html, plain
 from pipefit.texts import counted
 from pipefit.training import Training
 from pipefit.units import format_bytes, format_number, format_seconds
@@ -240,6 +240,14 @@ class Plan:
     def __str__(self) -> str:
         """The explanation as text of 80 columns."""
         return plain(self.explanation, 80)
+
+    def __repr__(self) -> str:
+        """A line: of what, in how many stages, on what; a plan of everything that is in it would be thousands."""
+        return f"<Plan: {_head(self).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """The explanation, for notebooks."""
+        return html(self.explanation)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:

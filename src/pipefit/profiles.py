@@ -186,6 +186,15 @@ class ModelProfile:
                 f"the profile of {self.model!r} has {self.parts}, but the training runs measured {measured}"
             )
 
+    def __repr__(self) -> str:
+        """A line: what all layers cost would be thousands."""
+        sizes = ", ".join(str(measurement.microbatch_size) for measurement in self.measurements)
+        made = self.assumptions
+        return (
+            f"<ModelProfile: {self.model}, {self.parts}, at microbatches of {sizes}, {made.precision}, kernels of "
+            f"{made.target}>"
+        )
+
     @property
     def edges(self) -> tuple[int, ...]:
         """The layers before which a stage may begin, and the number of layers: block b is edges[b] to edges[b + 1]."""

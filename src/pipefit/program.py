@@ -33,6 +33,7 @@ from pipefit.actions import (
 from pipefit.errors import UsageError
 from pipefit.message_order import check_order
 from pipefit.places import Member, Place, Share
+from pipefit.texts import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,14 @@ class Program:
                 f"{action} moves nothing that is known: name a tensor, or one of {len(self.bundles)} bundles"
             )
         return self.bundles[subject.number]
+
+    def __repr__(self) -> str:
+        """A line: all actions would be thousands."""
+        actions = sum(map(len, self.actions))
+        return (
+            f"<Program: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
+            f"{counted(self.microbatches, 'microbatch')}>"
+        )
 
     def __str__(self) -> str:
         lines = [f"device {device}: {' '.join(map(str, actions))}" for device, actions in enumerate(self.actions)]

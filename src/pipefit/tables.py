@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -100,6 +101,31 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _E
             console.print(wrapped(_plain_text(block), console.width), markup=False, soft_wrap=True)
         else:
             console.print(_rich_table(block, console.width))
+
+
+def html(blocks: Iterable[Block]) -> str:
+    """The blocks as HTML: every table, and a paragraph for each line of text."""
+    return "".join(_html_table(block) if isinstance(block, Table) else _html_lines(block) for block in blocks)
+
+
+def _html_lines(words: str) -> str:
+    """With figures beside their units however wide the page is."""
+    return "".join(f"<p>{escape(kept_together(printable(line)))}</p>" for line in words.splitlines() if line.strip())
+
+
+def _html_table(table: Table) -> str:
+    kinds = [' class="number"' if numeric else "" for numeric in table.numeric]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(printable(column))}</th>'
+        for column, kind in zip(table.columns, kinds, strict=True)
+    )
+    rows = (
+        "".join(f"<td{kind}>{escape(printable(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+        for row in table.rows
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    caption = f"<caption>{escape(printable(table.title))}</caption>" if table.title else ""
+    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _plain_text(text: str) -> str:

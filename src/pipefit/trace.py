@@ -224,6 +224,14 @@ class Trace:
         for wrong in chain.from_iterable(map(_wrong, self.devices)):
             raise UsageError(wrong)
 
+    def __repr__(self) -> str:
+        """A line: events and samples would be thousands."""
+        highest = max(self.peak_bytes, default=0)
+        return (
+            f"<Trace: {self.source}, {counted(self.steps, 'step')} on {counted(len(self.devices), 'device')}, at most "
+            f"{format_bytes(highest)} on one>"
+        )
+
     @property
     def has_clock(self) -> bool:
         """Whether times are seconds: those of a dry run are positions in the program."""

@@ -24,6 +24,7 @@ from pipefit.kernels import Kernel, KernelMemory
 from pipefit.planner import PLANNERS
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
+from pipefit.runtime.callbacks import StepReport
 from pipefit.schedule import ENDLESS, SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
 from pipefit.simulator import simulate
@@ -203,7 +204,8 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
         ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     assert done.stdout in ("{", "")
-    assert done.stderr == ""
+    words = [line for line in done.stderr.splitlines() if not line.startswith("pipefit: simulating, ")]  # if it is slow
+    assert words == []
 
 
 def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,4 +267,4 @@ def test_metrics_on_a_full_disk_name_the_file() -> None:
         lines_of_metrics(Path("/dev/full"), 0) as note,
         pytest.raises(FileError, match=r"^/dev/full cannot .*: No space .* step 3"),
     ):
-        note(3, 1.0)
+        note(StepReport(step=3, loss=1.0, seconds=1.0, samples_per_second=1.0, learning_rate=None, peak_bytes={}), {})

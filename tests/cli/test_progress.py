@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pipefit.cli import main
 from pipefit.cli import model as models
+from pipefit.cli import progress as module
 from pipefit.cli.progress import progress
 from pipefit.errors import UsageError
 from pipefit.files import save
@@ -41,6 +43,25 @@ def test_a_bar_counts_when_it_knows_how_many(monkeypatch: pytest.MonkeyPatch) ->
     assert "/?" not in stderr.getvalue()
     assert "3/7" in stderr.getvalue()
     assert "working: layer3" in stderr.getvalue()
+
+
+def test_off_a_terminal_there_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a moment and then regularly, with what is being done; none behind the end, and none for quick work."""
+    monkeypatch.setattr(module, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SECONDS", 0.05)
+    with progress("working") as report:
+        time.sleep(0.2)
+        report(3, 7, "layer3")
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("pipefit: working, 0 s")
+    assert lines[-1].startswith("pipefit: working: layer3 (3 of 7), ")
+    time.sleep(0.1)
+    with progress("working"), progress("training", lines=False):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_a_refusal_is_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,24 @@ def test_training_writes_a_line_for_each_step(folder: Path, tmp_path: Path, caps
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["loss"] for row in rows] == json.loads(capsys.readouterr().out)["losses"]
     assert all(row["seconds"] > 0 for row in rows)
+    predicted = load(folder / "plan.json", Plan).prediction
+    assert predicted is not None
+    for row in rows[1:]:  # the first one creates the optimizer's state
+        assert [row["peak_bytes"][str(device)] for device in range(2)] == [*predicted.peak_bytes]
+        assert row["samples_per_second"] > 0 and row["mfu"] is None
+
+
+def test_training_logs_a_line_for_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, with loss, rates and the fullest device; `--log-every` counts steps; the last is always told."""
+    line = ["train", str(folder / "plan.json"), *MODEL, "--steps", "5", "--log-every", "2"]
+    assert main(line) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == [f"step {number} of 5" for number in (2, 4, 5)]
+    assert all(
+        re.search(r"loss [\d.]+  [\d,.]+ samples/s  \S+ TFLOP/s  device [01]: .* of 64.00 MiB$", line) for line in lines
+    )
+    assert main([*line, "--json"]) == 0
+    assert "step " not in capsys.readouterr().err
 
 
 def test_a_certificate_is_refused_to_a_plan_that_does_not_fit(
@@ -291,11 +310,11 @@ def test_a_stop_by_ctrl_c_tells_what_is_saved(
     """The exit code is 130, and a line says how far training came and what to go on from."""
     from pipefit.cli import progress
 
-    def interrupt(done: int, total: int, what: str) -> None:
+    def interrupt(self: object, done: int, total: int, what: str) -> None:
         if done == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress, "_ignore", interrupt)
+    monkeypatch.setattr(progress._Lines, "report", interrupt)
     runs = str(tmp_path / "runs")
     assert main(["train", str(folder / "plan.json"), *MODEL, "--steps", "50", "--save", runs, "--every", "1"]) == 130
     assert "steps done: 3, last saved: " in capsys.readouterr().err

@@ -27,6 +27,7 @@ import pipefit
 from pipefit.capture import Task
 from pipefit.errors import FileError, OutOfMemory, PipefitError, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime.callbacks import StepReport
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60  # for a loaded machine; a worker needs about four
@@ -150,7 +151,7 @@ def test_a_slow_caller_does_not_make_workers_hang(monkeypatch: pytest.MonkeyPatc
     """What `on_step` takes is no worker's time, however long it is."""
     monkeypatch.setattr("pipefit.runtime.launch._GRACE_SECONDS", 0.1)
     losses, _ = pipefit.train(
-        accidents.make, plan_of(), steps=2, timeout_seconds=2, on_step=lambda step, loss: time.sleep(3)
+        accidents.make, plan_of(), steps=2, timeout_seconds=2, on_step=lambda report: time.sleep(3)
     )
     assert len(losses) == 2
 
@@ -158,7 +159,7 @@ def test_a_slow_caller_does_not_make_workers_hang(monkeypatch: pytest.MonkeyPatc
 def test_a_second_interrupt_waits_until_all_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C pressed again, while the workers are being stopped, leaves no worker and no file behind."""
 
-    def stop(step: int, loss: float) -> None:
+    def stop(report: StepReport) -> None:
         raise KeyboardInterrupt
 
     def interrupted(self: BaseProcess, timeout: float | None = None) -> None:
@@ -242,7 +243,7 @@ def test_workers_have_the_surroundings_of_the_moment(
 def test_stopping_leaves_nothing_behind() -> None:
     """An exception of the caller's own, Ctrl-C above all, passes through, and the workers are gone."""
 
-    def stop(step: int, loss: float) -> None:
+    def stop(report: StepReport) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -281,7 +282,10 @@ plan = pipefit.plan(
 )
 {call}
 """
-WORK = 'pipefit.train(accidents.make, plan, steps=100000, on_step=lambda n, loss: n or print("going", flush=True))'
+WORK = (
+    "pipefit.train(accidents.make, plan, steps=100000, "
+    'on_step=lambda report: report.step or print("going", flush=True))'
+)
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ from moving_plans import make_chain
 if __name__ == "__main__":
     plan = test_leaks.plan()
     print("ready", flush=True)
-    pipefit.train(make_chain, plan, steps=100000, on_step=lambda step, loss: step or print("going", flush=True))
+    pipefit.train(make_chain, plan, steps=100000, on_step=lambda report: report.step or print("going", flush=True))
 """
 
 

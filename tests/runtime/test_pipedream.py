@@ -307,7 +307,9 @@ def test_worker_processes_compute_the_same() -> None:
         torch.manual_seed(SEED + step)
         here.append(trainer.step(task.batch(plan.training.batch_size)))
     heard: list[tuple[int, float]] = []
-    losses, trace = train(workers_task, plan, steps=4, seed=SEED, on_step=lambda *told: heard.append(told))
+    losses, trace = train(
+        workers_task, plan, steps=4, seed=SEED, on_step=lambda told: heard.append((told.step, told.loss))
+    )
     assert losses == [*here[trainer.late :], *trainer.finish()]
     assert heard == list(enumerate(losses))
     assert trace.peak_bytes == trainer.trace.peak_bytes

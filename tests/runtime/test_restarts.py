@@ -80,7 +80,7 @@ def test_killed_workers_change_no_loss(tmp_path: Path) -> None:
     """Two kills in twelve steps, one before anything is saved: each restart is told with the culprit and the steps."""
     told_steps = list[int]()
     losses, told = disturbed(
-        tmp_path, ["1-1-1F2", "0-7-0B0"], 12, restarts=2, on_step=lambda step, loss: told_steps.append(step)
+        tmp_path, ["1-1-1F2", "0-7-0B0"], 12, restarts=2, on_step=lambda report: told_steps.append(report.step)
     )
     assert losses == undisturbed(12)
     first, second = told

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pipefit
+from pipefit.runtime.callbacks import StepReport
 from resuming import SEED, patient, plan_for
 
 LISTENING = "0A"
@@ -49,8 +50,8 @@ def test_strangers_are_dropped_and_training_goes_on() -> None:
     expected, _ = pipefit.train(task, plan, steps=STEPS, seed=SEED, numbers=False)
     strangers, addresses = list[socket.socket](), list[tuple[str, int]]()
 
-    def on_step(step: int, loss: float) -> None:
-        if step == 0:
+    def on_step(report: StepReport) -> None:
+        if report.step == 0:
             for worker in mp.active_children():
                 assert worker.pid is not None
                 addresses.extend(ports(worker.pid))

@@ -114,7 +114,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
     """A scheduler with a set in it is named at once, not after the steps up to the first save."""
     steps: list[int] = []
     with pytest.raises(UsageError, match="the scheduler Remembered's history is a set"):
-        trained(tmp_path, task=remembered, on_step=lambda step, loss: steps.append(step))
+        trained(tmp_path, task=remembered, on_step=lambda report: steps.append(report.step))
     assert steps == []
 
 

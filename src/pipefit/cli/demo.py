@@ -63,7 +63,11 @@ def command(
         certified = certify(task(), chosen)
     with progress("training") as report, cleared_away():
         losses, measured = train(
-            task, chosen, steps=steps, seed=seed, on_step=lambda n, loss: report(n + 1, steps, f"loss {loss:.3f}")
+            task,
+            chosen,
+            steps=steps,
+            seed=seed,
+            on_step=lambda step: report(step.step + 1, steps, f"loss {step.loss:.3f}"),
         )
     say(["3. Training it (pipefit train), four processes, caps enforced:", _losses(losses)])
     predicted = simulate(chosen)

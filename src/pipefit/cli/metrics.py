@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from pipefit.errors import FileError
 
+if TYPE_CHECKING:
+    from pipefit.runtime.callbacks import StepReport
+
+    Note = Callable[[StepReport, Mapping[str, float | None]], None]
+
 
 @contextmanager
-def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, float], None]]:
-    """A function to call with (step, loss) as each step ends. Its line is in the file at once, whatever happens later.
+def lines_of_metrics(path: Path | None, first: int) -> Iterator[Note]:
+    """A function to call with the report of each step as it ends, and figures made of it.
+
+    Its line is in the file at once, whatever happens later.
 
     Seconds are those since the step before ended; the first step's include the start of the workers. Training that goes
     on at step `first` keeps the lines of the steps before it, and makes those of later ones anew. So does a training
@@ -24,7 +32,7 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, f
         FileError: the file cannot be written, as on a full disk.
     """
     if path is None:
-        yield lambda step, loss: None
+        yield lambda report, figures: None
         return
     last, before = perf_counter(), _lines_before(path, first)
     with path.open("wb", buffering=0) as file:
@@ -37,14 +45,15 @@ def lines_of_metrics(path: Path | None, first: int) -> Iterator[Callable[[int, f
 
         begins = list[int]()  # where the lines of this training's steps begin
 
-        def note(step: int, loss: float) -> None:
+        def note(report: StepReport, figures: Mapping[str, float | None]) -> None:
             nonlocal last
-            now = perf_counter()
+            now, step = perf_counter(), report.step
             for start in begins[step - first : step - first + 1]:  # it has been trained before
                 file.seek(start)
                 file.truncate()
             begins[step - first :] = [file.tell()]
-            write(f"{json.dumps({'step': step, 'loss': in_json(loss), 'seconds': now - last})}\n".encode(), step)
+            told = {"step": step, "loss": in_json(report.loss), "seconds": now - last}
+            write(f"{json.dumps({**told, **figures, 'peak_bytes': report.peak_bytes})}\n".encode(), step)
             last = now
 
         if before:

@@ -1,4 +1,4 @@
-"""Progress on stderr, for what may take longer than two seconds; silent where stderr is no terminal.
+"""Progress on stderr, for what may take longer than two seconds: a bar on a terminal, elsewhere a line now and then.
 
 Stdout is kept for results meanwhile: what a model of the user's own prints goes to stderr as well.
 """
@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from threading import Event, Thread
+from time import monotonic
+from typing import TextIO
+
+from pipefit.texts import printable
 
 Report = Callable[[int, int, str], None]
+FIRST_SECONDS, SECONDS = 1.5, 5.0  # until the first line where stderr is no terminal, and from line to line
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Report]:
-    """A function to call with (done, total, what is being done). The bar goes when the work ends."""
+def progress(title: str, *, lines: bool = True) -> Iterator[Report]:
+    """A function to call with (done, total, what is being done). The bar goes when the work ends.
+
+    Where stderr is no terminal there are `lines`, unless the work writes lines of its own.
+    """
     if not sys.stderr.isatty():
-        with redirect_stdout(sys.stderr):
-            yield _ignore
+        told = _Lines(title, sys.stderr)
+        if lines:
+            told.start()
+        try:
+            with redirect_stdout(sys.stderr):
+                yield told.report
+        finally:
+            told.stop()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -38,5 +53,33 @@ def progress(title: str) -> Iterator[Report]:
         yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=f"{title}: {what}")
 
 
-def _ignore(done: int, total: int, what: str) -> None:
-    """Where stderr is no terminal."""
+class _Lines:
+    """A line with what is being done, after a moment and then every few seconds, as long as the work takes."""
+
+    def __init__(self, title: str, stream: TextIO) -> None:
+        self._title, self._stream, self._began = title, stream, monotonic()
+        self._now, self._ended = title, Event()
+        self._thread = Thread(target=self._write, name="pipefit-progress", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def report(self, done: int, total: int, what: str) -> None:
+        """What is being done now."""
+        self._now = f"{self._title}: {what} ({done} of {total})"
+
+    def stop(self) -> None:
+        """No line is written behind the call."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _write(self) -> None:
+        seconds = FIRST_SECONDS
+        while not self._ended.wait(seconds):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                print(
+                    f"pipefit: {printable(self._now)}, {monotonic() - self._began:.0f} s", file=self._stream, flush=True
+                )
+            seconds = SECONDS

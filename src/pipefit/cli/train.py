@@ -17,6 +17,7 @@ from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
     from pipefit.plans import Plan
+    from pipefit.runtime.callbacks import StepReport
     from pipefit.runtime.saver import Saved
     from pipefit.runtime.saving import Saving
     from pipefit.trace import Trace
@@ -53,7 +54,15 @@ def command(
     ] = True,
     metrics: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a line of JSON as each step ends: its number, loss and seconds."),
+        typer.Option(
+            metavar="FILE", help="Write a line of JSON as each step ends: its loss, seconds, rates and peaks."
+        ),
+    ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Steps from line to line of the log; a line every two seconds unless given."
+        ),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save checkpoints here, one after the last step too.")
@@ -100,6 +109,7 @@ def command(
     --resume a training that ends early loses at most the steps since its last checkpoint, under this plan or another.
     With --restarts it goes on by itself.
     """
+    from pipefit.cli.log import StepLog
     from pipefit.cli.metrics import lines_of_metrics
     from pipefit.cli.model import resolve
     from pipefit.cli.output import check_output, print_and_save
@@ -119,17 +129,20 @@ def command(
         from pipefit.runtime.launch import START_SECONDS
 
     told = _Told(saving, resume)
+    log = StepLog(document, steps)
     with (
-        progress("training") as report,
+        progress("training", lines=False) as bar,
         lines_of_metrics(metrics, told.steps_done) as note,
         cleared_away(),
         told.stopping(),
     ):
 
-        def on_step(step: int, loss: float) -> None:
-            note(step, loss)
-            told.steps_done = step + 1
-            report(step + 1, steps, f"loss {loss:.4f}")
+        def on_step(report: StepReport) -> None:
+            note(report, log.figures(report))
+            told.steps_done = report.step + 1
+            bar(report.step + 1, steps, f"loss {report.loss:.4f}")
+            if not as_json:
+                log.tell(report, every=log_every)
 
         losses, trace = train(
             factory,

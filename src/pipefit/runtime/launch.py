@@ -24,6 +24,7 @@ from typing import Any
 from pipefit.actions import COPIES, Action
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
@@ -37,7 +38,7 @@ from pipefit.schedule import whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
 
-OnStep = Callable[[int, float], None]
+OnStep = Callable[[StepReport], None]
 OnSaved = Callable[[Saved], None]
 START_SECONDS = 120.0  # unless said otherwise
 _POLL_SECONDS = 0.5  # between two readings of the heartbeats

@@ -19,6 +19,7 @@ from math import isfinite
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
+from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
 from pipefit.runtime.orders import OnNan, Orders, orders
 from pipefit.runtime.saving import Saving
@@ -63,7 +64,8 @@ def train(
         numbers: whether worker 0 compares a traced model with its chain before it is trained, as a `Trainer` does.
         share_device: whether all workers compute on this machine's first GPU, with messages by way of the host.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
-        on_step: called with (step, mean loss) as each step ends. Steps that are trained again are told again.
+        on_step: called with a `StepReport` as each step ends: its mean loss, its seconds and the peaks of all devices.
+            Steps that are trained again are told again.
         on_nan: whether a loss that is infinite or nan is told in a warning (`warn`), or ends the training (`stop`).
         saving: where checkpoints go and when; None for none.
         resume: a checkpoint, or a folder of which the newest whole one is meant, from which the training goes on.
@@ -152,14 +154,14 @@ class _Told:
         """Steps whose losses are known, those before this training included."""
         return self._first + len(self.losses)
 
-    def step(self, step: int, loss: float) -> None:
+    def step(self, report: StepReport) -> None:
         """A step has ended."""
-        self.losses.append(loss)
-        if not isfinite(loss) and self._warns:
+        self.losses.append(report.loss)
+        if not isfinite(report.loss) and self._warns:
             self._warns = False  # the steps behind it have the same weights
-            _warn(f"{not_finite(step, loss)}. Training goes on; --on-nan stop would end it")
+            _warn(f"{not_finite(report.step, report.loss)}. Training goes on; --on-nan stop would end it")
         if self._on_step is not None:
-            self._on_step(step, loss)
+            self._on_step(report)
 
     def go_on(self, first: int, why: str, plan: Plan) -> None:
         """The training goes on after `first` steps, under that plan."""

@@ -15,8 +15,9 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import isfinite
 from multiprocessing.connection import Connection
@@ -38,6 +39,7 @@ from pipefit.errors import (
     in_one_line,
 )
 from pipefit.plans import Plan
+from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.hardware import backend_of
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.out_of_memory import ran_out
@@ -157,6 +159,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             on_failed_save=told.failed_save,
             on_wait=lambda: heartbeat.at(SAVING),
             on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
+            callbacks=[told.hear],
         )
     if trainer.not_compared:
         pipe.send(("warning", trainer.not_compared))
@@ -203,16 +206,22 @@ class _Told:
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
         self._pipe, self._saving, self._stops = pipe, assignment.orders.saving, assignment.orders.on_nan == "stop"
         plan = assignment.plan
-        self._reports_losses = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
+        self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
+        self._heard = deque[StepReport]()
+
+    def hear(self, report: StepReport) -> None:
+        """What the trainer reports of a step."""
+        self._heard.append(report)
 
     def step(self, step: int, loss: float) -> None:
-        """The loss of a step, which one worker tells for all; every worker knows it.
+        """The report of a step, which one worker tells for all; every worker knows its loss and its peaks.
 
         Raises:
             LossNotFinite: the loss is infinite or nan, which is to end the training.
         """
-        if self._reports_losses:
-            self._pipe.send(("step", step, loss))
+        report = self._heard.popleft()
+        if self._reports_steps:
+            self._pipe.send(("step", replace(report, step=step)))
         if self._stops and not isfinite(loss):
             raise LossNotFinite(not_finite(step, loss))
 

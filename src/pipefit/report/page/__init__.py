@@ -26,7 +26,7 @@ from pipefit.report.page.traffic import traffic
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
 from pipefit.simulator.contents import Contents, LayerContents, all_contents
-from pipefit.tables import Table
+from pipefit.tables import Table, html
 from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
@@ -55,7 +55,7 @@ def fit_page(fit: Fit) -> str:
     best = fit.best.plan
     trace = _simulated(best)
     chart = f'<div class="wide">{growth(fit)}</div>'
-    sections = [_section("What fits", markup.blocks([answer]), chart, markup.blocks(more)), *_sections(best, trace)]
+    sections = [_section("What fits", html([answer]), chart, html(more)), *_sections(best, trace)]
     return _assembled(f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)])
 
 
@@ -99,14 +99,14 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
     yield _section("What fills each device at its peak", f'<div class="legend">{markup.legend(names)}</div>', bars)
     yield _section("Over time", _drawing())
     if comparison is not None:
-        yield _section("Predicted beside measured", markup.blocks(describe_comparison(comparison)))
+        yield _section("Predicted beside measured", html(describe_comparison(comparison)))
     if plan is None:
-        yield _section("In figures", markup.blocks(describe_trace(trace)))
+        yield _section("In figures", html(describe_trace(trace)))
         return
     yield _section("Which layers fill a device", *_filled(plan, trace))
     yield _section("What is done about memory", *_decided(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
-    yield _section("The plan in words", markup.blocks(plan.explanation))
+    yield _section("The plan in words", html(plan.explanation))
 
 
 def _uses(trace: Trace, category: int) -> bool:
@@ -117,7 +117,7 @@ def _head(plan: Plan | None, trace: Trace) -> str:
     over = [one.device for one in trace.devices if one.budget_bytes and one.peak_bytes > one.budget_bytes]
     verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else "fits"
     title = plan.profile.model if plan else f"A {trace.source} trace"
-    where = markup.blocks(plan.explanation[:1]) if plan else ""
+    where = html(plan.explanation[:1]) if plan else ""
     return (
         f'<header><h1>{markup.text(title)} <em class="{"over" if over else "fits"}">{verdict}</em></h1>{where}'
         f'<dl class="tiles">{markup.tiles(list(_facts(plan, trace)))}</dl></header>'
@@ -164,7 +164,7 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
             told = (
                 f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
             )
-            table = markup.blocks([_layers(plan, found)])
+            table = html([_layers(plan, found)])
             opened = " open" if shares[device] == max(shares) else ""
             yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
 
@@ -196,7 +196,7 @@ def _sizes(row: LayerContents) -> tuple[int, ...]:
 def _decided(plan: Plan) -> Iterator[str]:
     """Every decision with its reason, below what it does for its stage."""
     told = [block for block in plan.explanation[2:] if isinstance(block, Table)]
-    yield markup.blocks(told)
+    yield html(told)
     if not plan.decisions:
         yield "<p>Nothing is recomputed or moved away.</p>"
         return
@@ -204,7 +204,7 @@ def _decided(plan: Plan) -> Iterator[str]:
     rows = tuple((str(decision.stage), *_decision(plan, decision)) for decision in shown)
     left = len(plan.decisions) - len(shown)
     yield f"<details{' open' if len(rows) <= 12 else ''}><summary>{counted(len(plan.decisions), 'decision')}</summary>"
-    yield markup.blocks([Table(("stage", "what", "of what", "where to", "why"), rows)])
+    yield html([Table(("stage", "what", "of what", "where to", "why"), rows)])
     yield f"<p>and {left} more</p></details>" if left else "</details>"
 
 
@@ -239,4 +239,4 @@ def _links(plan: Plan, trace: Trace) -> Iterator[str]:
         taken = plan.cluster.route(stretch.source, stretch.target).seconds(nbytes)
         share = f"{100 * taken / seconds:.1f} %" if seconds else "-"
         rows.append((str(stretch.source), str(stretch.target), stretch.what, format_bytes(nbytes), share))
-    yield markup.blocks([Table(("from", "to", "what", "bytes", "of a step"), tuple(rows))])
+    yield html([Table(("from", "to", "what", "bytes", "of a step"), tuple(rows))])

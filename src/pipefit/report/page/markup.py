@@ -1,11 +1,11 @@
-"""Blocks of a report as HTML: tables and paragraphs, and bars that need no script."""
+"""Parts of a page as HTML that need no script: figures, bars and legends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pipefit.tables import Block, Table, kept_together
+from pipefit.tables import kept_together
 from pipefit.texts import printable
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes
@@ -19,28 +19,6 @@ def text(words: str) -> str:
 def _sentence(words: str) -> str:
     """Words as `text`, with figures beside their units however wide the page is."""
     return escape(kept_together(printable(words)))
-
-
-def blocks(found: Iterable[Block]) -> str:
-    """Every block as a table, or as one paragraph for each of its lines."""
-    return "".join(_table(block) if isinstance(block, Table) else _paragraphs(block) for block in found)
-
-
-def _paragraphs(words: str) -> str:
-    return "".join(f"<p>{_sentence(line)}</p>" for line in words.splitlines() if line.strip())
-
-
-def _table(table: Table) -> str:
-    kinds = [' class="number"' if numeric else "" for numeric in table.numeric]
-    head = "".join(
-        f'<th scope="col"{kind}>{text(column)}</th>' for column, kind in zip(table.columns, kinds, strict=True)
-    )
-    rows = "".join(
-        f"<tr>{''.join(f'<td{kind}>{text(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
-        for row in table.rows
-    )
-    caption = f"<caption>{text(table.title)}</caption>" if table.title else ""
-    return f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
