@@ -90,15 +90,15 @@ def save(document: Document, path: str | os.PathLike[str]) -> None:
     save_text(dumps(document), path)
 
 
-def save_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Writes any text to `path`, as a whole or not at all.
+def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
+    """Writes any text, or bytes of another tool's, to `path`, as a whole or not at all.
 
     Raises:
         FileError: the file cannot be written.
     """
     check_target(path)
     try:
-        _replace(Path(os.path.realpath(path)), text.encode())
+        _replace(Path(os.path.realpath(path)), text.encode() if isinstance(text, str) else text)
     except OSError as error:
         raise FileError(f"{_named(path)} cannot be written: {_reason(error)}") from None
 

@@ -10,37 +10,90 @@ import typer
 
 if TYPE_CHECKING:
     from pipefit.files import Document
+    from pipefit.plans import Plan
+    from pipefit.trace import Trace
 
 EXAMPLE = "pipefit export plan.json --to perfetto -o events.json"
 
+Format = Literal[
+    "perfetto", "memory-viz", "pipelining", "megatron", "torchtitan", "deepspeed", "slurm", "kubernetes"
+]  # fmt: skip
+
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="PLAN|TRACE", help="A plan, or for perfetto also a trace.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="PLAN|TRACE", help="A plan; for perfetto and memory-viz also a trace.")
+    ],
     to: Annotated[
-        Literal["perfetto", "pipelining"],
-        typer.Option(help="perfetto: a trace for ui.perfetto.dev. pipelining: torch.distributed.pipelining's CSV."),
+        Format,
+        typer.Option(
+            help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
+            "torch.distributed.pipelining's CSV. megatron: arguments. torchtitan, deepspeed: a configuration. slurm, "
+            "kubernetes: a launch file."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where it goes; stdout unless given.")
     ] = None,
 ) -> None:
-    """Write a plan or trace in the format of another tool."""
+    """Write a plan or trace in the format of another tool.
+
+    What a tool cannot do is refused by name, so that its file never trains otherwise than the plan.
+    """
     from pipefit.cli.output import check_output
     from pipefit.files import load, save_text
 
     check_output(output, file)
-    text = _perfetto(file, load(file)) if to == "perfetto" else _pipelining(file, load(file))
-    if output is None:
+    text = _written(file, load(file), to)
+    if output is not None:
+        save_text(text, output)
+        print(f"saved to {output}", file=sys.stderr)
+    elif isinstance(text, bytes):
+        sys.stdout.buffer.write(text)
+    else:
         sys.stdout.write(text)
-        return
-    save_text(text, output)
-    print(f"saved to {output}", file=sys.stderr)
 
 
-def _perfetto(file: Path, document: Document) -> str:
-    """A plan is simulated first."""
+def _written(file: Path, document: Document, to: Format) -> str | bytes:
+    """The text, or the bytes, of the other format."""
+    match to:
+        case "perfetto":
+            from pipefit.export.perfetto import perfetto
+
+            return perfetto(_trace(file, document))
+        case "memory-viz":
+            from pipefit.export.memory_viz import memory_snapshot
+
+            return memory_snapshot(_trace(file, document))
+        case "pipelining":
+            from pipefit.export.pipelining import pipelining_csv
+
+            return pipelining_csv(_plan(file, document, "torch's schedules are"))
+        case "megatron":
+            from pipefit.export.megatron import megatron_arguments
+
+            return megatron_arguments(_plan(file, document, "Megatron's arguments are"))
+        case "torchtitan":
+            from pipefit.export.torchtitan import torchtitan_config
+
+            return torchtitan_config(_plan(file, document, "torchtitan's configurations are"))
+        case "deepspeed":
+            from pipefit.export.deepspeed import deepspeed_config
+
+            return deepspeed_config(_plan(file, document, "DeepSpeed's configurations are"))
+        case "slurm":
+            from pipefit.export.launching import slurm_script
+
+            return slurm_script(_plan(file, document, "launch files are"), str(file))
+        case "kubernetes":
+            from pipefit.export.launching import kubernetes_job
+
+            return kubernetes_job(_plan(file, document, "launch files are"), file.name)
+
+
+def _trace(file: Path, document: Document) -> Trace:
+    """A trace; a plan is simulated first."""
     from pipefit.errors import UsageError
-    from pipefit.export.perfetto import perfetto
     from pipefit.plans import Plan
     from pipefit.simulator import simulate
     from pipefit.trace import Trace
@@ -48,14 +101,13 @@ def _perfetto(file: Path, document: Document) -> str:
     trace = simulate(document) if isinstance(document, Plan) else document
     if not isinstance(trace, Trace):
         raise UsageError(f"{file} is neither a plan nor a trace")
-    return perfetto(trace)
+    return trace
 
 
-def _pipelining(file: Path, document: Document) -> str:
+def _plan(file: Path, document: Document, what: str) -> Plan:
     from pipefit.errors import UsageError
-    from pipefit.export.pipelining import pipelining_csv
     from pipefit.plans import Plan
 
     if not isinstance(document, Plan):
-        raise UsageError(f"{file} is no plan: torch's schedules are made of plans")
-    return pipelining_csv(document)
+        raise UsageError(f"{file} is no plan: {what} made of plans")
+    return document

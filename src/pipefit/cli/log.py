@@ -53,7 +53,7 @@ class StepLog:
         """What is told of a step."""
         figures = self.figures(report)
         tokens, used = figures["tokens_per_second"], figures["mfu"]
-        rate = f"{report.samples_per_second:,.3g} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
+        rate = f"{_rate(report.samples_per_second)} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
         return "  ".join(
             (
                 f"step {report.step + 1} of {self._steps}",
@@ -72,6 +72,11 @@ class StepLog:
         sizes = [device.memory_bytes for device in self._plan.cluster.devices]
         device = max(report.peak_bytes, key=lambda number: report.peak_bytes[number] / sizes[number])
         return f"device {device}: {format_bytes(report.peak_bytes[device])} of {format_bytes(sizes[device])}"
+
+
+def _rate(figure: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def _flops(plan: Plan) -> int:

@@ -1,0 +1,41 @@
+"""A plan as a configuration of DeepSpeed's pipeline engine: batch, precision, clipping and stages.
+
+`partition` has the first block of every stage and the number of blocks; DeepSpeed divides by a rule of its own, so give
+these to a `PipelineModule` whose `_partition_layers` sets `self.parts` and `self._local_start`, `self._local_stop`.
+`activation_checkpoint_interval` 1 recomputes every block, 0 none: 1 if the plan recomputes any. (DeepSpeed 0.19,
+`deepspeed.runtime.config`.)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipefit.export.decoders import decoder_of
+from pipefit.plans import Plan
+
+
+def deepspeed_config(plan: Plan) -> str:
+    """The file's text, JSON.
+
+    Raises:
+        UsageError: the plan does what DeepSpeed cannot; says what, and what to plan instead.
+    """
+    found, training = decoder_of(plan, "DeepSpeed", ("1f1b",)), plan.training
+    config: dict[str, Any] = {
+        "train_batch_size": training.batch_size,
+        "train_micro_batch_size_per_gpu": training.microbatch_size,
+        "gradient_accumulation_steps": training.microbatches,
+        "pipeline": {
+            "stages": len(plan.stages),
+            "partition": list(found.bounds),
+            "activation_checkpoint_interval": 1 if any(found.recomputed) else 0,
+        },
+    }
+    if training.clip_norm is not None:
+        config["gradient_clipping"] = training.clip_norm
+    if training.precision.endswith("bfloat16"):
+        config["bf16"] = {"enabled": True}
+    elif training.precision.endswith("float16"):
+        config["fp16"] = {"enabled": True}
+    return json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,114 @@
+"""Launch files for a plan: a batch script for SLURM, and an indexed Job for Kubernetes.
+
+Both start torchrun once on every host of the plan with a process for each of its devices, which runs a script of your
+own, such as examples/pipefit_loop.py, with the plan as its argument. Names of images, volumes and partitions are yours:
+they are written as places to fill in. (SLURM's sbatch; Kubernetes, batch/v1 Job with completionMode Indexed.)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+
+from pipefit.errors import UsageError
+from pipefit.plans import Plan
+
+_PORT = 29500
+
+
+def slurm_script(plan: Plan, file: str) -> str:
+    """A script for sbatch that trains the plan in `file`.
+
+    Raises:
+        UsageError: hosts have different numbers of the plan's devices.
+    """
+    hosts, each = _hosts(plan)
+    gpus = f"#SBATCH --gpus-per-node={each}\n" if plan.cluster.backend == "cuda" else ""
+    return (
+        "#!/bin/bash\n"
+        f"#SBATCH --job-name={_name(plan)}\n"
+        f"#SBATCH --nodes={hosts}\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        f"{gpus}"
+        "#SBATCH --exclusive\n"
+        "set -euo pipefail\n"
+        f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        f"srun torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d "
+        f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:{_PORT}" "${{SCRIPT:-train.py}}" {shlex.quote(file)}\n'
+    )
+
+
+def kubernetes_job(plan: Plan, file: str) -> str:
+    """A headless Service and an indexed Job, in YAML, that train the plan in `file` of a mounted volume.
+
+    Raises:
+        UsageError: hosts have different numbers of the plan's devices.
+    """
+    hosts, each = _hosts(plan)
+    name = _name(plan)
+    command = (
+        f"torchrun --nnodes={hosts} --nproc-per-node={each} --node-rank=$JOB_COMPLETION_INDEX "
+        f"--master-addr={name}-0.{name} --master-port={_PORT} train.py {shlex.quote(file)}"
+    )
+    limits = f"\n            limits: {{nvidia.com/gpu: {each}}}" if plan.cluster.backend == "cuda" else " {}"
+    return f"""\
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: None
+  selector: {{job-name: {name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {name}}}
+spec:
+  completions: {hosts}
+  parallelism: {hosts}
+  completionMode: Indexed
+  backoffLimit: 0
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      containers:
+        - name: worker
+          image: YOUR-IMAGE
+          command: [bash, -c, {_quoted(command)}]
+          resources:{limits}
+          volumeMounts:
+            - {{name: plans, mountPath: /plans}}
+            - {{name: shared-memory, mountPath: /dev/shm}}
+          workingDir: /plans
+      volumes:
+        - {{name: plans, persistentVolumeClaim: {{claimName: YOUR-CLAIM}}}}
+        - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
+"""
+
+
+def _hosts(plan: Plan) -> tuple[int, int]:
+    """How many hosts the plan's devices are on, and how many of them on each.
+
+    Raises:
+        UsageError: not as many on each.
+    """
+    counts = Counter(plan.cluster.devices[device].host for device in plan.workers)
+    if len(set(counts.values())) > 1:
+        raise UsageError(
+            "the plan has "
+            + ", ".join(f"{count} devices on host {host}" for host, count in sorted(counts.items()))
+            + ": a launch file starts as many processes on every host; plan with another number of --stages"
+        )
+    return len(counts), next(iter(counts.values()))
+
+
+def _name(plan: Plan) -> str:
+    """A name that SLURM and Kubernetes take: small letters, digits and dashes."""
+    letters = (letter if letter.isascii() and letter.isalnum() else "-" for letter in plan.profile.model.lower())
+    return f"pipefit-{''.join(letters)}"[:50].rstrip("-")
+
+
+def _quoted(text: str) -> str:
+    """A YAML string in single quotes."""
+    doubled = text.replace("'", "''")
+    return f"'{doubled}'"

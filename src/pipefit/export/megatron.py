@@ -1,0 +1,56 @@
+"""A plan as arguments of Megatron-LM: the pipeline's layout, the batch, and what is recomputed.
+
+A line for each argument, quoted for a shell: `xargs torchrun ... pretrain_gpt.py < FILE`. In the layout E is the
+embedding, t a decoder block and L the head with the loss; stages are divided by |. Megatron recomputes as many blocks
+on every stage: as many as the stage of the plan with the most. (Megatron Core, "Custom Pipeline Model Parallel Layout",
+and `PipelineParallelLayerLayout`, which reads the layout.)
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from pipefit.export.decoders import Decoder, decoder_of
+from pipefit.plans import Plan
+
+_PRECISIONS = {"bfloat16": "--bf16", "mixed-bfloat16": "--bf16", "master-bfloat16": "--bf16",
+               "float16": "--fp16", "mixed-float16": "--fp16", "master-float16": "--fp16"}  # fmt: skip
+
+
+def megatron_arguments(plan: Plan) -> str:
+    """The file's text.
+
+    Raises:
+        UsageError: the plan does what Megatron cannot; says what, and what to plan instead.
+    """
+    found, training = decoder_of(plan, "Megatron", ("1f1b",)), plan.training
+    lines: list[tuple[str, ...]] = [
+        ("--num-layers", str(found.layers)),
+        ("--pipeline-model-parallel-size", str(len(plan.stages))),
+        ("--pipeline-model-parallel-layout", layout(found)),
+        ("--micro-batch-size", str(training.microbatch_size)),
+        ("--global-batch-size", str(training.batch_size)),
+        ("--clip-grad", str(training.clip_norm or 0.0)),  # 0 clips nothing; its default clips
+    ]
+    if found.sequence:
+        lines.append(("--seq-length", str(found.sequence)))
+    if training.precision in _PRECISIONS:
+        lines.append((_PRECISIONS[training.precision],))
+    return "".join(f"{shlex.join(words)}\n" for words in (*lines, *_recomputation(found)))
+
+
+def layout(found: Decoder) -> str:
+    """The pipeline's layout, such as `Ettt|tttt|tttt|tL`."""
+    return f"E{'|'.join('t' * count for count in found.blocks)}L"
+
+
+def _recomputation(found: Decoder) -> list[tuple[str, ...]]:
+    most = max(found.recomputed)
+    if not most:
+        return []
+    method, number = ("uniform", 1) if found.recomputed == found.blocks else ("block", most)
+    return [
+        ("--recompute-granularity", "full"),
+        ("--recompute-method", method),
+        ("--recompute-num-layers", str(number)),
+    ]

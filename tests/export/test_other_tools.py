@@ -1,0 +1,266 @@
+"""Plans for other tools, read by the tool itself where it is installed, and by its documented grammar everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.cuda import _memory_viz
+
+import pipefit
+from pipefit.cli import main
+from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, State, What
+from pipefit.errors import UsageError
+from pipefit.export.deepspeed import deepspeed_config
+from pipefit.export.launching import kubernetes_job, slurm_script
+from pipefit.export.megatron import megatron_arguments
+from pipefit.export.memory_viz import memory_snapshot, snapshot
+from pipefit.export.torchtitan import torchtitan_config
+from pipefit.files import save
+from pipefit.grids import Grid, Stage
+from pipefit.places import parse_place
+from pipefit.plans import Plan
+from pipefit.simulator import simulate
+from pipefit.zoo import build
+from pipelines import make_plan, random_profile
+
+LAYERS = 6
+
+
+@cache
+def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", **more: Any) -> Plan:
+    """A small GPT of six blocks on a preset."""
+    task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8)
+    return pipefit.plan(
+        pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
+        microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, **more,
+    )  # fmt: skip
+
+
+def arguments(text: str) -> dict[str, str]:
+    """A file of arguments, as a shell reads it."""
+    lines = [shlex.split(line) for line in text.splitlines()]
+    return {name: " ".join(values) for name, *values in lines}
+
+
+def stages_of(layout: str, size: int) -> list[str]:
+    """The stages of a layout: by Megatron, if it is installed, and by the grammar of its documentation."""
+    rows = layout.replace(",", "").split("|")
+    assert len(rows) == size and set("".join(rows)) <= set("EtL")
+    try:
+        module = import_module("megatron.core.transformer.pipeline_parallel_layer_layout")
+    except ImportError:
+        return rows
+    read = module.PipelineParallelLayerLayout(layout, size)
+    read.validate_layer_layout(LAYERS, None)
+    assert [len(stage[0]) for stage in read.layout] == list(map(len, rows))
+    return rows
+
+
+def held(plan: Plan) -> list[tuple[bool, int, bool]]:
+    """For every stage: whether it has the embedding, how many blocks it has, and whether it has the head."""
+    names = plan.profile.layers
+    return [
+        (
+            any(name.startswith("embedding") for name in names[stage.start : stage.stop]),
+            len({name.split(".")[0] for name in names[stage.start : stage.stop] if name.startswith("block")}),
+            any(name.startswith("head") for name in names[stage.start : stage.stop]),
+        )
+        for stage in plan.stages
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_megatrons_layout_has_every_stage_of_the_plan(stages: int) -> None:
+    """Embedding, so many decoder blocks and the head, on the stage where the plan has them."""
+    plan = planned(stages)
+    found = arguments(megatron_arguments(plan))
+    rows = stages_of(found["--pipeline-model-parallel-layout"], stages)
+    assert [("E" in row, row.count("t"), "L" in row) for row in rows] == held(plan)
+    assert found["--num-layers"] == str(LAYERS)
+    assert (found["--micro-batch-size"], found["--global-batch-size"], found["--seq-length"]) == ("2", "8", "8")
+    assert not [name for name in found if name.startswith("--recompute")]
+
+
+def test_megatron_recomputes_what_the_plan_recomputes() -> None:
+    """All blocks uniformly; or as many on every stage as the stage with the most."""
+    found = arguments(megatron_arguments(planned(3, "always")))
+    assert (found["--recompute-method"], found["--recompute-num-layers"]) == ("uniform", "1")
+    plan = planned(3, "always")
+    some = replace(plan, decisions=tuple(one for one in plan.decisions if one.stage == 1))
+    found = arguments(megatron_arguments(some))
+    most = held(plan)[1][1]
+    assert (found["--recompute-method"], found["--recompute-num-layers"]) == ("block", str(most))
+
+
+@pytest.fixture
+def titan(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """torchtitan's configuration; where it is not installed, classes with the fields of its documentation."""
+    try:
+        config = import_module("torchtitan.config")
+        import_module("torchtitan.distributed.activation_checkpoint")
+    except ImportError:
+        names = ["torchtitan", "torchtitan.config", "torchtitan.distributed"]
+        modules = {name: types.ModuleType(name) for name in [*names, "torchtitan.distributed.activation_checkpoint"]}
+        config = modules["torchtitan.config"]
+        config.ParallelismConfig = fields(  # type: ignore[attr-defined]
+            "pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
+            "module_fqns_per_model_part",
+        )  # fmt: skip
+        config.TrainingConfig = fields("local_batch_size", "seq_len", "max_norm", "dtype")  # type: ignore[attr-defined]
+        checkpoint = modules["torchtitan.distributed.activation_checkpoint"]
+        checkpoint.FullAC = types.SimpleNamespace(Config=fields())  # type: ignore[attr-defined]
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+    return config
+
+
+def fields(*known: str) -> Any:
+    """A class that takes these keywords alone."""
+
+    def make(**given: Any) -> types.SimpleNamespace:
+        assert set(given) <= set(known)
+        return types.SimpleNamespace(**given)
+
+    return make
+
+
+@pytest.mark.parametrize("stages", [1, 3, 5])
+@pytest.mark.usefixtures("titan")
+def test_torchtitans_configuration_names_every_module_once(stages: int) -> None:
+    """In order, on the stages of the plan, with its schedule and its batch."""
+    plan, found = planned(stages, schedule="gpipe"), dict[str, Any]()
+    exec(torchtitan_config(plan), found)
+    parts = found["parallelism"].module_fqns_per_model_part
+    assert [name for part in parts for name in part] == [
+        "tok_embeddings", *(f"layers.{n}" for n in range(LAYERS)), "norm", "lm_head"
+    ]  # fmt: skip
+    told = [("tok_embeddings" in part, sum("layers." in name for name in part), "lm_head" in part) for part in parts]
+    assert told == held(plan)
+    assert found["parallelism"].pipeline_parallel_schedule == "GPipe"
+    assert (found["training"].local_batch_size, found["training"].seq_len) == (8, 8)
+    assert found["activation_checkpoint"] is None
+    exec(torchtitan_config(planned(3, "always", clip_norm=0.5)), found)
+    assert found["activation_checkpoint"] is not None and found["training"].max_norm == 0.5
+
+
+def test_deepspeeds_configuration_divides_batch_and_blocks() -> None:
+    """As DeepSpeed demands, the batch is microbatches of that size; and its partition has all blocks."""
+    plan = planned(3, "always", clip_norm=1.0)
+    found = json.loads(deepspeed_config(plan))
+    batch = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"]
+    assert found["train_batch_size"] == batch == plan.training.batch_size
+    bounds = found["pipeline"]["partition"]
+    assert bounds == sorted(bounds) and bounds[0] == 0
+    assert [plan.profile.edges[bound] for bound in bounds[:-1]] == [stage.start for stage in plan.stages]
+    assert plan.profile.edges[bounds[-1]] == len(plan.profile.layers)
+    assert (found["pipeline"]["activation_checkpoint_interval"], found["gradient_clipping"]) == (1, 1.0)
+
+
+MOVED = Decision(
+    stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host0")
+)
+
+
+@pytest.mark.parametrize("write", [megatron_arguments, torchtitan_config, deepspeed_config])
+def test_what_a_tool_cannot_do_is_refused(write: Any) -> None:
+    """Schedules, moved tensors, stages on several devices, and models that are no decoder, each by name."""
+    plan = planned(3)
+    for wrong, words in (
+        (planned(3, schedule="pipedream"), "no schedule pipedream: plan with --schedule 1f1b"),
+        (replace(plan, decisions=(MOVED,)), "does not move tensors"),
+        (make_plan(random_profile(6), (2, 4), microbatches=2), "is no decoder"),
+        (replace(plan, stages=(replace(plan.stages[0], grid=Grid.of(1)), replace(plan.stages[1], grid=Grid.of(0)),
+                               Stage(start=plan.stages[2].start, stop=plan.stages[2].stop, grid=Grid.of(0)))),
+         "one device each"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            write(wrong)
+
+
+def test_slurms_script_is_one_that_bash_reads() -> None:
+    """Every directive is one of sbatch's, with a task for each host and a GPU for each of the plan's devices."""
+    text = slurm_script(planned(3), "a plan.json")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive"}
+    assert {option.split("=")[0] for option in re.findall(r"^#SBATCH --(\S+)", text, re.MULTILINE)} == known
+    assert "--nodes=1\n" in text and "--gpus-per-node=3\n" in text
+    assert "--nproc-per-node=3 " in text and text.rstrip().endswith("'a plan.json'")
+
+
+def test_kubernetes_gets_a_service_and_a_job() -> None:
+    """Two documents of YAML; the job is indexed, with a pod for each host and a GPU for each device."""
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(kubernetes_job(planned(3), "it's.json"))
+    assert (service["kind"], job["kind"], job["apiVersion"]) == ("Service", "Job", "batch/v1")
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (1, 1, "Indexed")
+    pod = spec["template"]["spec"]
+    (worker,) = pod["containers"]
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 3}
+    assert "--nproc-per-node=3" in worker["command"][2]
+    assert shlex.split(worker["command"][2])[-1] == "it's.json"
+    assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"]
+    assert {mount["name"] for mount in worker["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def levels(events: list[dict[str, Any]]) -> list[int]:
+    """The bytes that are there after every event; no block overlaps another, and only what is there is freed."""
+    there, found = dict[int, int](), list[int]()
+    for event in events:
+        if event["action"] == "alloc":
+            begin, end = event["addr"], event["addr"] + event["size"]
+            assert all(end <= other or other + size <= begin for other, size in there.items())
+            there[begin] = event["size"]
+        else:
+            assert there.pop(event["addr"]) == event["size"]
+        found.append(sum(there.values()))
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_snapshot_of_memory_is_as_high_as_the_trace(recompute: str) -> None:
+    """At its highest, on every device; and where an action ends, as the sample says."""
+    trace = simulate(planned(3, recompute))
+    found = snapshot(trace)
+    for device, events in zip(trace.devices, found["device_traces"], strict=True):
+        assert max(levels(events), default=0) == device.peak_bytes
+
+
+def test_torch_draws_the_snapshot() -> None:
+    """Its own tools read the file: the page of a timeline, the list of events and the sums of segments."""
+    read = pickle.loads(memory_snapshot(simulate(planned(3))))
+    page = _memory_viz.trace_plot(read)
+    assert "<html" in page.lower() or "<script" in page.lower()
+    assert "TOTAL MEM" in _memory_viz.trace(read)
+    assert _memory_viz.segsum(read)
+
+
+def test_the_command_writes_every_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """To a file or to stdout, the same; a trace is no plan."""
+    monkeypatch.chdir(tmp_path)
+    save(planned(3), "plan.json")
+    save(simulate(planned(3)), "trace.json")
+    for name in ("megatron", "torchtitan", "deepspeed", "slurm", "kubernetes", "memory-viz"):
+        assert main(["export", "plan.json", "--to", name, "-o", "made"]) == 0
+        capsysbinary.readouterr()
+        assert main(["export", "plan.json", "--to", name]) == 0
+        assert capsysbinary.readouterr().out == Path("made").read_bytes()
+    assert main(["export", "trace.json", "--to", "megatron"]) == 2
+    assert b"Megatron's arguments are made of plans" in capsysbinary.readouterr().err
+    ast.parse(torchtitan_config(planned(3)))
