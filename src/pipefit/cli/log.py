@@ -51,15 +51,21 @@ class StepLog:
 
     def line(self, report: StepReport) -> str:
         """What is told of a step."""
+        from pipefit.units import format_number
+
         figures = self.figures(report)
         tokens, used = figures["tokens_per_second"], figures["mfu"]
-        rate = f"{_rate(report.samples_per_second)} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
+        rate = (
+            f"{format_number(report.samples_per_second)} samples/s"
+            if tokens is None
+            else f"{format_number(tokens)} tokens/s"
+        )
         return "  ".join(
             (
                 f"step {report.step + 1} of {self._steps}",
                 f"loss {report.loss:.4f}",
                 rate,
-                f"{(figures['flops_per_second'] or 0.0) / 1e12:.3g} TFLOP/s",
+                f"{format_number((figures['flops_per_second'] or 0.0) / 1e12)} TFLOP/s",
                 *([] if used is None else [f"MFU {100 * used:.1f} %"]),
                 *([self._fullest(report)] if any(report.peak_bytes.values()) else []),
             )
@@ -72,11 +78,6 @@ class StepLog:
         sizes = [device.memory_bytes for device in self._plan.cluster.devices]
         device = max(report.peak_bytes, key=lambda number: report.peak_bytes[number] / sizes[number])
         return f"device {device}: {format_bytes(report.peak_bytes[device])} of {format_bytes(sizes[device])}"
-
-
-def _rate(figure: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def _flops(plan: Plan) -> int:

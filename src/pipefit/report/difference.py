@@ -19,7 +19,7 @@ from pipefit.simulator import simulate
 from pipefit.tables import Block, Table
 from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_WHYS = 2
 
@@ -284,7 +284,7 @@ def _time(found: Difference) -> Iterator[str]:
         return
     rates = ""
     if found.before_rate and found.after_rate:
-        rates = f", {found.before_rate:.3g} and {found.after_rate:.3g} samples per second"
+        rates = f", {format_number(found.before_rate)} and {format_number(found.after_rate)} samples per second"
     yield f"A step takes {format_seconds(one)}, then {format_seconds(two)}{rates}."
     if found.before_busy and found.after_busy:
         yield (

@@ -9,7 +9,7 @@ from pipefit.overviews import InPrecision, Overview, Reach, Replicated, samples_
 from pipefit.predictions import TIGHT
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, format_number
 
 
 def describe_overview(overview: Overview, asked: str) -> list[Block]:
@@ -56,7 +56,7 @@ def _devices(overview: Overview) -> Table:
             format_bytes(row.one.budget_bytes),
             _full(row.one),
             *(_size(one, largest) for one in row.largest),
-            "-" if row.fastest is None else _rate(row.fastest),
+            "-" if row.fastest is None else format_number(samples_per_second(row.fastest)),
         )
         for row in overview.reaches
     )
@@ -126,17 +126,11 @@ def _next(overview: Overview, asked: str) -> Iterator[str]:
     if best is not None:
         yield (
             f"Fastest of these: microbatches of {counted(best.value, 'sample')}, "
-            f"{_rate(best)} samples per second by {_seconds(best)} seconds."
+            f"{format_number(samples_per_second(best))} samples per second by {_seconds(best)} seconds."
         )
         yield f"Next: pipefit plan {asked} --batch-size {best.plan.training.batch_size} -o plan.json"
         return
     yield from _ways_out(overview, here, asked)
-
-
-def _rate(one: Attempt) -> str:
-    """Samples per second in three digits."""
-    rate = samples_per_second(one)
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _seconds(best: Attempt) -> str:
