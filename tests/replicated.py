@@ -47,6 +47,21 @@ class Head(nn.Module):
         return self.own(F.linear(x, self.tied.T))
 
 
+class Table(nn.Module):
+    """Adds a table of positions and hands it on, for a later layer to add once more."""
+
+    def __init__(self, *, last: bool = False) -> None:
+        super().__init__()
+        self.table = None if last else nn.Parameter(torch.randn(3, 8, dtype=torch.float64))
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, given: Any) -> Any:
+        if self.table is None:
+            x, table = given
+            return self.linear(x) + table.tanh()
+        return self.linear(given + self.table), self.table * 2
+
+
 def tied() -> list[nn.Module]:
     """The first layer and one of the last share a weight."""
     first = nn.Linear(WIDTH, WIDTH)

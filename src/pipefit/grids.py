@@ -51,6 +51,11 @@ class Grid:
                 f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
             )
 
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether replicas keep the gradients of a part of the stage alone."""
+        return self.shard in ("gradients", "parameters")
+
     def replica_of(self, device: int) -> int:
         """The number of the replica that a device of the grid belongs to."""
         return self.devices.index(device) // self.tensor

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from pipefit.capture import Task
+from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
-from replicated import MODELS, precise, replicated
+from replicated import MODELS, Table, precise, replicated
 from slices import Plain, batches, equal, sliced_plan
-from step_peaks import step_peaks
+from step_peaks import step_peaks, too_low
 
 SIZES = (12, 6, 4, 3)
-DIVIDED: tuple[Sharding, ...] = ("optimizer",)
+DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients")
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,14 +37,16 @@ def profiles() -> dict[str, ModelProfile]:
 
 
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
-    """Two or three stages of random degrees, each of which divides something at random, or nothing, in some buckets."""
+    """One to three stages of random degrees, each of which divides something at random, or nothing, in some buckets."""
     rng = Random(seed)
-    count = rng.choice([2, 2, 3])
+    count = rng.choice([1, 2, 2, 3])
     degrees = [9]
     while sum(degrees) > 8 or max(degrees) == 1:
         degrees = [rng.choice([1, 2, 3, 4]) for _ in range(count)]
     edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
     shard = [rng.choice((*DIVIDED, *DIVIDED, "none")) for _ in degrees]
+    if found.measurements[0].shared and count > 1:  # the first and the last stage have a copy each
+        shard[0] = shard[-1] = rng.choice(["none", "optimizer"])
     return sliced_plan(
         found,
         edges,
@@ -75,9 +79,10 @@ def test_the_numbers_are_those_of_plain_training(name: str, seed: int, profiles:
 
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
-    """Sums are taken in the same order, and owners update what all would have updated."""
+    """Sums are taken in the same order where a step has one microbatch; owners update what all would have updated."""
     whole, divided = (
-        sliced_plan(profiles["dropped"], [0, 3, 6], [3, 2], shard=(what, what)) for what in ("none", shard)
+        sliced_plan(profiles["dropped"], [0, 3, 6], [3, 2], microbatches=1, shard=(what, what))
+        for what in ("none", shard)
     )
     task = replicated("dropped")
     one, other = Trainer(task, whole), Trainer(task, divided)
@@ -89,9 +94,16 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profil
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
-    """The peaks of every device in both steps, to the byte."""
-    found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
-    assert found.dry == found.metered == found.allocated == found.simulated
+    """The peaks of every device in both steps, to the byte; with two users of a parameter in one stage the simulator's
+    are bounds.
+    """
+    plan = random_plan(profiles[name], seed + 10)
+    found = step_peaks(replicated(name), plan)
+    assert found.dry == found.metered == found.allocated
+    if name == "tied" and len(plan.stages) == 1:
+        assert not too_low(replicated(name), plan)
+    else:
+        assert found.simulated == found.dry
 
 
 @pytest.mark.parametrize("shard", DIVIDED)
@@ -105,8 +117,8 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     whole = replace(plan, stages=sliced_plan(found, [0, 2, 6], [3, 2]).stages)
     trainer, plain = Trainer(task, plan, accumulate=2), Trainer(task, whole, accumulate=2)
     for one in batches(task, plan, 4):
-        assert trainer.step(one) == plain.step(one)
-    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-12)
+        assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-12)
+    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["master-float16", "master-bfloat16"])
@@ -115,11 +127,14 @@ def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any)
     """The loss is scaled, master weights are the owners', and one overflow skips the update of all."""
     task = precise(precision)
     found = profile(task, microbatch_size=(4, 2))
-    whole, divided = (sliced_plan(found, [0, 3, 5], [2, 2], shard=(what, what)) for what in ("none", shard))
+    whole, divided = (
+        sliced_plan(found, [0, 3, 5], [2, 2], microbatches=1, shard=(what, what), buckets=(2, 2))
+        for what in ("none", shard)
+    )
     one, other = Trainer(task, whole), Trainer(task, divided)
     for step in range(3):
         torch.manual_seed(step)
-        batch = task.batch(8)
+        batch = task.batch(4)
         if step == 1:
             batch = (batch[0] * 1e4, batch[1])
         assert one.step(batch) == pytest.approx(other.step(batch), nan_ok=True)
@@ -166,3 +181,40 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
     after = Trainer(task, sliced_plan(profiles["dropped"], [0, 6], [1]))
     assert after.load(tmp_path) == 2
     assert equal(after.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-9)
+
+
+class Moved(torch.nn.Module):
+    """Adds a parameter to a table without samples that it is given: both have one gradient, in one memory."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.more, self.apart = torch.nn.Parameter(torch.randn(24, dtype=torch.float64)), apart
+
+    def forward(self, given: Any) -> Any:
+        x, table = given
+        return x, table + (self.more * 1.0 if self.apart else self.more).view(3, 8)
+
+
+def moved(*, apart: bool) -> Task:
+    """A table goes from the first layer to the last."""
+    return Task(
+        lambda: torch.nn.Sequential(Table(), Moved(apart=apart), Table(last=True)),
+        batch=lambda n: tuple(torch.randn(n, 3, 8, dtype=torch.float64) for _ in range(2)),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=MOMENTUM,
+        name="moved",
+    )
+
+
+def test_a_gradient_that_is_also_that_of_a_value_is_not_summed_while_it_is_sent() -> None:
+    """Autograd may hand on one tensor as both; the sentence says what keeps them apart."""
+    found = profile(moved(apart=False), microbatch_size=(4, 2))
+    plan = sliced_plan(found, [0, 1, 3], [2, 2], microbatches=1)
+    with pytest.raises(UsageError, match=r"1REDUCE would change the gradient of a value, .* multiply the value or"):
+        Trainer(moved(apart=False), plan).step(moved(apart=False).batch(4))
+    task = moved(apart=True)
+    plan = sliced_plan(profile(task, microbatch_size=(4, 2)), [0, 1, 3], [2, 2], microbatches=1)
+    trainer, plain = Trainer(task, plan), Trainer(task, sliced_plan(plan.profile, [0, 3], [1], microbatches=1))
+    for one in batches(task, plan, 2):
+        assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-6)
+    assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)

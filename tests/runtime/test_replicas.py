@@ -20,7 +20,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
-from replicated import MODELS, replicated
+from replicated import MODELS, Table, replicated
 from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks
 from tiny import batch_of, task_of
@@ -235,21 +235,6 @@ def test_samples_along_another_dimension_are_refused_where_degrees_differ() -> N
     trainer, plain = Trainer(task, same), Trainer(task, sliced_plan(found, [0, 1, 4], [2, 1]))
     for one in batches(task, same, 2):
         assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-5)
-
-
-class Table(torch.nn.Module):
-    """Adds a table of positions and hands it on, for a later layer to add once more."""
-
-    def __init__(self, *, last: bool = False) -> None:
-        super().__init__()
-        self.table = None if last else torch.nn.Parameter(torch.randn(3, 8, dtype=torch.float64))
-        self.linear = torch.nn.Linear(8, 8).double()
-
-    def forward(self, given: Any) -> Any:
-        if self.table is None:
-            x, table = given
-            return self.linear(x) + table.tanh()
-        return self.linear(given + self.table), self.table * 2
 
 
 def tabled() -> Task:

@@ -14,6 +14,7 @@ from pipefit.schedule import lower
 from pipefit.schedule.sums import bucket_edges
 from pipefit.sharing import SharedParameter
 from pipefit.simulator import simulate
+from pipefit.trace import Category
 from profiles_in_slices import gridded
 
 
@@ -52,6 +53,41 @@ def test_owners_bring_updated_parameters_to_all() -> None:
     assert drawn(one_stage(buckets=1, shard="optimizer")) == (
         "0F0 0B0 0REDUCE 0WAIT_REDUCE 0STEP 0UNSHARD 0WAIT_UNSHARD"
     )
+
+
+def test_gradients_that_owners_keep_are_summed_for_every_microbatch() -> None:
+    """A sum is joined behind the next backward, or before it where that adds to the same gradients; the last ones
+    behind all else, before the update.
+    """
+    assert drawn(one_stage(buckets=1, shard="gradients", microbatches=2)) == (
+        "0F0 0F1 0B0 0REDUCE0 0WAIT_REDUCE0 0B1 0REDUCE1 0WAIT_REDUCE1 0STEP 0UNSHARD 0WAIT_UNSHARD"
+    )
+    summed = (
+        "0F0[0:2] 0F0[2:4] 0F1[0:2] 0F1[2:4] 0B0[2:4] 0REDUCE0[2:4] 0B0[0:2] 0WAIT_REDUCE0[2:4] 0REDUCE0[0:2] "
+        "0B1[2:4] 0WAIT_REDUCE0[0:2] 0REDUCE1[2:4] 0B1[0:2] 0WAIT_REDUCE1[2:4] 0REDUCE1[0:2] 0WAIT_REDUCE1[0:2]"
+    )
+    plan = one_stage(buckets=2, shard="gradients", microbatches=2)
+    assert drawn(plan) == f"{summed} 0STEP 0UNSHARD 0WAIT_UNSHARD"
+    assert drawn(plan, update=False) == summed
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+def test_owners_alone_keep_gradients(buckets: int) -> None:
+    """Besides those of its own two layers a replica has the others of two buckets at most: 32 bytes for each layer."""
+    trace = simulate(one_stage(buckets=buckets, shard="gradients", microbatches=3))
+    most = max(sample.by_category.get(Category.GRADIENTS, 0) for sample in trace.devices[0].memory)
+    last = next(sample for sample in trace.devices[0].memory if sample.action == "0STEP")
+    assert most == {1: 4, 2: 4, 4: 3}[buckets] * 32
+    assert last.by_category[Category.GRADIENTS] == 2 * 32
+
+
+def test_gradients_of_parameters_that_stages_share_are_not_divided() -> None:
+    """The sentence names the parameter and what could be divided."""
+    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
+    plan = gridded(2, 1, shared=(tied,))
+    grid = replace(plan.stages[0].grid, shard="gradients")
+    with pytest.raises(UsageError, match=r"divide gradients, and shares parameter 'w' .* optimizer state alone"):
+        lower(replace(plan, stages=(replace(plan.stages[0], grid=grid), plan.stages[1])))
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])

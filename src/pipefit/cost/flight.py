@@ -31,13 +31,19 @@ class Flights:
         self.start = self._interned(begin())
 
     def apply(
-        self, residency: Residency, action: Action, moved: Sequence[Subject] = (), *, is_first: bool = False
+        self,
+        residency: Residency,
+        action: Action,
+        moved: Sequence[Subject] = (),
+        *,
+        is_first: bool | frozenset[int] = False,
     ) -> Answer:
         """The residency after `action`, and the action's effect on the memory of the device; None where it has none.
 
         Args:
             moved: of an OFFLOAD or RELOAD, the saved tensors that it moves.
-            is_first: of a backward, whether it is the step's first for its layers and so allocates their gradients.
+            is_first: of a backward, whether it is the step's first for its layers and so allocates their gradients; or
+                those of its layers of which it allocates them, where replicas divide gradients.
 
         Raises:
             UsageError: the action uses what does not exist then; says what is missing.
@@ -266,7 +272,7 @@ def _backward(transition: Transition) -> Answer:
     _check_present(transition, first, end)
     born = travelling = 0
     for piece in reversed(pieces):
-        made = run_backward(transition.working, piece, is_first=transition.is_first)
+        made = run_backward(transition.working, piece, bears=transition.bears)
         born, travelling = born + made[0], travelling + made[1]
         transition.working.level += sum(made)
         transition.working.drop_all(transition.holders.kept(piece.first))

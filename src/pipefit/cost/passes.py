@@ -8,6 +8,7 @@ say which inputs a backward has released before it peaks: their bytes are subtra
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pipefit.cost.effects import Effect, effect
@@ -192,11 +193,12 @@ def copy_inputs(working: Working, first: int, inputs: tuple[int, ...]) -> tuple[
     return copies
 
 
-def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int, int]:
+def run_backward(working: Working, piece: Piece, *, bears: Callable[[int], bool]) -> tuple[int, int]:
     """Run the layers of a piece backward.
 
     Args:
-        is_first: whether it is the step's first backward of these layers, which allocates the gradients of parameters.
+        bears: whether the backward of a position allocates the gradients of its parameters, as the step's first one
+            does, instead of adding to them.
 
     Returns:
         The bytes of parameter gradients that it allocates, and the bytes by which the gradients of values grow.
@@ -210,15 +212,15 @@ def run_backward(working: Working, piece: Piece, *, is_first: bool) -> tuple[int
         layer = storages.layers[position]
         cost, mine = layer.cost, holders.saved(position)
         above = storages.gradients(position + 1) - entry + born + added[position]
-        above += 0 if is_first else _waiting(storages, piece, position)
-        for span in cost.spans(is_first=is_first, inner=position + 1 < storages.count):
+        above += _waiting(storages, piece, position, bears)
+        for span in cost.spans(is_first=bears(position), inner=position + 1 < storages.count):
             gone = {known.get(number, number + shift) for number in _released(layer, span)}
             freed = sum(working.size(i) for i in gone if working.held.get(i) == mine)
             working.reach(above + span.peak_bytes - freed, span.workspace_bytes)
         for number in layer.saves:
             if number not in layer.lasts:
                 working.drop(known.get(number, number + shift), mine)
-        born += cost.gradient_bytes - added[position] if is_first else 0
+        born += cost.gradient_bytes - added[position] if bears(position) else 0
     for position in range(piece.first, piece.end):
         for number in storages.layers[position].lasts:
             working.drop(known.get(number, number + shift), holders.saved(position))
@@ -247,14 +249,18 @@ def _added(storages: StageStorages, piece: Piece) -> Counter[int]:
     return added
 
 
-def _waiting(storages: StageStorages, piece: Piece, position: int) -> int:
+def _waiting(storages: StageStorages, piece: Piece, position: int, bears: Callable[[int], bool]) -> int:
     """Gradients of shared parameters that wait for those of an earlier layer, while the backward is at `position`.
 
     Autograd adds up the gradients of all users before it adds the sum to `.grad`. The last user's own gradient waits
-    too, where the layer's profile has it added and freed at once. In a step's first backward this function is not used:
+    too, where the layer's profile has it added and freed at once. Where a backward allocates gradients nothing waits:
     the sum becomes `.grad`, and counts among the parameter gradients that are allocated.
     """
-    inside = [again for again in storages.repetitions if piece.first <= again.user and again.later < piece.end]
+    inside = [
+        again
+        for again in storages.repetitions
+        if piece.first <= again.user and again.later < piece.end and not bears(again.user)
+    ]
     adding = {again.shared.name for again in inside if again.user == position}
     return sum(
         again.shared.gradient_bytes

@@ -1,14 +1,16 @@
 """Shares of a stage's state: which of its replicas owns each layer, where state is divided between them (ZeRO).
 
-Whole layers are dealt out: the one with the most bytes first, each to the replica that owns the fewest by then. So
-every state keeps its form, any optimizer may be used, and updates are those of profiles to the byte. The price is that
-shares are only as even as the layers allow: by no more than the largest layer. An embedding that is larger than all
+Whole layers are dealt out: the one with the most bytes first, each to the replica that owns the fewest by then. Those
+that share a parameter have one owner. So every state keeps its form, any optimizer may be used, and updates are those
+of profiles to the byte. The price is that shares are only as even as the layers allow: they differ by up to the largest
+layer. An embedding that is larger than all
 else together stays on one replica. (ZeRO: Rajbhandari et al., SC 2020; whole tensors are dealt out by torch's
 `ZeroRedundancyOptimizer` too.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from pipefit.cost.storages import StageStorages
@@ -41,6 +43,11 @@ class Share(NamedTuple):
         """Whether this replica does."""
         return self.owner(layer) == self.replica
 
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether only the owner of a layer keeps its gradients."""
+        return "gradients" in self.divided
+
     def keeps(self, kind: str, layer: int) -> bool:
         """Whether this replica keeps a state of a layer between steps."""
         return kind not in self.divided or self.owns(layer)
@@ -56,13 +63,25 @@ def share_of(plan: Plan, stage: int, device: int) -> Share | None:
 
 def owners(plan: Plan, stage: int) -> tuple[int, ...]:
     """The replica that owns each layer of a stage: those with the most divided bytes are dealt out first."""
-    grid = plan.stages[stage].grid
-    sizes = _sizes(StageStorages.of(plan, stage), _DIVIDED[grid.shard])
-    found, owned = [0] * len(sizes), [0] * grid.data
-    for layer in sorted(range(len(sizes)), key=lambda layer: (-sizes[layer], layer)):
+    grid, storages = plan.stages[stage].grid, StageStorages.of(plan, stage)
+    sizes, first = _sizes(storages, _DIVIDED[grid.shard]), _first_users(storages)
+    together = Counter[int]()  # bytes, by the first of the layers that share a parameter
+    for layer, nbytes in enumerate(sizes):
+        together[first[layer]] += nbytes
+    found, owned = dict[int, int](), [0] * grid.data
+    for layer in sorted(together, key=lambda layer: (-together[layer], layer)):
         found[layer] = min(range(grid.data), key=lambda replica: (owned[replica], replica))
-        owned[found[layer]] += sizes[layer]
-    return tuple(found)
+        owned[found[layer]] += together[layer]
+    return tuple(found[layer] for layer in first)
+
+
+def _first_users(storages: StageStorages) -> list[int]:
+    """For the layer at every position the first one with which it shares a parameter, or itself."""
+    first = list(range(storages.stop - storages.start))
+    for again in storages.repetitions:
+        one, other = sorted((first[again.user], first[again.later]))
+        first = [one if layer == other else layer for layer in first]
+    return first
 
 
 def _sizes(storages: StageStorages, divided: frozenset[str]) -> list[int]:

@@ -50,6 +50,15 @@ class StageCost:
         self._seconds: dict[tuple[Kind, int, int], float] = {}
         self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
 
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether replicas of the stage keep gradients of the layers that they own alone."""
+        return self.share is not None and self.share.divides_gradients
+
+    def keeps_gradients(self, layer: int) -> bool:
+        """Whether the device keeps the gradients of a layer when they have been summed."""
+        return self.share is None or self.share.keeps("gradients", layer)
+
     def forgetful(self) -> StageCost:
         """The same costs, with flights that remember nothing yet."""
         found = copy(self)

@@ -39,13 +39,19 @@ class Transition:
         residency: Residency,
         action: Action,
         moved: Sequence[Subject],
-        is_first: bool,
+        is_first: bool | frozenset[int],
         sent: Sent,
     ) -> None:
         self.storages, self.residency, self.action = storages, residency, action
         self.moved, self.is_first, self.sent = moved, is_first, sent
         self.working = Working(storages, residency)
         self.holders = self.working.holders
+
+    def bears(self, position: int) -> bool:
+        """Whether a backward allocates the gradients of the layer at a position; the loss goes with the last one."""
+        if isinstance(self.is_first, bool):
+            return self.is_first
+        return self.layer(position) in self.is_first
 
     def refuse(self, reason: str) -> NoReturn:
         """Refuse the action.

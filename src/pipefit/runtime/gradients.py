@@ -8,13 +8,14 @@ the owner of a layer gets the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipefit.actions import Action, Subject
+from pipefit.errors import UsageError
 from pipefit.runtime.stage import StageRunner
 
 
@@ -34,6 +35,38 @@ def summed_gradients(stage: StageRunner, action: Action, summed: Container[int])
         return Exchanged([parameter.grad], [])
     apart = {id(parameter) for number, parameter in stage.shared.items() if number in summed}
     return _of_layers(stage, action, lambda layer: _of_layer(stage, layer, apart))
+
+
+def check_apart(action: Action, exchanged: Exchanged, needed: Iterable[Tensor]) -> None:
+    """Check that what a REDUCE adds up in place shares no memory with gradients of values that are still `needed`.
+
+    Raises:
+        UsageError: it does, as autograd may hand on one tensor as both.
+    """
+    apart = {tensor.untyped_storage()._cdata for tensor in needed}
+    if not apart.isdisjoint(tensor.untyped_storage()._cdata for tensor in exchanged.tensors):
+        raise UsageError(
+            f"{action} would change the gradient of a value, which lies in the memory of a parameter's gradient: "
+            "multiply the value or the parameter by one in the layer, so that each has its own"
+        )
+
+
+def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorage]:
+    """Free the gradients that have been summed for other replicas; the storages that have lost their memory.
+
+    The memory is freed now, though a thread that has added it up may hold the tensors a little longer.
+    """
+    if stage.share is None or not stage.share.divides_gradients:
+        return []
+    layers = range(*(action.layers or (stage.start, stage.stop)))
+    others = [layer for layer in layers if not stage.share.owns(layer)]
+    parameters = [p for layer in others for p in stage.updates.parameters((layer, layer + 1))]
+    found = [parameter.grad.untyped_storage() for parameter in parameters if parameter.grad is not None]
+    for parameter in parameters:
+        parameter.grad = None
+    for storage in found:
+        storage.resize_(0)
+    return found
 
 
 def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:

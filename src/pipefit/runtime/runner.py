@@ -23,7 +23,13 @@ from pipefit.plans import Plan
 from pipefit.program import Program, shifted
 from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
-from pipefit.runtime.gradients import Exchanged, gathered_parameters, summed_gradients
+from pipefit.runtime.gradients import (
+    Exchanged,
+    check_apart,
+    gathered_parameters,
+    others_freed,
+    summed_gradients,
+)
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.out_of_memory import ran_out
@@ -324,7 +330,16 @@ class DeviceRunner:
         agreement.conclude(*(self.transfers.join(action) or ()))
 
     def _reduce(self, action: Action) -> None:
-        self._collect(action, summed_gradients(self.stages[action.stage], action, self.plan.summed))
+        exchanged = summed_gradients(self.stages[action.stage], action, self.plan.summed)
+        flying = (one for flight in self._flights.values() for one in flight.gradients if one is not None)
+        check_apart(action, exchanged, (*self.transfers.tensors, *flying))
+        self._collect(action, exchanged)
+
+    def _reduced(self, action: Action) -> None:
+        """Gradients have been summed; where only owners keep them, the others are freed."""
+        self.transfers.join(action)
+        for storage in others_freed(self.stages[action.stage], action):
+            self.mover.resized(storage)
 
     def _unshard(self, action: Action) -> None:
         self._collect(action, gathered_parameters(self.stages[action.stage], action))
@@ -388,7 +403,7 @@ _STARTS: Mapping[Kind, _Handler] = (
 )
 _JOINS: Mapping[Kind, _Handler] = (
     {
-        Kind.REDUCE: DeviceRunner._collected,
+        Kind.REDUCE: DeviceRunner._reduced,
         Kind.UNSHARD: DeviceRunner._collected,
         Kind.AGREE: DeviceRunner._agreed,
         Kind.STEP: DeviceRunner._update,

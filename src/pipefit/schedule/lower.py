@@ -148,7 +148,7 @@ def lower(
 
     def actions(rank: int, slices: Slices) -> list[Action]:
         exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
-        exchanged = summed(exchanged, plan) if update else exchanged
+        exchanged = summed(exchanged, plan, update=update)
         return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
 
     return _program(plan, count, _of_devices(plan, actions, count, last), bundles)

@@ -22,14 +22,14 @@ from pipefit.grids import Stage
 from pipefit.plans import Plan
 from pipefit.schedule.bundles import moved_states, state_edges
 from pipefit.schedule.order import Order
-from pipefit.schedule.sums import bucket_edges
+from pipefit.schedule.sums import cut_for_sums
 
 Piece = tuple[int, int, Decision | None]  # layers start to stop - 1, and the decision to recompute them
 
 
 def recomputed(orders: Sequence[Order], plan: Plan, *, sums: bool = False) -> list[Order]:
     """The orders with every decision to recompute carried out. With `sums`, the last microbatch that goes backward in a
-    stage does so in the buckets in which gradients are summed.
+    stage does so in the buckets in which gradients are summed; where only their owners keep them, all do.
 
     Raises:
         UsageError: two decisions recompute one layer for one microbatch, pieces share a parameter, or a layer would
@@ -44,8 +44,9 @@ def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[li
     Raises:
         UsageError: as `recomputed`.
     """
-    sums = sums and any(stage.grid.data > 1 and stage.grid.buckets > 1 for stage in plan.stages)
-    if not any(decision.what is What.RECOMPUTE for decision in plan.decisions) and not moved_states(plan) and not sums:
+    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    buckets = any(stage.grid.data > 1 and stage.grid.buckets > 1 for stage in plan.stages)
+    if not recomputes and not moved_states(plan) and not buckets:
         return [[action] for action in order]
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
@@ -95,12 +96,12 @@ class _Pieces:
             self._runs[stage] = tuple(sorted(self._plan.decisions_of(stage, What.RECOMPUTE), key=_start))
         runs = self._runs[stage]
         taken = tuple(microbatch in decision.microbatches for decision in runs)
-        sums = stage in self._last and self._last[stage] == microbatch
-        if (stage, taken, sums) not in self._known:
+        is_last = stage in self._last and self._last[stage] == microbatch
+        if (stage, taken, is_last) not in self._known:
             here = [decision for decision, is_taken in zip(runs, taken, strict=True) if is_taken]
-            edges = [*state_edges(self._plan, stage), *(bucket_edges(self._plan, stage) if sums else ())]
-            self._known[stage, taken, sums] = _divided(self._plan, stage, here, microbatch, sorted(set(edges)))
-        return self._known[stage, taken, sums]
+            edges = {*state_edges(self._plan, stage), *cut_for_sums(self._plan, stage, is_last=is_last)}
+            self._known[stage, taken, is_last] = _divided(self._plan, stage, here, microbatch, sorted(edges))
+        return self._known[stage, taken, is_last]
 
 
 def _divided(

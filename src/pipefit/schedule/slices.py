@@ -95,10 +95,10 @@ def check_slices(plan: Plan, last: int | None) -> None:
         return
     for number, stage in enumerate(plan.stages):
         grid = stage.grid
-        if grid.shard in ("gradients", "parameters"):
+        if grid.shard == "parameters":
             raise UsageError(
-                f"stage {number} divides the {grid.shard} of {grid.data} replicas, which can be written down, but "
-                "neither simulated nor run yet: divide the optimizer state (shard='optimizer'), or nothing"
+                f"stage {number} divides the parameters of {grid.data} replicas, which can be written down, but "
+                "neither simulated nor run yet: divide the gradients (shard='gradients'), or less"
             )
         if grid.tensor > 1:
             _check_shards(plan, number)
@@ -158,6 +158,13 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
             raise UsageError(
                 f"{where}, and layer {layer} computes with {', '.join(cost.fed_back)} and changes it in every forward, "
                 "which would become another in each replica: put this layer into a stage on one device"
+            )
+    for shared, stages in plan.summed.items() if stage.grid.divides_gradients else ():
+        if number in stages:
+            raise UsageError(
+                f"{where} that divide gradients, and shares parameter {plan.measurement.shared[shared].name!r} with "
+                "another stage, whose gradients would have to stay on all: divide the optimizer state alone "
+                "(shard='optimizer'), or put the layers that share it into one stage"
             )
     for decision in plan.decisions:
         if decision.stage == number and isinstance(decision.subject, State):

@@ -123,14 +123,13 @@ class Ledger:
             versions.shift(count)
 
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
-        """The effect of an action; a collective has none."""
+        """The effect of an action."""
         if action.kind is Kind.STEP or action.moves_state:
             return self._of_state(action, stage)
         if action.kind is Kind.STASH:
             return self._stash(action)
         if action.kind in COLLECTIVE:
-            self._collect(action, stage)
-            return None
+            return self._collect(action, stage)
         return self._of_microbatch(action, stage)
 
     def _of_microbatch(self, action: Action, stage: StageCost) -> Effect | None:
@@ -216,21 +215,25 @@ class Ledger:
         layers = action.layers
         return self._born >= stage.layers if layers is None else self._born.issuperset(range(*layers))
 
-    def _bears_gradients(self, action: Action, stage: StageCost) -> bool:
-        """Whether this backward is the step's first for its layers."""
+    def _bears_gradients(self, action: Action, stage: StageCost) -> bool | frozenset[int]:
+        """Whether this backward is the step's first for its layers; or, where only owners keep gradients, for which."""
         if self._is_later(action, stage):
             return False
         layers = range(*(action.layers or (stage.start, stage.stop)))
         if not self._born.isdisjoint(layers):
+            if stage.divides_gradients:
+                return frozenset(layers) - self._born
             self._refuse(
                 f"{action} is the first backward of the step for some of its layers only: cut all backwards alike"
             )
         return True
 
-    def _collect(self, action: Action, stage: StageCost) -> None:
+    def _collect(self, action: Action, stage: StageCost) -> Effect | None:
+        """A collective. Where only owners keep gradients, those of others are freed when their sum is joined."""
         if action.kind is Kind.GATHER_FORWARD:
             self._refuse(f"{action} can be written down, but neither simulated nor run yet")
-        summed = stage.layers if action.layers is None else range(*action.layers)
+        layers = range(*(action.layers or (stage.start, stage.stop)))
+        summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
         if action.kind is not Kind.UNSHARD and not action.wait and not self._born.issuperset(summed):
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         try:
@@ -238,6 +241,12 @@ class Ledger:
                 states.conditions.check_here(action, (self._stages[number].start, self._stages[number].stop))
         except UsageError as error:
             self._refuse(str(error))
+        if not (action.wait and action.kind is Kind.REDUCE and stage.divides_gradients):
+            return None
+        others = [layer for layer in layers if not stage.keeps_gradients(layer)]
+        self._born.difference_update(others)
+        self._complete.discard(action.stage)
+        return effect(gradients=-sum(stage.rest.whole_bytes_of("gradients", n, n + 1) for n in others))
 
     def _of_state(self, action: Action, stage: StageCost) -> Effect | None:
         """An update, or a copy of state."""
@@ -265,21 +274,21 @@ class Ledger:
         if not stage.start <= start < stop <= stage.stop:
             raise UsageError(f"{action} is outside its stage, which holds layers {stage.start} to {stage.stop - 1}")
         if action.place is not None:
-            self._update_elsewhere(action, layers)
+            self._update_elsewhere(action, layers, stage)
             return None
         self._states[action.stage].conditions.update(action, layers)
-        self._use_gradients(action, layers)
+        self._use_gradients(action, layers, stage)
         return stage.rest.update(start, stop, first=self._is_first_update(action, layers))
 
-    def _update_elsewhere(self, action: Action, layers: tuple[int, int]) -> None:
+    def _update_elsewhere(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
         """An update at a place begins there, or has ended; nothing changes here."""
         self._states[action.stage].conditions.update_elsewhere(action, layers)
         if not action.wait:
-            self._use_gradients(action, layers)
+            self._use_gradients(action, layers, stage)
 
-    def _use_gradients(self, action: Action, layers: tuple[int, int]) -> None:
+    def _use_gradients(self, action: Action, layers: tuple[int, int], stage: StageCost) -> None:
         """An update uses the gradients of these layers up."""
-        if not self._born.issuperset(range(*layers)):
+        if not self._born.issuperset(n for n in range(*layers) if stage.keeps_gradients(n)):
             raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
         self._born.difference_update(range(*layers))
         self._complete.discard(action.stage)
