@@ -21,8 +21,8 @@ An action has a text form that can be parsed. The first number is the stage, the
     0LOAD3{2:4}          only rows 2 and 3 of microbatch 3: the slice of one of several replicas
     0REDUCE              start summing the gradients of the stage's parameters over its replicas; WAIT joins
     0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
-    0UNSHARD             start bringing parameters from the replicas that own their layers; WAIT joins
-    0REDUCE@device0*1+device2*1    only over these of its devices, which hold the same tensor shard
+    0UNSHARD[2:4]        start bringing parameters from the replicas that own their layers; WAIT joins
+    0RESHARD[2:4]        free the parameters of layers that other replicas own
     0REDUCE[1.shared]    start summing the gradients of shared parameter 1 over the devices that have a copy; WAIT joins
     0AGREE               start exchanging norms of gradients and overflows between all stages; WAIT joins
     2STEP                optimizer step; gradients are freed            2STEP3              after microbatch 3 of many
@@ -74,6 +74,7 @@ class Kind(StrEnum):
     RELOAD = "RELOAD"
     REDUCE = "REDUCE"
     UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
     AGREE = "AGREE"
     STEP = "STEP"
     STASH = "STASH"

@@ -24,7 +24,7 @@ from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks, too_low
 
 SIZES = (12, 6, 4, 3)
-DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients")
+DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 pytestmark = pytest.mark.usefixtures("one_thread")

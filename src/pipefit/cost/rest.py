@@ -46,11 +46,16 @@ class StageRest:
         return sum(map(self.static_bytes, range(self.storages.count)))
 
     def static_bytes(self, position: int) -> int:
-        """Parameters, buffers and constants of one position, without those that an earlier one has too."""
-        storages = self.storages
+        """Parameters, buffers and constants of one position, without those that an earlier one has too, and without
+        parameters that another replica keeps.
+        """
+        storages, layer = self.storages, self.storages.start + position
+        away = 0
+        if self.share is not None and layer < storages.stop and not self.share.keeps("parameters", layer):
+            away = self.whole_bytes_of("parameters", layer, layer + 1)
         repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
         repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
-        return storages.costs[position].static_bytes - repeated
+        return storages.costs[position].static_bytes - repeated - away
 
     @property
     def loss_bytes(self) -> int:

@@ -11,9 +11,12 @@ else together stays on one replica. (ZeRO: Rajbhandari et al., SC 2020; whole te
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipefit.actions import Action, Kind
 from pipefit.cost.storages import StageStorages
+from pipefit.errors import UsageError
 from pipefit.grids import Sharding
 from pipefit.plans import Plan
 
@@ -48,9 +51,68 @@ class Share(NamedTuple):
         """Whether only the owner of a layer keeps its gradients."""
         return "gradients" in self.divided
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether only the owner of a layer keeps its parameters."""
+        return "parameters" in self.divided
+
     def keeps(self, kind: str, layer: int) -> bool:
         """Whether this replica keeps a state of a layer between steps."""
         return kind not in self.divided or self.owns(layer)
+
+
+class Gathered:
+    """Where the parameters of other owners' layers are, as the program of a replica goes on that keeps its own alone:
+    what ledger and runtime agree on. Without a `share` that divides parameters all of them are always there.
+    """
+
+    def __init__(self, share: Share | None) -> None:
+        self._share = share if share is not None and share.divides_parameters else None
+        self._coming, self._here = set[int](), set[int]()
+
+    def __bool__(self) -> bool:
+        return self._share is not None
+
+    def reset(self) -> None:
+        """Put all parameters where they are between steps."""
+        self._coming.clear()
+        self._here.clear()
+
+    def carry_out(self, action: Action, layers: Iterable[int]) -> list[int]:
+        """An UNSHARD of these layers, its join, or a RESHARD: those of them that get memory, or lose it.
+
+        Raises:
+            UsageError: they are there already, or are not.
+        """
+        others = [] if self._share is None else [layer for layer in layers if not self._share.owns(layer)]
+        if action.kind is Kind.RESHARD:
+            missing = [layer for layer in others if layer not in self._here]
+            if missing:
+                raise UsageError(f"{action} frees parameters of layer {missing[0]}, which are not here")
+            self._here.difference_update(others)
+            return others
+        if action.wait:
+            self._coming.difference_update(others)
+            self._here.update(others)
+            return []
+        known = [layer for layer in others if layer in self._here or layer in self._coming]
+        if known:
+            raise UsageError(f"{action} brings parameters of layer {known[0]}, which are here or on their way")
+        self._coming.update(others)
+        return others
+
+    def check(self, action: Action, layers: Iterable[int]) -> None:
+        """Check that the parameters that an action of these layers needs are there.
+
+        Raises:
+            UsageError: some are not; says what has to come before the action.
+        """
+        missing = [n for n in layers if self._share and not self._share.owns(n) and n not in self._here]
+        if missing:
+            raise UsageError(
+                f"{action} needs the parameters of layer {missing[0]}, which another replica owns: the join of an "
+                f"{Kind.UNSHARD} of this layer must come before it"
+            )
 
 
 def share_of(plan: Plan, stage: int, device: int) -> Share | None:

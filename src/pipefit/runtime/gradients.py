@@ -70,12 +70,8 @@ def others_freed(stage: StageRunner, action: Action) -> list[torch.UntypedStorag
 
 
 def gathered_parameters(stage: StageRunner, action: Action) -> Exchanged:
-    """The parameters of a stage that an UNSHARD brings from their owners: the trained ones, which they have updated."""
-
-    def trained(layer: int) -> list[Tensor]:
-        return [p.data for p in stage.updates.parameters((layer, layer + 1)) if p.requires_grad]
-
-    return _of_layers(stage, action, trained)
+    """The parameters of a stage that an UNSHARD brings from their owners."""
+    return _of_layers(stage, action, lambda layer: stage.gathered.parameters((layer, layer + 1))[0])
 
 
 def _of_layers(stage: StageRunner, action: Action, of_layer: Callable[[int], list[Tensor]]) -> Exchanged:

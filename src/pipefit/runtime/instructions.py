@@ -27,5 +27,5 @@ def instructions(actions: Sequence[Action]) -> Instructions:
 def _stream(action: Action) -> Stream:
     if action.kind in COPIES or (action.kind is Kind.STEP and action.place is not None):
         return Stream.COPY
-    own = action.kind in COMPUTE or action.kind in (Kind.LOAD, Kind.STASH)
+    own = action.kind in COMPUTE or action.kind in (Kind.LOAD, Kind.STASH, Kind.RESHARD)
     return Stream.COMPUTE if own else Stream.COMMUNICATION

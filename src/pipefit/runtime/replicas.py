@@ -81,7 +81,8 @@ class Sources:
 def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool) -> Sources:
     """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
 
-    With `copies`, replicas other than the first get copies of the module: where one process runs them all.
+    With `copies`, replicas other than the first get copies of the module: where one process runs them all. All of them
+    are made at once, because a stage may then free what it does not keep.
     """
     target = plan.cluster.target
 
@@ -109,7 +110,11 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
-    return Sources(plan, Source.of(whole), make)
+    sources = Sources(plan, Source.of(whole), make)
+    for device in plan.workers if copies else ():
+        for stage in plan.stages_of(device):
+            sources.of(stage, device)
+    return sources
 
 
 def _check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:

@@ -342,15 +342,23 @@ class DeviceRunner:
             self.mover.resized(storage)
 
     def _unshard(self, action: Action) -> None:
+        self._reshard(action)
         self._collect(action, gathered_parameters(self.stages[action.stage], action))
+
+    def _unsharded(self, action: Action) -> None:
+        self.transfers.join(action)
+        self._reshard(action)
+
+    def _reshard(self, action: Action) -> None:
+        """Give parameters that another replica owns memory, or free it."""
+        stage = self.stages[action.stage]
+        for storage in stage.gathered.carry_out(action, action.layers or (stage.start, stage.stop)):
+            self.mover.resized(storage)
 
     def _collect(self, action: Action, exchanged: Exchanged) -> None:
         devices = members(self.plan, action)
         owners = [devices[owner] for owner in exchanged.owners]
         self.transfers.collect(action, exchanged.tensors, devices, self.number, owners)
-
-    def _collected(self, action: Action) -> None:
-        self.transfers.join(action)
 
     def _update(self, action: Action) -> None:
         stage = self.stages[action.stage]
@@ -393,6 +401,7 @@ _STARTS: Mapping[Kind, _Handler] = (
         Kind.BACKWARD: DeviceRunner._backward,
         Kind.REDUCE: DeviceRunner._reduce,
         Kind.UNSHARD: DeviceRunner._unshard,
+        Kind.RESHARD: DeviceRunner._reshard,
         Kind.AGREE: DeviceRunner._agree,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stash,
@@ -404,7 +413,7 @@ _STARTS: Mapping[Kind, _Handler] = (
 _JOINS: Mapping[Kind, _Handler] = (
     {
         Kind.REDUCE: DeviceRunner._reduced,
-        Kind.UNSHARD: DeviceRunner._collected,
+        Kind.UNSHARD: DeviceRunner._unsharded,
         Kind.AGREE: DeviceRunner._agreed,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stashed,

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipefit.actions import Action
+from pipefit.actions import COMPUTE, Action, Kind
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.constants import constants
 from pipefit.capture.structure import Values
@@ -26,12 +26,16 @@ from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer, seed_update
 from pipefit.runtime.flight import Flight, Loss, Piece, gradients_to_send, naming_changes, take
+from pipefit.runtime.gathering import GatheredParameters
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
 from pipefit.runtime.weights import Weights
+
+
+_THROUGH_LAYERS = COMPUTE - {Kind.STEP}
 
 
 class StageRunner:
@@ -88,6 +92,7 @@ class StageRunner:
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
         self.weights = None if rooms is None else self._versions(rooms)
         self._graph_dropped = graph_dropped
+        self.gathered = GatheredParameters(share, own, self.start)
         if states is not None:
             states.put_away(self.updates)
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -101,12 +106,16 @@ class StageRunner:
         return [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
 
     def stores(self, tensor: Tensor) -> bool:
-        """Whether this replica of the stage is the one whose tensor is stored: the first one, or of what owners update
-        the owner.
+        """Whether this replica of the stage is the one whose tensor is stored: the first one, or of parameters that
+        have owners the owner.
         """
-        if self.share is None or not tensor.requires_grad:
+        if self.share is None or not isinstance(tensor, nn.Parameter):
             return self.replica == 0
-        return self.updates.updates(tensor)
+        return self.updates.owns(tensor)
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no memory between steps, because another replica keeps it."""
+        return bool(self.gathered) and isinstance(tensor, nn.Parameter) and not self.updates.owns(tensor)
 
     @property
     def is_first_rank(self) -> bool:
@@ -347,8 +356,11 @@ class StageRunner:
         Raises:
             UsageError: some are away.
         """
+        layers = action.layers or (self.start, self.stop)
         if self.states is not None and action.place is None:
-            self.states.conditions.check_here(action, action.layers or (self.start, self.stop))
+            self.states.conditions.check_here(action, layers)
+        if self.gathered and action.kind in _THROUGH_LAYERS:
+            self.gathered.check(action, layers)
 
     def move(self, action: Action) -> None:
         """An OFFLOAD or RELOAD of the stage's state, or the join of one."""
@@ -381,6 +393,7 @@ class StageRunner:
         """Drop the gradients after a step has failed."""
         for parameter in self.parameters:
             parameter.grad = None
+        self.gathered.abandon()
         if self.weights is not None:
             self.weights.forget()
         if self.states is not None:

@@ -62,7 +62,7 @@ class StageState:
             for layer in stage.layers:
                 for local, tensor in layer.module.state_dict(keep_vars=True).items():
                     _check(layer, local, tensor)
-                    if once and not stage.stores(tensor):
+                    if stage.lacks(tensor) or (once and not stage.stores(tensor)):
                         continue
                     name, trained = layer.originals[local], stage.updates.worked_on(tensor)
                     tensors[name] = read(tensor.detach())
@@ -111,11 +111,13 @@ class StageState:
         for layer in stage.layers:
             for local, tensor in layer.module.state_dict(keep_vars=True).items():
                 name, trained = layer.originals[local], stage.updates.worked_on(tensor)
+                if stage.lacks(tensor):
+                    continue
                 _copy(values, name, tensor, stage.shards)
                 if trained is not tensor:
                     _copy(values, name, trained, stage.shards)
                 kept = self.optimizer.get(name)
-                if not stage.updates.updates(tensor):
+                if not stage.updates.owns(tensor):
                     continue
                 if kept is not None and stage.optimizer is not None:
                     if stage.shards is not None:

@@ -67,9 +67,9 @@ class Updates:
     ) -> None:
         self._start, self._stop, self._agreement, self._share = start, start + len(layers), agreement, share
         self._elsewhere, self._own = elsewhere, own_parameters(layers)
-        updated = self.updated((start, self._stop))
-        self._updates = frozenset(map(id, updated))
-        groups = _of(self._updates, parameter_groups(layers, task.groups))
+        owned = [own for n, own in enumerate(self._own, start=start) if share is None or share.owns(n)]
+        self._owned = frozenset(id(parameter) for own in owned for parameter in own)
+        groups = _of(self._owned, parameter_groups(layers, task.groups))
         if elsewhere:
             groups = _with_copies(groups, elsewhere)
         self.optimizer = make_optimizer(task, groups, agreement) if groups else None
@@ -90,9 +90,9 @@ class Updates:
         own = [layer for layer in range(*layers) if self._share is None or self._share.owns(layer)]
         return [p for layer in own for p in self.parameters((layer, layer + 1)) if p.requires_grad]
 
-    def updates(self, parameter: Tensor) -> bool:
-        """Whether this replica updates a parameter."""
-        return id(parameter) in self._updates
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is of a layer that this replica owns."""
+        return id(parameter) in self._owned
 
     def worked_on(self, parameter: Tensor) -> Tensor:
         """What the optimizer works on for a parameter: itself, its copy at a place, or the float32 copy of these."""

@@ -1,11 +1,11 @@
 """Lowering: from a plan to its program, by rewritings that each make one thing explicit.
 
-    states_copied(summed(copied(communicated(recomputed(computes(plan))))) + updated(plan))
+    states_copied(gathered(summed(copied(communicated(recomputed(computes(plan)))))) + updated(plan))
 
 The schedule gives every rank an order of forwards and backwards, which all its devices share; their rows differ. The
 first rewriting divides them into pieces and adds second forwards for what is recomputed, the next puts receives, sends
 and loads around them, and the last ones insert copies of saved tensors and of state to other places and back, and begin
-the sums of replicas' gradients. Each is a function of the plan and of the result of the one before.
+the sums of replicas' gradients and the gathers of parameters that they divide. Each is a function of the plan and of the result of the one before.
 
 A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
 which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).
@@ -23,6 +23,7 @@ from pipefit.schedule.bundles import Bundles, bundles_of
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import copied
 from pipefit.schedule.endless import carried, check_endless, check_in_turn
+from pipefit.schedule.gathers import gathered
 from pipefit.schedule.gpipe import gpipe, torchgpipe
 from pipefit.schedule.one_f_one_b import eager_1f1b, one_f_one_b
 from pipefit.schedule.order import Compute, Endless, Order, Schedule, computes
@@ -148,7 +149,7 @@ def lower(
 
     def actions(rank: int, slices: Slices) -> list[Action]:
         exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
-        exchanged = summed(exchanged, plan, update=update)
+        exchanged = gathered(summed(exchanged, plan, update=update), plan)
         return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
 
     return _program(plan, count, _of_devices(plan, actions, count, last), bundles)
@@ -175,7 +176,8 @@ def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) 
     bundles = bundles_of(plan)
 
     def actions(rank: int, slices: Slices) -> list[Action]:
-        return brought_in(list(communicated(orders[rank], plan, slices)), plan.ranks[rank], plan, bundles)
+        forward = gathered(list(communicated(orders[rank], plan, slices)), plan)
+        return brought_in(list(slices.together(forward)), plan.ranks[rank], plan, bundles)
 
     return _program(plan, microbatches, _of_devices(plan, actions, microbatches, last), bundles)
 

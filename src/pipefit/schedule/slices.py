@@ -95,11 +95,6 @@ def check_slices(plan: Plan, last: int | None) -> None:
         return
     for number, stage in enumerate(plan.stages):
         grid = stage.grid
-        if grid.shard == "parameters":
-            raise UsageError(
-                f"stage {number} divides the parameters of {grid.data} replicas, which can be written down, but "
-                "neither simulated nor run yet: divide the gradients (shard='gradients'), or less"
-            )
         if grid.tensor > 1:
             _check_shards(plan, number)
         if grid.data > 1:

@@ -14,6 +14,7 @@ from typing import NoReturn
 from pipefit.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
 from pipefit.cost.effects import Effect, effect, freeing_versions
 from pipefit.cost.residency import Residency
+from pipefit.cost.shares import Gathered
 from pipefit.cost.stage import StageCost
 from pipefit.cost.states import Away, StageStates, state_moves
 from pipefit.cost.versions import StageVersions
@@ -40,7 +41,8 @@ class Ledger:
         self._stepped: set[int] = set()  # layers with optimizer state
         moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
-        self._watched = {number for number, states in self._states.items() if states.watches}
+        self._gathered = {number: Gathered(stage.share) for number, stage in stages.items()}
+        self._watched = {n for n, states in self._states.items() if states.watches or self._gathered[n]}
         self._moving = bool(moves.homes)
         self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
 
@@ -128,6 +130,8 @@ class Ledger:
             return self._of_state(action, stage)
         if action.kind is Kind.STASH:
             return self._stash(action)
+        if action.kind in (Kind.UNSHARD, Kind.RESHARD):
+            return self._gather(action, stage)
         if action.kind in COLLECTIVE:
             return self._collect(action, stage)
         return self._of_microbatch(action, stage)
@@ -142,6 +146,7 @@ class Ledger:
         try:
             if action.stage in self._watched and action.kind in COMPUTE:
                 self._states[action.stage].conditions.check_here(action, action.layers or (stage.start, stage.stop))
+                self._gathered[action.stage].check(action, range(*(action.layers or (stage.start, stage.stop))))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
@@ -234,7 +239,7 @@ class Ledger:
             self._refuse(f"{action} can be written down, but neither simulated nor run yet")
         layers = range(*(action.layers or (stage.start, stage.stop)))
         summed = layers if action.kind is Kind.REDUCE else [n for n in layers if stage.keeps_gradients(n)]
-        if action.kind is not Kind.UNSHARD and not action.wait and not self._born.issuperset(summed):
+        if not action.wait and not self._born.issuperset(summed):
             self._refuse(f"{action} has no gradients: the backward of every layer must come before it")
         try:
             for number, states in self._states.items():
@@ -247,6 +252,17 @@ class Ledger:
         self._born.difference_update(others)
         self._complete.discard(action.stage)
         return effect(gradients=-sum(stage.rest.whole_bytes_of("gradients", n, n + 1) for n in others))
+
+    def _gather(self, action: Action, stage: StageCost) -> Effect | None:
+        """Parameters come from their owners, or are freed where others own them."""
+        try:
+            layers = range(*(action.layers or (stage.start, stage.stop)))
+            changed = self._gathered[action.stage].carry_out(action, layers)
+        except UsageError as error:
+            self._refuse(str(error))
+        nbytes = sum(stage.rest.whole_bytes_of("parameters", layer, layer + 1) for layer in changed)
+        sign = -1 if action.kind is Kind.RESHARD else 1
+        return effect(parameters=sign * nbytes) if nbytes else None
 
     def _of_state(self, action: Action, stage: StageCost) -> Effect | None:
         """An update, or a copy of state."""

@@ -90,7 +90,7 @@ class TimedProgram:
             elif kind in COPIES or (kind is Kind.STEP and action.place is not None):
                 code, transfer = COPY, self._copy(device, action) if kind in COPIES else self._update(device, action)
                 started[action[:-1]] = transfer
-            elif kind is not Kind.LOAD:
+            elif kind not in (Kind.LOAD, Kind.RESHARD):
                 code, duration = COMPUTE, self._stages[action.stage][device].seconds(action)
             codes.append(code)
             seconds.append(duration)
