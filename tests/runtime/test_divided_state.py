@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from pipefit.actions import Action
 from pipefit.capture import Task
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
 from pipefit.errors import UsageError
 from pipefit.grids import Sharding
+from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
+from pipefit.simulator import simulate
 from replicated import MODELS, Table, precise, replicated
 from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks, too_low
@@ -181,6 +188,68 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
     after = Trainer(task, sliced_plan(profiles["dropped"], [0, 6], [1]))
     assert after.load(tmp_path) == 2
     assert equal(after.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-9)
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_decisions_about_memory_hold_for_divided_state(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+    """Recomputing a run and moving saved tensors away change no number, and the bytes are known."""
+    task, found = replicated("dropped"), profiles["dropped"]
+    plan = sliced_plan(found, [0, 5, 6], [2, 3], microbatches=3, shard=(shard, shard), buckets=(3, 1))
+    recompute = Decision(stage=0, subject=Run(start=1, stop=4), what=What.RECOMPUTE, microbatches=Microbatches())
+    moves = Decision(
+        stage=0,
+        subject=SavedTensors(tensors=((0, 0),)),
+        what=What.OFFLOAD,
+        place=parse_place("host"),
+        microbatches=Microbatches(),
+    )
+    decided = replace(plan, decisions=(recompute, moves))
+    kept, freed = Trainer(task, plan), Trainer(task, decided)
+    for one in batches(task, plan, 2):
+        assert kept.step(one) == freed.step(one)
+    assert equal(kept.state_dict(optimizer=True), freed.state_dict(optimizer=True), relative=0)
+    assert simulate(decided).peak_bytes == certify(task, decided).peak_bytes == freed.trace.peak_bytes
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_evaluations_smaller_batches_and_failed_steps(shard: Sharding, profiles: dict[str, ModelProfile]) -> None:
+    """An evaluation has the loss of whole replicas, a smaller batch their numbers, and training goes on behind a step
+    that failed.
+    """
+    task, found = replicated("dropped"), profiles["dropped"]
+    whole, divided = (
+        sliced_plan(found, [0, 2, 6], [1, 3], shard=("none", what), buckets=(1, 3)) for what in ("none", shard)
+    )
+    one, other = Trainer(task, whole), Trainer(task, divided)
+    (inputs, targets), second = batches(task, whole, 2)
+    with pytest.raises(Interrupted), interrupting(other, "1REDUCE"):
+        other.step(second)
+    for trainer in (one, other):
+        for stage in trainer.stages:
+            stage.batch_number = 0
+    assert one.step((inputs[:18], targets[:18])) == other.step((inputs[:18], targets[:18]))
+    assert one.evaluate(second) == other.evaluate(second)
+    assert one.step(second) == pytest.approx(other.step(second), rel=1e-12)
+    assert equal(one.state_dict(), other.state_dict(), relative=1e-9)
+
+
+class Interrupted(Exception):
+    """Somebody has stopped a step."""
+
+
+@contextmanager
+def interrupting(trainer: Trainer, text: str) -> Iterator[None]:
+    """Inside, a step stops at the first action whose text begins so."""
+    timed = DeviceRunner._timed
+
+    def stopping(self: DeviceRunner, action: Action, *rest: Any) -> None:
+        if str(action).startswith(text):
+            raise Interrupted
+        timed(self, action, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceRunner, "_timed", stopping)
+        yield
 
 
 class Moved(torch.nn.Module):

@@ -34,7 +34,6 @@ from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
 from pipefit.runtime.weights import Weights
 
-
 _THROUGH_LAYERS = COMPUTE - {Kind.STEP}
 
 

@@ -7,7 +7,8 @@ there around the passes through it:
 
 They start to come as the device begins what it computes before that pass, and stay where nothing would be computed
 while they are away, as at the turn from a forward to its backward. So a replica has the parameters of two buckets at
-most besides its own, and with two buckets those of all. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB 2023.)
+most besides its own, and with two buckets those of all. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB
+2023.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pipefit.schedule.sums import bucket_edges
 
 def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
     """One device's actions with the parameters of its stages brought before they are used, and freed behind it."""
-    timeline, before, behind = Timeline(actions), defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
+    timeline = Timeline(actions)
+    before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     computing = [number for number, action in enumerate(actions) if action.kind in COMPUTE]
     for unshard in _unshards(actions, plan):
         for first, last in _uses(actions, computing, unshard):
@@ -32,9 +34,9 @@ def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
             before[timeline.before_waiting(start)].append(unshard)
             before[computing[first]].append(unshard.join)
             behind[computing[last]].append(unshard._replace(kind=Kind.RESHARD))
-    return [one for n, action in enumerate(actions) for one in (*behind[n - 1], *before[n], action)] + behind[
-        len(actions) - 1
-    ]
+    for starts in before.values():
+        starts.sort(key=lambda action: action.wait)  # a join does not hold up what starts at the same place
+    return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
 
 
 def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:

@@ -4,8 +4,9 @@
 
 The schedule gives every rank an order of forwards and backwards, which all its devices share; their rows differ. The
 first rewriting divides them into pieces and adds second forwards for what is recomputed, the next puts receives, sends
-and loads around them, and the last ones insert copies of saved tensors and of state to other places and back, and begin
-the sums of replicas' gradients and the gathers of parameters that they divide. Each is a function of the plan and of the result of the one before.
+and loads around them, and the last ones insert copies of saved tensors and of state to other places and back, sums of
+replicas' gradients, and gathers of parameters that replicas divide. Each is a function of the plan and of the result of
+the one before.
 
 A synchronous schedule has one program, which every step repeats. An endless one has several: those of the first steps,
 which fill the pipeline; the body, which repeats; and one that drains it (`step_programs`, `lower_drain`).

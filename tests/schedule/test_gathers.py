@@ -1,0 +1,95 @@
+"""When parameters that replicas divide are gathered and freed: programs drawn by hand, bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.program import parse_program
+from pipefit.schedule import lower, lower_evaluation
+from pipefit.simulator import Simulation, simulate
+from pipefit.trace import Category
+from profiles_in_slices import gridded
+
+
+def one_stage(*, buckets: int, microbatches: int = 1, bytes_per_second: float = 1e30, data: int = 2) -> Plan:
+    """A stage of four equal layers on some replicas: forwards of a second, backwards of two, parameters of 32 bytes."""
+    plan = gridded(
+        data, 1, 1, 1, microbatches=microbatches, schedule="gpipe", samples=12, bytes_per_second=bytes_per_second
+    )
+    grid = Grid(devices=tuple(range(data)), data=data, shard="parameters", buckets=buckets)
+    return replace(plan, stages=(Stage(start=0, stop=4, grid=grid),))
+
+
+def drawn(plan: Plan) -> str:
+    """What a device computes and gathers."""
+    return " ".join(str(a) for a in lower(plan).actions[0] if "LOAD" not in str(a) and "REDUCE" not in str(a))
+
+
+def test_a_bucket_is_gathered_while_the_pass_before_is_computed() -> None:
+    """It is freed behind its pass, but for the last forward, whose backward comes next; owners update."""
+    assert drawn(one_stage(buckets=4)) == (
+        "0UNSHARD[0:1] 0UNSHARD[1:2] 0WAIT_UNSHARD[0:1] 0F0[0:1] 0RESHARD[0:1] "
+        "0UNSHARD[2:3] 0WAIT_UNSHARD[1:2] 0F0[1:2] 0RESHARD[1:2] "
+        "0UNSHARD[3:4] 0WAIT_UNSHARD[2:3] 0F0[2:3] 0RESHARD[2:3] 0WAIT_UNSHARD[3:4] 0F0[3:4] "
+        "0UNSHARD[2:3] 0B0[3:4] 0RESHARD[3:4] 0UNSHARD[1:2] 0WAIT_UNSHARD[2:3] 0B0[2:3] 0RESHARD[2:3] "
+        "0UNSHARD[0:1] 0WAIT_UNSHARD[1:2] 0B0[1:2] 0RESHARD[1:2] 0WAIT_UNSHARD[0:1] 0B0[0:1] 0RESHARD[0:1] 0STEP"
+    )
+
+
+def test_with_one_bucket_all_parameters_stay_until_the_update() -> None:
+    """Nothing is computed while they would be away."""
+    assert drawn(one_stage(buckets=1, microbatches=2)) == (
+        "0UNSHARD[0:4] 0WAIT_UNSHARD[0:4] 0F0 0F1 0B0 0B1 0RESHARD[0:4] 0STEP"
+    )
+
+
+def test_an_evaluation_gathers_all() -> None:
+    """Its forwards are not cut."""
+    actions = lower_evaluation(one_stage(buckets=4), microbatches=1).actions[0]
+    words = [str(action) for action in actions]
+    assert [word.split("[")[0] for word in words if "SHARD" in word] == (
+        ["0UNSHARD"] * 4 + ["0WAIT_UNSHARD"] * 4 + ["0RESHARD"] * 4
+    )
+    assert words.index("0N0") == words.index("0RESHARD[0:1]") - 1
+
+
+@pytest.mark.parametrize(("buckets", "others"), [(1, 3), (2, 3), (4, 2)])
+def test_a_replica_has_its_own_layer_and_those_of_two_buckets(buckets: int, others: int) -> None:
+    """Four replicas own a layer of 32 bytes each; between steps there is no other."""
+    trace = simulate(one_stage(buckets=buckets, data=4, microbatches=3))
+    found = [sample.by_category[Category.PARAMETERS] for sample in trace.devices[0].memory]
+    assert max(found) == 32 + others * 32
+    assert Simulation(one_stage(buckets=buckets, data=4))._at_rest(0)[0] == 32
+
+
+def test_gathers_are_hidden_behind_passes() -> None:
+    """A layer's 32 bytes take half a second: all are hidden but the first, and the last sum of gradients."""
+    plan = one_stage(buckets=4, bytes_per_second=64)
+    assert simulate(plan).step_seconds[0] == pytest.approx(12 + 0.5 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "0WAIT_UNSHARD[0:1] 0F0[0:1]",
+            "0F0[0:1] 0WAIT_UNSHARD[0:1]",
+            r"0F0\[0:1\] needs the parameters of layer 0, wh",
+        ),
+        ("0RESHARD[3:4]", "", r"UNSHARD\[3:4\] brings parameters of layer 3, which are here or on their way"),
+        ("0RESHARD[3:4]", "0RESHARD[3:4] 0RESHARD[3:4]", r"RESHARD\[3:4\] frees parameters of layer 3, which are not"),
+    ],
+)
+def test_programs_that_gather_wrongly_are_refused(old: str, new: str, message: str) -> None:
+    """By the ledger, before anything runs."""
+    plan = one_stage(buckets=4, microbatches=2, data=4)
+    program = lower(plan)
+    text = str(program).replace(old, new)
+    wrong = parse_program(text, placement=program.placement, microbatches=2)
+    with pytest.raises(UsageError, match=message):
+        simulate(plan, program=wrong)
