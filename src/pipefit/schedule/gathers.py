@@ -25,10 +25,13 @@ from pipefit.schedule.sums import bucket_edges
 
 def gathered(actions: Sequence[Action], plan: Plan) -> list[Action]:
     """One device's actions with the parameters of its stages brought before they are used, and freed behind it."""
+    unshards = list(_unshards(actions, plan))
+    if not unshards:
+        return list(actions)
     timeline = Timeline(actions)
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     computing = [number for number, action in enumerate(actions) if action.kind in COMPUTE]
-    for unshard in _unshards(actions, plan):
+    for unshard in unshards:
         for first, last in _uses(actions, computing, unshard):
             start = computing[max(first - 1, 0)]
             before[timeline.before_waiting(start)].append(unshard)

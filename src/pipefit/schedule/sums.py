@@ -19,12 +19,12 @@ So besides its own a replica has the gradients of two buckets at most.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pipefit.actions import Action, Kind
-from pipefit.cost.storages import StageStorages
 from pipefit.decisions import What
 from pipefit.plans import Plan
 
@@ -49,38 +49,41 @@ def summed(actions: Sequence[Action], plan: Plan, *, update: bool) -> list[Actio
     sends; without an `update`, those of every microbatch alone.
     """
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
-    for stage in dict.fromkeys(action.stage for action in actions):
-        once = [] if not update else sums_of(plan, stage)
-        for begin, reduce in _begun(actions, once):
-            behind[begin].append(reduce)
-        for begin, reduce in _begun(actions, _of_microbatches(actions, plan, stage)):
-            following = next(_backwards(actions, Action(Kind.REDUCE, stage), begin + 1), None)
-            behind[begin].append(reduce)
-            if following is None:
+    replicated = [s for s in dict.fromkeys(action.stage for action in actions) if plan.stages[s].grid.data > 1]
+    for stage in replicated:
+        backwards = [n for n, one in enumerate(actions) if one.kind is Kind.BACKWARD and one.stage == stage]
+        for reduce in sums_of(plan, stage) if update else ():
+            behind[_sent(actions, _last(actions, backwards, reduce))].append(reduce)
+        for reduce, last in _of_microbatches(actions, backwards, plan, stage):
+            behind[_sent(actions, last)].append(reduce)
+            following = bisect_right(backwards, last)
+            if following == len(backwards):
                 before[len(actions)].append(reduce.join)
-            elif _has(actions[following], reduce):
-                before[following].append(reduce.join)
+            elif _has(actions[backwards[following]], reduce):
+                before[backwards[following]].append(reduce.join)
             else:
-                behind[_sent(actions, following)].append(reduce.join)
+                behind[_sent(actions, backwards[following])].append(reduce.join)
     merged = [one for n, action in enumerate(actions) for one in (*before[n], action, *behind[n])]
-    return [*merged, *before[len(actions)]]
+    return [*merged, *before[len(actions)]] if replicated else list(actions)
 
 
-def _begun(actions: Sequence[Action], reduces: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """Where each sum begins: behind the last of its backwards."""
-    for reduce in reduces:
-        *_, last = _backwards(actions, reduce)
-        yield _sent(actions, last), reduce
+def _last(actions: Sequence[Action], backwards: Sequence[int], reduce: Action) -> int:
+    """The position of the last of these backwards that passes through layers of a sum."""
+    return next(number for number in reversed(backwards) if _has(actions[number], reduce))
 
 
-def _of_microbatches(actions: Sequence[Action], plan: Plan, stage: int) -> list[Action]:
-    """The sums of all microbatches of a stage in which only owners keep gradients."""
-    grid = plan.stages[stage].grid
-    if grid.data == 1 or not grid.divides_gradients:
-        return []
-    backwards = (action for action in actions if action.kind is Kind.BACKWARD and action.stage == stage)
-    microbatches, runs = dict.fromkeys(action.microbatch for action in backwards), _runs(plan, stage)
-    return [Action(Kind.REDUCE, stage, microbatch, run) for microbatch in microbatches for run in runs]
+def _of_microbatches(
+    actions: Sequence[Action], backwards: Sequence[int], plan: Plan, stage: int
+) -> Iterator[tuple[Action, int]]:
+    """The sums of all microbatches of a stage in which only owners keep gradients, each with its last backward."""
+    if not plan.stages[stage].grid.divides_gradients:
+        return
+    runs, of_microbatch = _runs(plan, stage), defaultdict[int | None, list[int]](list)
+    for number in backwards:
+        of_microbatch[actions[number].microbatch].append(number)
+    for microbatch, own in of_microbatch.items():
+        for reduce in (Action(Kind.REDUCE, stage, microbatch, run) for run in runs):
+            yield reduce, _last(actions, own, reduce)
 
 
 def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:
@@ -88,16 +91,6 @@ def _runs(plan: Plan, stage: int) -> list[tuple[int, int] | None]:
     place = plan.stages[stage]
     cuts = [place.start, *bucket_edges(plan, stage), place.stop]
     return [*reversed([*pairwise(cuts)])] if len(cuts) > 2 else [None]
-
-
-def _backwards(actions: Sequence[Action], reduce: Action, first: int = 0) -> Iterator[int]:
-    """The positions, from the `first` on, of the backwards that pass through layers of a sum: of its microbatch, or of
-    any where it is one of all.
-    """
-    for number, action in enumerate(actions[first:], start=first):
-        of_sum = reduce.microbatch is None or action.microbatch == reduce.microbatch
-        if action.kind is Kind.BACKWARD and action.stage == reduce.stage and of_sum and _has(action, reduce):
-            yield number
 
 
 def _sent(actions: Sequence[Action], backward: int) -> int:
@@ -116,15 +109,20 @@ def _has(backward: Action, reduce: Action) -> bool:
 
 
 def bucket_edges(plan: Plan, stage: int) -> list[int]:
-    """The layers before which a stage is divided in buckets, of about equal bytes of gradients.
+    """The layers before which a stage is divided in buckets, of about equal bytes of gradients, or of parameters where
+    these are divided.
 
     Never between layers that share a parameter, whose gradients would be added up in another order, and not within a
     run that is recomputed as a whole.
     """
-    place, storages = plan.stages[stage], StageStorages.of(plan, stage)
-    at, before = 0, {place.start: 0}  # by layer, gradient bytes of the layers before it
-    for layer, cost in enumerate(storages.costs[: place.stop - place.start], start=place.start):
-        before[layer + 1] = at = at + cost.gradient_bytes
+    place, measured = plan.stages[stage], plan.measured(stage)
+    if place.grid.buckets == 1:
+        return []
+    at, before = 0, {place.start: 0}  # by layer, bytes of the layers before it
+    for layer, cost in enumerate(measured.costs[place.start : place.stop], start=place.start):
+        before[layer + 1] = at = at + (
+            cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
+        )
     allowed = [layer for layer in range(place.start + 1, place.stop) if not _divides(plan, stage, layer)]
     wanted = [at * number / place.grid.buckets for number in range(1, place.grid.buckets)]
     nearest = {min(allowed, key=lambda layer: abs(before[layer] - size)) for size in wanted if allowed}
