@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
+from pipefit.cli import main
 from pipefit.errors import UsageError
+from pipefit.files import load
 from pipefit.profiler import profile
 from pipefit.profiler.on_demand import on_demand
 from pipefit.profiles import Measurement, ModelProfile
@@ -102,6 +106,35 @@ def test_ranks_that_divide_nothing_are_refused() -> None:
         UsageError, match=r"5 tensor-parallel ranks divide nothing of odd, 0% of .* no part for each of 5"
     ):
         profile(odd(), microbatch_size=4, tensor=5)
+
+
+class Looking(nn.Module):
+    """A layer whose forward looks at values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_layer_that_cannot_be_traced_is_named() -> None:
+    """A chain by hand may have such layers; ranks cannot divide it."""
+    task = replace(odd(), module=nn.Sequential(nn.Linear(8, 16), Looking(), nn.Linear(16, 8)))
+    assert profile(task, microbatch_size=4)
+    with pytest.raises(UsageError, match=r"layer 1 cannot be divided between tensor-parallel ranks, .* use replicas"):
+        profile(task, microbatch_size=4, tensor=2)
+
+
+SETTINGS = ("layers=1", "hidden=64", "heads=4", "vocabulary=50", "sequence=16")
+SMALL = ["zoo:gpt", *(word for setting in SETTINGS for word in ("--set", setting))]
+
+
+def test_the_command_profiles_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--tensor` may be given several times; what is saved has all degrees."""
+    path = tmp_path / "profile.json"
+    degrees = ["--tensor", "2", "--tensor", "4"]
+    assert main(["profile", *SMALL, "-b", "2", *degrees, "-o", str(path)]) == 0
+    assert [m.tensor for m in load(path, ModelProfile).measurements] == [1, 2, 4]
+    assert main(["show", str(path)]) == 0
+    assert "4 ranks divide" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [0, "2", (2, 1.5)])

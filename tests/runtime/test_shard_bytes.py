@@ -11,7 +11,7 @@ import pytest
 
 from divided import MODELS, divided, grid_plan
 from movable import movable
-from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -50,9 +50,16 @@ def random_plan(name: str, rng: Random, grids: Sequence[tuple[int, int]] = FEW) 
 
 
 def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
-    """The plan with a run that is recomputed, or a saved tensor that is on the host in between, on some stages."""
-    decisions = []
+    """The plan with a run that is recomputed, or a saved tensor or optimizer state that is on the host in between, on
+    some stages; and with state that replicas divide.
+    """
+    decisions, stages = [], list(plan.stages)
     for number, stage in enumerate(plan.stages):
+        if stage.grid.data > 1 and rng.random() < 0.4:
+            stages[number] = replace(stage, grid=replace(stage.grid, shard="optimizer"))
+        if stage.grid.data == 1 and rng.random() < 0.3:
+            layers = State(start=stage.start, stop=rng.randint(stage.start + 1, stage.stop), kind="optimizer")
+            decisions.append(Decision(stage=number, subject=layers, what=What.OFFLOAD, place=parse_place("host")))
         if recomputes and rng.random() < 0.4:
             start = rng.randrange(stage.start, stage.stop)
             run = Run(start=start, stop=rng.randint(start + 1, stage.stop))
@@ -60,7 +67,7 @@ def decided(plan: Plan, rng: Random, *, recomputes: bool) -> Plan:
         elif rng.random() < 0.5 and (tensors := movable(plan, number)):
             taken = SavedTensors(tensors=(rng.choice(tensors),))
             decisions.append(Decision(stage=number, subject=taken, what=What.OFFLOAD, place=parse_place("host")))
-    return replace(plan, decisions=tuple(decisions))
+    return replace(plan, stages=tuple(stages), decisions=tuple(decisions))
 
 
 def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW) -> None:

@@ -101,3 +101,13 @@ def test_a_stage_of_replicas_and_shards_takes_the_time_of_its_sums() -> None:
     one = Simulation(sharded((2, 1), links={"bytes_per_second": RATE})).step_seconds[-1]
     both = Simulation(sharded((2, 2), links={"bytes_per_second": RATE})).step_seconds[-1]
     assert both == pytest.approx(one)
+
+
+def test_owners_among_equal_shards_take_the_time_of_owners() -> None:
+    """Where replicas divide optimizer state, parameters are brought to the replicas of each shard at the same time."""
+    seconds = []
+    for degrees in ((2, 1), (2, 2)):
+        plan = sharded(degrees, links={"bytes_per_second": RATE})
+        grid = replace(plan.stages[0].grid, shard="optimizer")
+        seconds.append(Simulation(replace(plan, stages=(replace(plan.stages[0], grid=grid),))).step_seconds[-1])
+    assert seconds[0] == pytest.approx(seconds[1])

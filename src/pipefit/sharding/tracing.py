@@ -11,7 +11,8 @@ in the order in which the layers hand them on, used later or not.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -27,6 +28,7 @@ from pipefit.capture.exporting import export
 from pipefit.capture.flat import context, flatten, role, stack, sweep, value
 from pipefit.capture.orders import Orders, as_made, contiguous, orders_of
 from pipefit.capture.structure import Values
+from pipefit.errors import UsageError
 from pipefit.layer_costs import Packing
 
 
@@ -78,7 +80,8 @@ def trace(
     stage = _Stage(layers, chain, len(targets), edges)
     dtype = layers[0].autocast
     name = f"layers {layers[0].name} to {layers[-1].name}"
-    program = export(stage, name, (*values, *targets), own_loss=False, autocast=dtype)
+    with _naming_the_layer():
+        program = export(stage, name, (*values, *targets), own_loss=False, autocast=dtype)
     graph = flatten(program, name, autocasts=dtype is not None)
     cuts = _without_marks(graph, program)
     _made_anew(graph)
@@ -164,13 +167,36 @@ class _Layer(nn.Module):
         self._ends_block, self._is_last, self._name = ends_block, is_last, layer.name
 
     def forward(self, values: Values, form: _Form) -> tuple[Values, _Form]:
-        outputs = self.module(packed(as_made(values, form.orders), form.packing))
+        try:
+            outputs = self.module(packed(as_made(values, form.orders), form.packing))
+        except Exception as error:
+            error.add_note(self._name)
+            raise
         found = as_values(outputs, self._name)
         form = _Form(packing_of(outputs), () if self._is_last else orders_of(found))
         if self._is_last:
             return found, form
         found = contiguous(found, form.orders)
         return tuple(map(torch.ops.aten.alias.default, found)) if self._ends_block else found, form
+
+
+@contextmanager
+def _naming_the_layer() -> Iterator[None]:
+    """Inside, a layer that cannot be followed is named.
+
+    Raises:
+        UsageError: there is one.
+    """
+    try:
+        yield
+    except UsageError as error:
+        notes = getattr(error.__cause__, "__notes__", None)
+        if not notes:
+            raise
+        raise UsageError(
+            f"layer {notes[0]} cannot be divided between tensor-parallel ranks, which takes a trace of it: {error}; or "
+            "use replicas alone (data), which take layers as they are"
+        ) from error
 
 
 def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
