@@ -83,6 +83,12 @@ def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
     check_simulated(name, seed)
 
 
+def test_a_stage_without_parameters_may_have_shards() -> None:
+    """A curve between stages on one device each: its ranks have nothing to divide and nothing to update."""
+    plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 2, 3, 6], [(1, 1), (1, 2), (1, 1)])
+    assert simulate(plan).peak_bytes == certify(divided("dropped"), plan).peak_bytes
+
+
 @pytest.mark.gallery
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("name", MODELS)

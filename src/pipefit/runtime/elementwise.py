@@ -51,6 +51,8 @@ def check_elementwise(task: Task, layers: Sequence[ChainLayer], shards: RankShar
         for layer in layers
         for local, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
+    if not groups:  # nothing is trained here
+        return
     tried = [[_tried(kind, draws, device) for kind in _kinds(group, names, shards)] for group in groups]
     with torch.random.fork_rng(devices=[]):
         whole, part = (
