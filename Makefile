@@ -1,11 +1,11 @@
-# make demo | test | gallery | mutants | fuzz | check | schemas | format.  Each makes .venv first where it is missing or out of date.
+# make demo | test | gallery | mutants | fuzz | check | docs | schemas | format.  Each makes .venv first where it is missing or out of date.
 # PIP_ARGS goes to pip, for example the index of torch's CPU builds.
 PYTHON ?= python3.11
 PIP_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test gallery mutants fuzz check schemas format
+.PHONY: demo test gallery mutants fuzz check docs schemas format
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -34,6 +34,10 @@ check: $(VENV)/.installed
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+
+docs: $(VENV)/.installed
+	PIP_CONSTRAINT=constraints.txt $(RUN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(RUN)/python -m mkdocs build --strict --quiet
 
 schemas: $(VENV)/.installed
 	$(RUN)/python -m pipefit.files docs/schemas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 from pathlib import Path
@@ -156,6 +157,20 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     """Every relative link names a file or folder that exists."""
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_the_site_has_every_page() -> None:
+    """Each page under docs is in the site's navigation once, and nothing else is."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    named_there = re.findall(r"[\w/]+\.md", text.partition("\nnav:\n")[2])
+    assert sorted(named_there) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_reference_names_what_the_package_offers() -> None:
+    """Every object of the reference exists and has a docstring."""
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert len(names) > 10
+    assert [name for name in names if not (pydoc.locate(name) or object()).__doc__] == []
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -46,7 +46,7 @@ def planned(stages: int = 3, recompute: str = "never", schedule: str = "1f1b", *
     task = build("gpt", layers=LAYERS, hidden=16, heads=2, vocabulary=32, sequence=8)
     return pipefit.plan(
         pipefit.profile(task, microbatch_size=2, target="cuda"), Cluster.preset("dgx1-v100"), planner="exact",
-        microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, **more,
+        microbatches=4, batch_size=8, stages=stages, recompute=recompute, schedule=schedule, data=1, tensor=1, **more,
     )  # fmt: skip
 
 

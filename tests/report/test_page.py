@@ -7,16 +7,16 @@ import gzip
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser import browsed
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
@@ -32,7 +32,6 @@ from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import parse_bytes
 from pipelines import random_profile
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 LARGEST_PAGE = 2_000_000  # bytes
 
 
@@ -234,19 +233,7 @@ def test_a_trace_alone_has_a_page() -> None:
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[str], str]:
     """A function from a page to what a browser has made of it."""
-    if CHROMIUM is None:
-        pytest.skip("needs chromium")
-
-    def run(made: str) -> str:
-        file = tmp_path / "page.html"
-        file.write_text(made, encoding="utf-8")
-        command = [
-            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-            "--window-size=1280,1000", "--virtual-time-budget=5000", "--dump-dom", file.as_uri(),
-        ]  # fmt: skip
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-    return run
+    return partial(browsed, folder=tmp_path)
 
 
 def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], str]) -> None:

@@ -60,7 +60,7 @@ def _check(plan: Plan, tool: str, schedules: tuple[str, ...]) -> None:
     if how not in schedules:
         raise UsageError(f"{tool} has no schedule {how}: plan with --schedule {' or '.join(schedules)}")
     if any(len(stage.devices) > 1 for stage in plan.stages) or len(set(plan.placement)) < len(plan.stages):
-        raise UsageError(f"{tool} takes stages of one device each, in their order: this plan has others")
+        raise UsageError(f"{tool} takes stages of one device each, in their order: plan with --data 1 --tensor 1")
     moved = [decision for decision in plan.decisions if decision.what is not What.RECOMPUTE]
     if moved:
         raise UsageError(

@@ -33,7 +33,7 @@ from pipefit.training import Precision, Training
 
 _COUNTS = (1, 2, 4, 8)  # devices, and as many as the cluster has
 _MANY_LAYERS = 200  # of which a profile takes seconds
-_SIZES, _SIZES_OF_MANY = tuple(1 << n for n in range(11)), (1, 4, 16)
+_SIZES, _SIZES_OF_MANY = tuple(1 << n for n in range(9)), (1, 4, 16)
 _PRECISIONS: tuple[Precision, ...] = ("float32", "mixed-bfloat16", "bfloat16", "master-bfloat16")
 _EFFORT = 0.01  # the part of its budget that the joint planner has for a plan
 _MEANS: dict[How, Means] = {
@@ -127,7 +127,7 @@ class _Look:
                 schedule=self.schedule,
                 precision=costs.assumptions.precision,
             ),
-            options=Options(allow_infeasible=True, effort=_EFFORT),
+            options=Options(data=1, tensor=1, allow_infeasible=True, effort=_EFFORT),
         )
         if how == "kept":
             name = "exact" if exact_in_time(question) else "uniform"

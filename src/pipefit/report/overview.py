@@ -106,7 +106,7 @@ def _replicated(overview: Overview) -> Table:
         return one.way, format_bytes(one.need_bytes), f"{100 * one.need_bytes / budget:.1f} %", size
 
     count = counted(len(overview.cluster.devices), "device")
-    title = f"the whole model on each of {count}, by arithmetic; not run by pipefit"
+    title = f"the whole model on each of {count}, by arithmetic"
     return Table(("way", "1 sample", "full", "kept"), tuple(map(row, overview.replicated)), title=title)
 
 

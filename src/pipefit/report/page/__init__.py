@@ -20,6 +20,7 @@ from pipefit.report.compare import Comparison, compare, describe_comparison
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
 from pipefit.report.page.growth import growth
+from pipefit.report.page.lesson import lesson
 from pipefit.report.page.scenes import KINDS, packed, scene
 from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
@@ -105,6 +106,7 @@ def _sections(plan: Plan | None, trace: Trace, comparison: Comparison | None = N
         return
     yield _section("Which layers fill a device", *_filled(plan, trace))
     yield _section("What is done about memory", *_decided(plan))
+    yield _section("What if", lesson(plan))
     yield _section("What passes over the links in a step", *_links(plan, trace))
     yield _section("The plan in words", html(plan.explanation))
 

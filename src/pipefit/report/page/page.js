@@ -260,6 +260,32 @@
     lastStep();
   }
 
+  // What if: each position of the controls is a row of the grid that was computed with the page.
+  function whatIf() {
+    const data = byId("grid");
+    if (!data) return;
+    const grid = JSON.parse(data.textContent), controls = [...document.querySelectorAll("[data-axis]")];
+    const text = (seconds) => (seconds >= 1 ? `${seconds.toPrecision(3)} s` : `${(1e3 * seconds).toPrecision(3)} ms`);
+    const tell = () => {
+      let place = 0;
+      controls.forEach((control, n) => {
+        place = place * grid.axes[n].length + Number(control.value);
+        control.nextElementSibling.textContent = grid.axes[n][control.value];
+        control.setAttribute("aria-valuetext", grid.axes[n][control.value]);
+      });
+      const [peak, budget, seconds, rate, waiting] = grid.rows[place], over = peak > budget;
+      const most = Math.max(...grid.rows.map((row) => Math.max(row[0], row[1])));
+      byId("whatif-bar").style.width = `${100 * peak / most}%`;
+      byId("whatif-cap").style.left = `${100 * budget / most}%`;
+      byId("whatif-peak").textContent = `${bytesText(peak)} of ${bytesText(budget)}`;
+      byId("whatif-peak").className = over ? "figure over" : "figure";
+      byId("whatif").textContent = `${over ? "Does not fit. " : "Fits. "}A step takes ${text(seconds)}: `
+        + `${rate.toPrecision(3)} samples per second; devices wait ${Math.round(100 * waiting)} % of it.`;
+    };
+    controls.forEach((control) => control.addEventListener("input", tell));
+    tell();
+  }
+
   function lastStep() { view(state.scene.steps[state.scene.steps.length - 1], state.scene.end); }
 
   function fullest() {
@@ -318,6 +344,7 @@
   document.querySelectorAll(".device").forEach((row) => row.addEventListener("click", () => choose(row.dataset.device)));
   window.addEventListener("resize", draw);
   window.addEventListener("beforeprint", draw);
+  whatIf();
   show(scenes[0]);
   choose(fullest());
   document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,132 @@
+"""What if: other numbers of microbatches and devices, recomputation and faster links, computed with the page.
+
+For every point of a small grid the split of lowest peak is planned and simulated, with microbatches of the plan's own
+size: what a slider does is a plan that `pipefit plan` would make with `--objective peak`, and no model of it. A grid of
+96 points takes a second or two for a model of 15 layers; a model of very many layers, or a plan whose stages have
+replicas, has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from json import dumps
+from typing import NamedTuple
+
+from pipefit.cluster import Cluster
+from pipefit.errors import PipefitError
+from pipefit.planner import Options, Question, exact, solved
+from pipefit.plans import Plan
+from pipefit.schedule.whole_stages import Recompute
+from pipefit.simulator import simulate
+
+_MICROBATCHES, _DEVICES, _LINKS = (1, 4, 16), (1, 2, 4), (0.25, 1.0, 4.0)
+_RECOMPUTE: tuple[Recompute, ...] = ("never", "always")
+_MOST_LAYERS, _MOST_ACTIONS = 200, 400  # of a model; layers times microbatches of a point
+
+
+class Axes(NamedTuple):
+    """The values of the four controls."""
+
+    microbatches: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    devices: tuple[int, ...]
+    links: tuple[float, ...]
+
+
+class Point(NamedTuple):
+    """What one choice gives: the highest peak and its budget in bytes, seconds, samples per second, part of waiting."""
+
+    peak_bytes: int
+    budget_bytes: int
+    step_seconds: float
+    samples_per_second: float
+    waiting: float
+
+
+def axes_of(plan: Plan) -> Axes | None:
+    """The grid of a plan, with its own number of microbatches and devices in it; None where there is none."""
+    layers = len(plan.profile.layers)
+    if layers > _MOST_LAYERS or plan.is_sliced or plan.training.endless:
+        return None
+    most = min(len(plan.cluster.devices), len(plan.profile.edges) - 1)
+    return Axes(
+        microbatches=tuple(
+            count
+            for count in sorted({*_MICROBATCHES, plan.training.microbatches})
+            if count * layers <= _MOST_ACTIONS or count == 1
+        ),
+        recompute=_RECOMPUTE,
+        devices=tuple(sorted({*(count for count in _DEVICES if count <= most), len(plan.stages)})),
+        links=_LINKS,
+    )
+
+
+def points(plan: Plan, axes: Axes) -> list[Point]:
+    """Every point, with the links changing fastest, then devices, recomputation and microbatches."""
+    return [point for choice in product(*axes[:3]) for point in _points(plan, *choice)]
+
+
+def _points(plan: Plan, microbatches: int, recompute: Recompute, devices: int) -> Iterator[Point]:
+    """One split, beside links of every speed."""
+    training = replace(
+        plan.training, batch_size=microbatches * plan.training.microbatch_size, microbatches=microbatches
+    )
+    options = Options(stages=devices, recompute=recompute, data=1, tensor=1, allow_infeasible=True)
+    question = Question(profile=plan.profile, cluster=plan.cluster, training=training, options=options)
+    made = solved(question, exact, name="exact")
+    for factor in _LINKS:
+        trace = simulate(replace(made, cluster=_faster(plan.cluster, factor)))
+        budgets = plan.cluster.budgets
+        fullest = max(trace.devices, key=lambda device: device.peak_bytes / budgets[device.device])
+        seconds = trace.step_seconds[-1]
+        used = [share for share, peak in zip(trace.utilisation(), trace.peak_bytes, strict=True) if peak]
+        yield Point(
+            peak_bytes=fullest.peak_bytes,
+            budget_bytes=budgets[fullest.device],
+            step_seconds=seconds,
+            samples_per_second=made.training.batch_size / seconds if seconds else 0.0,
+            waiting=1 - sum(used) / len(used) if used else 0.0,
+        )
+
+
+def _faster(cluster: Cluster, factor: float) -> Cluster:
+    links = (replace(link, bytes_per_second=link.bytes_per_second * factor) for link in cluster.links)
+    return replace(cluster, links=tuple(links))
+
+
+def lesson(plan: Plan) -> str:
+    """The section's content: a control for each axis, figures, and the data; empty where there is no grid."""
+    axes = axes_of(plan)
+    if axes is None:
+        return ""
+    try:
+        found = points(plan, axes)
+    except PipefitError:  # this plan was made by hand, of what no planner makes
+        return ""
+    rows = [[p.peak_bytes, p.budget_bytes, p.step_seconds, p.samples_per_second, round(p.waiting, 4)] for p in found]
+    start = (
+        axes.microbatches.index(plan.training.microbatches) if plan.training.microbatches in axes.microbatches else 0,
+        0,
+        axes.devices.index(len(plan.stages)) if len(plan.stages) in axes.devices else 0,
+        _LINKS.index(1.0),
+    )
+    names = ("microbatches", "recomputation", "devices", "links")
+    controls = "".join(
+        f'<label>{name} <input type="range" min="0" max="{len(values) - 1}" value="{place}" step="1" '
+        f'data-axis="{number}" aria-describedby="whatif"><output></output></label>'
+        for number, (name, values, place) in enumerate(zip(names, axes, start, strict=True))
+    )
+    told = [list(map(str, axes.microbatches)), list(axes.recompute), list(map(str, axes.devices))]
+    told.append([f"x {factor:g}" for factor in axes.links])
+    data = dumps({"axes": told, "rows": rows}, separators=(",", ":"))
+    return (
+        "<p>Each position is a plan for the lowest peak, computed when this page was made, with microbatches of "
+        f"{plan.training.microbatch_size}.</p>"
+        f'<div class="whatif">{controls}</div>'
+        '<div class="device"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
+        '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
+        '<p id="whatif" role="status" aria-live="polite"></p>'
+        f'<script type="application/json" id="grid">{data}</script>'
+    )
