@@ -29,9 +29,10 @@ from pipefit.errors import UsageError
 from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
-from pipefit.planner.hybrid import fastest, least_seconds
+from pipefit.planner.hybrid import least_seconds
 from pipefit.planner.joint import Search, Searched
-from pipefit.planner.question import Found, Question, Split
+from pipefit.planner.mixed import Mixed, mixed
+from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_of_sums
 from pipefit.planner.spaces import Space, by_distance
 from pipefit.profiles import ModelProfile
@@ -42,7 +43,6 @@ from pipefit.texts import counted
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
-_MIXED = 3  # plans of stages of different degrees that are simulated for a size
 _BOUND = 0.15  # actions that take as long as a bound does for a range of blocks as one stage
 
 
@@ -95,19 +95,6 @@ class Trial(NamedTuple):
         return self._replace(searched=self.search.best(self.question.options.effort), actions=self.search.actions)
 
 
-class Mixed(NamedTuple):
-    """A plan whose stages have different degrees, with everything kept, and its simulation."""
-
-    question: Question
-    split: Split
-    simulation: Simulation
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.simulation.step_seconds[-1]
-
-
 class Trials:
     """The arrangements of a space that were looked at."""
 
@@ -149,13 +136,13 @@ class Trials:
         the bound of all arrangements, and sentences about them.
         """
         question, found = self._of_trial(trial)
-        mixed = min(self.mixed, key=lambda one: one.seconds, default=None)
-        if mixed is not None and (not trial.fits or mixed.seconds < found.value * (1 - _GAIN)):
+        other = min(self.mixed, key=lambda one: one.seconds, default=None)
+        if other is not None and (not trial.fits or other.seconds < found.value * (1 - _GAIN)):
             found = Found(
-                mixed.split, Objective.STEP, mixed.seconds, found.evaluated, proven=False, decisions=(),
+                other.split, Objective.STEP, other.seconds, found.evaluated, proven=False, decisions=(),
                 remarks=found.remarks,
             )  # fmt: skip
-            question = mixed.question
+            question = other.question
         bounds = [*self._bounds, *self._least] if self._bounds else [trial.search.bound]
         return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
 
@@ -170,16 +157,15 @@ class Trials:
         return question, found._replace(value=Simulation(plan).step_seconds[-1])
 
     def _mix(self, size: int) -> None:
-        """Simulate the plans of a size that are estimated to be the fastest of those with any degrees."""
+        """Find the fastest plan of a size whose stages have any degrees."""
         with suppress(UsageError):
             if self.degrees(size) == (SINGLE,):
                 return
             question = self.space.question_of(size, self._profile(size))
             self._least.append(least_seconds(question))
-            for found in fastest(question, _MIXED):
-                simulation = Simulation(plan_of(question, found.split))
-                self.mixed.append(Mixed(question, found.split, simulation))
-                self._spent += simulation.actions
+            found = mixed(question)
+            self.mixed += [found] if found is not None else []
+            self._spent += found.actions if found is not None else 0
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.
@@ -324,7 +310,7 @@ class Trials:
     def _fastest(self) -> float:
         """Seconds of the fastest plan that is known to fit."""
         known = [trial.seconds for trial in self._known.values() if trial.fits]
-        return min([*known, *(mixed.seconds for mixed in self.mixed)], default=math.inf)
+        return min([*known, *(one.seconds for one in self.mixed)], default=math.inf)
 
     @property
     def _roomiest(self) -> Arrangement:

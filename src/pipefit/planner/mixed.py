@@ -1,0 +1,40 @@
+"""The fastest of plans with any degrees that keep everything on their devices: those estimated fastest are simulated.
+
+Costs: the exact search once (`planner.hybrid`), and a simulation for every number of stages, from the one of the
+fewest estimated seconds on, until estimates are longer than what was simulated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipefit.planner.driver import plan_of
+from pipefit.planner.hybrid import fastest
+from pipefit.planner.question import Question, Split
+from pipefit.simulator import Simulation
+
+_CLOSE = 0.02  # the part of a step by which estimates may be too long
+_MOST = 8  # plans that are simulated
+
+
+class Mixed(NamedTuple):
+    """A plan that fits and keeps everything, with its seconds by simulation; `actions` were simulated to find it."""
+
+    question: Question
+    split: Split
+    seconds: float
+    actions: int
+
+
+def mixed(question: Question) -> Mixed | None:
+    """The fastest plan; None if none fits."""
+    best: Mixed | None = None
+    actions = 0
+    for found in fastest(question, _MOST):
+        if best is not None and found.value > best.seconds * (1 + _CLOSE):
+            break
+        simulation = Simulation(plan_of(question, found.split))
+        seconds, actions = simulation.step_seconds[-1], actions + simulation.actions
+        if best is None or seconds < best.seconds:
+            best = Mixed(question, found.split, seconds, 0)
+    return None if best is None else best._replace(actions=actions)
