@@ -122,9 +122,10 @@ class Trials:
             UsageError: no arrangement can be carried out; as one of them says.
         """
         if self.space.count > 1 or self.space.grids:
+            for size in self._visited() if self.space.grids else ():
+                self._mix(size)
             for size in self._visited():
                 self._look_at(self._widest(size))
-                self._mix(size)
             for arrangement in self._others():
                 self._look_at(arrangement)
         if not self._known:
@@ -165,7 +166,6 @@ class Trials:
             self._least.append(least_seconds(question))
             found = mixed(question)
             self.mixed += [found] if found is not None else []
-            self._spent += found.actions if found is not None else 0
 
     def question(self, arrangement: Arrangement) -> Question:
         """The question of an arrangement.
@@ -299,8 +299,8 @@ class Trials:
 
     @property
     def _spent_on_trying(self) -> bool:
-        """Whether the budget of short searches has ended."""
-        return self._spent > _TRYING * self.space.question.options.effort
+        """Whether the budget of short searches has ended. Where all can be kept, they hardly find anything faster."""
+        return self._spent > (_TRYING / 4 if self.mixed else _TRYING) * self.space.question.options.effort
 
     def _may_win(self, bound: float) -> bool:
         """Whether a plan with this bound may be visibly faster than those that are known."""

@@ -1,7 +1,7 @@
 """The fastest of plans with any degrees that keep everything on their devices: those estimated fastest are simulated.
 
 Costs: the exact search once (`planner.hybrid`), and a simulation for every number of stages, from the one of the
-fewest estimated seconds on, until estimates are longer than what was simulated.
+fewest estimated seconds on, until estimates are longer than what was simulated, or actions enough were.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipefit.simulator import Simulation
 
 _CLOSE = 0.02  # the part of a step by which estimates may be too long
 _MOST = 8  # plans that are simulated
+_ACTIONS = 60_000  # in the programs of plans after which no other is simulated
 
 
 class Mixed(NamedTuple):
@@ -31,7 +32,7 @@ def mixed(question: Question) -> Mixed | None:
     best: Mixed | None = None
     actions = 0
     for found in fastest(question, _MOST):
-        if best is not None and found.value > best.seconds * (1 + _CLOSE):
+        if best is not None and (found.value > best.seconds * (1 + _CLOSE) or actions > _ACTIONS):
             break
         simulation = Simulation(plan_of(question, found.split))
         seconds, actions = simulation.step_seconds[-1], actions + simulation.actions

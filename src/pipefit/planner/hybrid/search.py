@@ -21,7 +21,9 @@ from pipefit.planner.hybrid.takes import States
 from pipefit.planner.question import DeviceClass, Question, Split
 from pipefit.texts import counted
 
+_FEW = 4  # stages of plans that are looked for first, because they rule out most others
 _INFINITE = float("inf")
+_ROUNDING = 1 + 1e-9
 
 
 class Hybrid(NamedTuple):
@@ -107,8 +109,12 @@ class Search:
         return self._made(programme.best(count), value)
 
     def fastest(self, level: float) -> list[Hybrid]:
-        """The fastest plans whose stages stay within a level, one for each number of stages that has any."""
-        programme = self.programme(lambda left, choice: self._within(left, choice, level))
+        """The fastest plans whose stages stay within a level, for each number of stages the best one that is no slower
+        than the best of few stages.
+        """
+        few = self.programme(lambda left, choice: self._within(left, choice, level), most=_FEW)
+        most = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
+        programme = self.programme(lambda left, choice: self._within(left, choice, level, most * _ROUNDING))
         values = {count: programme.values[count - 1] for count in self.counts}
         found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
         return [self._made(programme.best(count), value) for value, count in found]
@@ -122,10 +128,17 @@ class Search:
         blocks = self.question.blocks
         return blocks * (blocks + 1) // 2 * self.counts[-1] * len(self.choices)
 
-    def programme(self, cost: Costs) -> Programme:
-        """The tables for all numbers of stages by these costs."""
+    def programme(self, cost: Costs, most: int | None = None) -> Programme:
+        """The tables for all numbers of stages, or for up to `most`, by these costs."""
         question = self.question
-        return Programme(question.blocks, self.states.count, self.choices, cost, self.counts[-1], self.barred)
+        return Programme(
+            question.blocks,
+            self.states.count,
+            self.choices,
+            cost,
+            min(self.counts[-1], most or self.counts[-1]),
+            self.barred,
+        )
 
     # ---------------------------------------------------------------- costs
 
@@ -137,10 +150,10 @@ class Search:
         """The peak of a stage, as a share of its devices' budgets where they differ."""
         return self.tables[choice.degree].peaks(left) / self._unit(choice)
 
-    def _within(self, left: int, choice: Choice, level: float) -> Cost:
-        """The seconds of a stage, if its peak is within the level."""
+    def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
+        """The seconds of a stage, if its peak is within the level, and if they are no more than `most`."""
         head, add = self.seconds(choice)
-        return Cost(np.where(self.shares(left, choice) <= level, head, _INFINITE), add)
+        return Cost(np.where((self.shares(left, choice) <= level) & (head <= most), head, _INFINITE), add)
 
     def seconds(self, choice: Choice) -> tuple[Floats, Floats]:
         """The seconds of all microbatches and the end of a step, and those of a microbatch."""
