@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pipefit.actions import COPIES, Action
+from pipefit.cost.communicators import tensor_groups
 from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
@@ -315,9 +316,17 @@ class _Supervisor:
                     waits=self._waits(rank),
                 )
 
+    def _together(self, rank: int) -> str:
+        """Who else may hang where a worker seems to: those that compute its layers with it, in the middle of which it
+        waits for them.
+        """
+        device = self.plan.workers[rank]
+        others = {one for group in tensor_groups(self.plan) if device in group for one in group} - {device}
+        return f", or device {' or '.join(map(str, sorted(others)))} of its tensor group," if others else ""
+
     def _hang(self, rank: int) -> WorkerFailed:
         seconds, name = self._limit(rank)
         return WorkerFailed(
-            f"{self._name(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; all workers were "
-            f"stopped; if it only needs more time, raise {name} (on the command line --timeout)"
+            f"{self._name(rank)}{self._together(rank)} hangs {self._place(rank)}: no sign of life for {seconds:g} s; "
+            f"all workers were stopped; if it only needs more time, raise {name} (on the command line --timeout)"
         )

@@ -105,8 +105,6 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
             return Source.of(captured(wanted.samples, wanted.replica))
         group, divided = groups(wanted.group, wanted.rank), sharded(wanted.samples, len(wanted.group))
         _check_as_profiled(plan, wanted, divided)
-        for other in _sharing(plan, len(wanted.group)) - {wanted.samples}:
-            _check_shared(plan, divided, sharded(other, len(wanted.group)))
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
@@ -129,31 +127,6 @@ def _check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> Non
             f"{ranks} tensor-parallel ranks would divide {plan.profile.model} otherwise than in its profile, which was "
             "made with another release of torch or pipefit: profile and plan it again here"
         )
-
-
-def _sharing(plan: Plan, ranks: int) -> set[int]:
-    """For how many samples stages of so many shards compute that share a parameter."""
-    return {
-        plan.measured(stage).microbatch_size
-        for stages in plan.summed.values()
-        for stage in stages
-        if plan.stages[stage].grid.tensor == ranks
-    }
-
-
-def _check_shared(plan: Plan, one: ShardedChain, other: ShardedChain) -> None:
-    """Check that stages which compute for other numbers of samples divide the parameters that they share alike.
-
-    Raises:
-        UsageError: they do not.
-    """
-    for number in plan.summed:
-        name = plan.measurement.shared[number].name
-        if one.shards(0)[name] != other.shards(0)[name]:
-            raise UsageError(
-                f"stages of different numbers of replicas share parameter {name!r}, and their tensor shards would have "
-                "different parts of it: give these stages as many replicas, or put its layers into one stage"
-            )
 
 
 def _copy(built: Task) -> nn.Module:

@@ -1,0 +1,121 @@
+"""Models of the zoo and of Hugging Face in stages of tensor shards and replicas: the numbers of plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from divided import grid_plan
+from huggingface_models import TINY
+from pipefit.capture import Task, capture
+from pipefit.capture.chain import Chain
+from pipefit.capture.endings import the_loss
+from pipefit.capture.exporting import arguments
+from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.sharding.tracing import blocks_begin
+from pipefit.zoo import build
+from pipefit.zoo.huggingface import hf
+from sharded import InDouble
+
+SIZE, BATCH, STEPS = 4, 8, 3
+TOLERANCE, SMALL = 1e-9, 1e-3  # the bias of keys has no gradient but rounding
+GPT = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "dropout": 0.0}
+ORDINARY: dict[str, Callable[[], Task]] = {
+    "gpt": lambda: build("gpt", **GPT, vocabulary=26, tied=True),
+    "mlp": lambda: build("mlp", inputs=16, widths=(32, 64, 32, 16)),
+}
+GALLERY: dict[str, Callable[[], Task]] = {
+    "bert": lambda: build("bert", **GPT, vocabulary=24),
+    "resnet": lambda: build("resnet", width=16, blocks=(1, 1), image_size=16, num_classes=10),
+    "unet": lambda: build("unet", width=8, image_size=16, depth=2),
+    "vgg": lambda: build("vgg11", width=8, image_size=32),
+    **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("gpt2", "llama", "bert", "t5", "vit")},
+}
+PLANS = [(name, 0) for name in ORDINARY]
+PLANS += [(name, seed) for name in (*ORDINARY, *GALLERY) for seed in range(3) if (name, seed) not in PLANS]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_double(name: str) -> Task:
+    """The task of that name in double precision, with an optimizer that keeps small differences small."""
+    base = {**ORDINARY, **GALLERY}[name]()
+
+    def batch(size: int) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, base.batch(size))
+
+    def module() -> nn.Module:
+        return base.build().double()
+
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    return Task(module, batch=batch, loss=base.loss, optimizer=optimizer, name=name.replace(":", " "))
+
+
+def random_grids(chain: Chain, seed: int, *, replicas: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """One to three stages between blocks, on at most eight devices; those that share a parameter in as many shards."""
+    rng, cuts = Random(seed), blocks_begin(chain)
+    edges = [0, *sorted(rng.sample(cuts, rng.randint(0, min(2, len(cuts))))), len(chain.layers)]
+    known = [(data, tensor) for data in ((1, 2) if replicas else (1,)) for tensor in (1, 2, 4)]
+    while True:
+        degrees = [rng.choice(known) for _ in edges[1:]]
+        if chain.shared:
+            degrees = [(data, degrees[0][1]) for data, _ in degrees]
+        if sum(data * tensor for data, tensor in degrees) <= 8 and any(tensor > 1 for _, tensor in degrees):
+            return edges, degrees
+
+
+def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, task: Task, batch: Any) -> float:
+    """One step of plain training of a batch in microbatches; the mean loss."""
+    total = 0.0
+    for first in range(0, BATCH, SIZE):
+        inputs, targets = pytree.tree_map_only(Tensor, lambda t, at=first: t[at : at + SIZE], batch)
+        args, kwargs = ((inputs,), {}) if isinstance(module, nn.Sequential) else arguments(inputs)
+        outputs = module(*args, **kwargs)
+        loss = the_loss(outputs, "plain") if task.loss is None else task.loss(outputs, targets)
+        (loss * (SIZE / BATCH)).backward()
+        total += loss.item() * SIZE / BATCH
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def far(one: Tensor, other: Tensor) -> float:
+    """The largest difference, as a part of the largest number, or of a small one where all are rounding."""
+    return float((one.double() - other.double()).abs().max()) / max(float(other.double().abs().max()), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [pytest.param(*one, marks=[] if one in PLANS[:2] else pytest.mark.gallery) for one in PLANS]
+)
+def test_grids_of_shards_and_replicas_train_as_one_device_does(name: str, seed: int) -> None:
+    """Losses and all parameters after three steps, for stages of random grids; statistics of samples without replicas,
+    which take their own.
+    """
+    if name.startswith("hf:"):
+        pytest.importorskip("transformers")
+    task = in_double(name)
+    with InDouble():
+        torch.manual_seed(0)
+        plain = task.build().train()
+        normed = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in plain.modules())
+        edges, degrees = random_grids(capture(task, *task.batch(SIZE)), seed, replicas=not normed)
+        sizes, tensor = sorted({SIZE, *(SIZE // data for data, _ in degrees)})[::-1], {1, *(t for _, t in degrees)}
+        found = profile(task, microbatch_size=tuple(sizes), tensor=tuple(sorted(tensor)))
+        plan = grid_plan(found, edges, degrees, microbatches=BATCH // SIZE, rng=Random(seed))
+        trainer = Trainer(task, plan, numbers=False)
+        optimizer = task.optimizer([p for p in plain.parameters() if p.requires_grad])
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            batch = task.batch(BATCH)
+            assert trainer.step(batch) == pytest.approx(plain_step(plain, optimizer, task, batch), rel=1e-6)
+    ours, theirs = trainer.state_dict(), dict(plain.state_dict())
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if far(ours[name], tensor) > TOLERANCE] == []
