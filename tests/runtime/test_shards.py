@@ -60,7 +60,7 @@ def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.gallery) for seed in range(3, 9))])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
     """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
@@ -111,7 +111,9 @@ def test_clipping_counts_every_part_once_and_what_is_whole_once() -> None:
 
 
 def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() -> None:
-    """Eighteen samples of twenty-four train as plain training does, and then all are evaluated."""
+    """Eighteen samples of twenty-four train as plain training does, in microbatches of twelve and six; then all are
+    evaluated.
+    """
     task, plan = divided("tied", optimizer=MOMENTUM), grid_plan(profiled("tied"), [0, 2, 6], [(3, 2), (1, 2)])
     trainer, plain = Trainer(task, plan), Plain(task, plan)
     inputs, targets = batch_of(task, plan)
@@ -123,9 +125,6 @@ def test_smaller_batches_and_evaluations_divide_parameters_as_training_does() ->
     with torch.inference_mode():
         expected = float(nn.functional.mse_loss(plain.module(inputs), targets))
         assert trainer.evaluate((inputs, targets)) == pytest.approx(expected, rel=1e-6)
-        assert trainer.evaluate((inputs[:15], targets[:15])) == pytest.approx(
-            float(nn.functional.mse_loss(plain.module(inputs[:15]), targets[:15])), rel=1e-6
-        )
 
 
 def test_an_evaluation_uses_the_statistics_of_all_channels() -> None:

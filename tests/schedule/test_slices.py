@@ -88,23 +88,6 @@ def test_shards_share_the_receivers_and_each_gets_its_rows_once() -> None:
     assert parse_program(str(program), placement=program.placement, microbatches=1).actions == program.actions
 
 
-def test_shards_that_cannot_be_are_refused() -> None:
-    """Under an endless schedule, and where one stage has a shared parameter in more shards than another."""
-    tied = SharedParameter(name="w", users=(0, 1), nbytes=4, gradient_bytes=4, state_bytes=0)
-    plan = gridded(2, 1, shared=(tied,))
-    of_ranks = tuple(replace(m, tensor=2) for m in plan.profile.measurements)
-    profile = replace(plan.profile, measurements=(*plan.profile.measurements, *of_ranks))
-    stages = replace(plan.stages[0], grid=Grid(devices=(0, 1), tensor=2)), plan.stages[1]
-    wide = replace(plan, profile=profile, stages=stages)
-    with pytest.raises(
-        UsageError, match=r"stage 0 has 2 tensor shards, and shares parameter 'w' with stage 1, which has 1"
-    ):
-        lower(wide)
-    endless = replace(wide, training=replace(wide.training, schedule="pipedream-2bw", microbatches=2, batch_size=8))
-    with pytest.raises(UsageError, match="stage 0 has 2 tensor shards, and schedule pipedream-2bw updates with"):
-        lower(endless)
-
-
 def test_equal_degrees_exchange_one_to_one() -> None:
     """Every replica sends all that it has to its partner."""
     messages = [a for a in lower(gridded(2, 2)).actions[1] if a.part and not a.wait]
