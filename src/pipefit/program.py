@@ -37,13 +37,8 @@ from pipefit.texts import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What every device does in one step. `placement[stage]` are the devices that hold the stage.
-
-    Raises:
-        UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner,
-            or an order of messages in which devices would wait for each other without end (`message_order`).
-    """
+class UncheckedProgram:
+    """What every device does in one step, or some of them. `placement[stage]` are the devices that hold the stage."""
 
     placement: Placement
     microbatches: int
@@ -51,12 +46,6 @@ class Program:
     bundles: tuple[tuple[Subject, ...], ...] = ()
     carried_in: Actions = ()  # per device, where there are any: starts of the body before that this one joins
     carried_out: Actions = ()  # starts of this one that the next body joins
-
-    def __post_init__(self) -> None:
-        for device, actions in enumerate(self.actions):
-            _check_device(device, actions, self)
-        _check_messages(self)
-        check_order(self.actions, self.placement, carried_in=self.carried_in)
 
     @property
     def endless(self) -> bool:
@@ -97,6 +86,22 @@ class Program:
         for name, carried in (("carried in", self.carried_in), ("carried out", self.carried_out)):
             lines += [f"{name} {device}: {' '.join(map(str, starts))}" for device, starts in enumerate(carried)]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(UncheckedProgram):
+    """A program of all devices, that can be carried out.
+
+    Raises:
+        UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner,
+            or an order of messages in which devices would wait for each other without end (`message_order`).
+    """
+
+    def __post_init__(self) -> None:
+        for device, actions in enumerate(self.actions):
+            _check_device(device, actions, self)
+        _check_messages(self)
+        check_order(self.actions, self.placement, carried_in=self.carried_in)
 
 
 # -------------------------------------------------------------------- text
@@ -264,19 +269,23 @@ def shifted(action: Action, by: int) -> Action:
     return Action(action.kind, action.stage, action.microbatch + by, *action[3:])
 
 
+def in_a_row(programs: Iterable[UncheckedProgram], device: int) -> tuple[Action, ...]:
+    """The actions of a device in these parts of an endless schedule, one after the other."""
+    found, entered = list[Action](), 0
+    for program in programs:
+        found += (shifted(action, entered) for action in program.actions[device])
+        entered += program.microbatches
+    return tuple(found)
+
+
 def joined(programs: Sequence[Program]) -> Program:
     """These parts of an endless schedule, one after the other, as one program."""
-    actions: list[list[Action]] = [[] for _ in programs[0].actions]
-    entered = 0
-    for program in programs:
-        for device, own in enumerate(program.actions):
-            actions[device] += (shifted(action, entered) for action in own)
-        entered += program.microbatches
+    entered = sum(program.microbatches for program in programs)
     left = entered - programs[-1].microbatches
     return Program(
         placement=programs[0].placement,
         microbatches=entered,
-        actions=tuple(map(tuple, actions)),
+        actions=tuple(in_a_row(programs, device) for device in range(len(programs[0].actions))),
         bundles=programs[0].bundles,
         carried_in=programs[0].carried_in,
         carried_out=tuple(tuple(shifted(start, left) for start in starts) for starts in programs[-1].carried_out),

@@ -15,11 +15,12 @@ which fill the pipeline; the body, which repeats; and one that drains it (`step_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 from pipefit.actions import Action, Actions, Kind
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
-from pipefit.program import Program, joined
+from pipefit.program import Program, UncheckedProgram, joined
 from pipefit.schedule.bundles import Bundles, bundles_of
 from pipefit.schedule.communication import communicated
 from pipefit.schedule.copies import copied
@@ -35,6 +36,8 @@ from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
 from pipefit.schedule.sums import summed
 from pipefit.schedule.updates import updated
+
+_OfDevices = dict[int, list[Action]]  # what devices do
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -70,8 +73,26 @@ def step_programs(plan: Plan) -> tuple[Program, ...]:
     """
     if not is_endless(plan):
         return (lower(plan),)
+    return tuple(lower(plan, entered=entered) for entered in _entered(plan))
+
+
+def _entered(plan: Plan) -> range:
+    """Under an endless schedule, the microbatches before each of the first steps that differ."""
     count = plan.training.microbatches
-    return tuple(lower(plan, entered=entered) for entered in range(0, settled(plan) + count, count))
+    return range(0, settled(plan) + count, count)
+
+
+def rank_programs(plan: Plan, rank: int) -> tuple[UncheckedProgram, ...]:
+    """The same programs with the actions of one rank alone; they are the same as long as its decisions are.
+
+    Raises:
+        UsageError: as `lower`, but for what only programs of all devices show.
+    """
+    ranks, count = range(rank, rank + 1), plan.training.microbatches
+    if is_endless(plan):
+        steps = (_endless(plan, count, entered, ranks) for entered in _entered(plan))
+        return tuple(_unchecked(plan, count, *step, endless=True) for step in steps)
+    return (_unchecked(plan, count, *_synchronous(plan, count, ranks), endless=False),)
 
 
 def whole_run(plan: Plan) -> Program:
@@ -142,18 +163,8 @@ def lower(
                 f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the gradients of "
                 "several batches; use larger batches, or schedule 1f1b"
             )
-        return _endless(plan, count, entered)
-    _check_shared(plan)
-    orders = recomputed(computes(plan, schedule_named(plan.training.schedule), count), plan, sums=update)
-    bundles = bundles_of(plan)
-    ends = [list(updated(stages, plan, bundles)) if update else [] for stages in plan.ranks]
-
-    def actions(rank: int, slices: Slices) -> list[Action]:
-        exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
-        exchanged = gathered(summed(exchanged, plan, update=update), plan)
-        return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
-
-    return _program(plan, count, _of_devices(plan, actions, count, last), bundles)
+        return _program(plan, count, *_endless(plan, count, entered, range(len(plan.ranks))), endless=True)
+    return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), last=last, update=update))
 
 
 def lower_drain(plan: Plan, *, entered: int) -> Program:
@@ -162,7 +173,7 @@ def lower_drain(plan: Plan, *, entered: int) -> Program:
     Raises:
         UsageError: as `lower`.
     """
-    return _endless(plan, 0, entered)
+    return _program(plan, 0, *_endless(plan, 0, entered, range(len(plan.ranks))), endless=True)
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
@@ -180,34 +191,57 @@ def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) 
         forward = gathered(list(communicated(orders[rank], plan, slices)), plan)
         return brought_in(list(slices.together(forward)), plan.ranks[rank], plan, bundles)
 
-    return _program(plan, microbatches, _of_devices(plan, actions, microbatches, last), bundles)
+    return _program(plan, microbatches, _of_devices(plan, range(len(orders)), actions, microbatches, last), bundles)
 
 
 def _of_devices(
-    plan: Plan, actions: Callable[[int, Slices], list[Action]], microbatches: int, last: int | None
-) -> list[list[Action]]:
-    """What `actions` gives for the rank and the slices of every device in use, in the order of workers."""
-    return [
-        actions(rank, Slices(plan, *divmod(number, grid.tensor), microbatches=microbatches, last=last))
-        for rank, stages in enumerate(plan.ranks)
-        for grid in (plan.stages[stages[0]].grid,)
-        for number in range(len(grid.devices))
-    ]
+    plan: Plan,
+    ranks: Sequence[int],
+    actions: Callable[[int, Slices], list[Action]],
+    microbatches: int,
+    last: int | None,
+) -> _OfDevices:
+    """What `actions` gives for every device of these ranks, by their ranks and slices."""
+    return {
+        device: actions(rank, Slices(plan, *divmod(number, grid.tensor), microbatches=microbatches, last=last))
+        for rank in ranks
+        for grid in (plan.stages[plan.ranks[rank][0]].grid,)
+        for number, device in enumerate(grid.devices)
+    }
 
 
-def _endless(plan: Plan, microbatches: int, entered: int) -> Program:
-    """One step of an endless schedule, after `entered` microbatches; of no microbatches, the drain."""
+def _synchronous(
+    plan: Plan, microbatches: int, ranks: Sequence[int], *, last: int | None = None, update: bool = True
+) -> tuple[_OfDevices, Bundles]:
+    """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`."""
+    _check_shared(plan)
+    every, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches), bundles_of(plan)
+    orders = dict(zip(ranks, recomputed([every[rank] for rank in ranks], plan, sums=update), strict=True))
+    ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
+
+    def actions(rank: int, slices: Slices) -> list[Action]:
+        exchanged = copied(list(communicated(orders[rank], plan, slices)), plan, bundles)
+        exchanged = gathered(summed(exchanged, plan, update=update), plan)
+        return states_copied(list(slices.together([*exchanged, *ends[rank]])), plan, bundles)
+
+    return _of_devices(plan, ranks, actions, microbatches, last), bundles
+
+
+def _endless(plan: Plan, microbatches: int, entered: int, ranks: Sequence[int]) -> tuple[_OfDevices, Bundles]:
+    """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches.
+
+    Of no microbatches, it is the drain.
+    """
     check_slices(plan, None)
     check_endless(plan)
     if microbatches:
         check_in_turn(plan, entered)
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
-    streams = [
-        Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered)
-        for rank in range(len(plan.stages))
-    ]
-    actions = [stream.step() if microbatches else stream.drain() for stream in streams]
-    return _program(plan, microbatches, actions, bundles, endless=True)
+    found: _OfDevices = {}
+    for rank in ranks:
+        stream = Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered)
+        found[plan.stages[rank].device] = stream.step() if microbatches else stream.drain()
+    return found, bundles
 
 
 def _check_shared(plan: Plan) -> None:
@@ -227,14 +261,20 @@ def _check_shared(plan: Plan) -> None:
 
 
 def _program(
-    plan: Plan, microbatches: int, of_workers: Sequence[list[Action]], bundles: Bundles, *, endless: bool = False
+    plan: Plan, microbatches: int, of_devices: _OfDevices, bundles: Bundles, *, endless: bool = False
 ) -> Program:
-    """The program with every worker's actions on its device; an endless one carries in and out what it leaves open."""
-    devices: list[tuple[Action, ...]] = [() for _ in plan.cluster.devices]
-    for device, actions in zip(plan.workers, of_workers, strict=True):
-        devices[device] = tuple(actions)
+    """The program of all devices."""
+    found = _unchecked(plan, microbatches, of_devices, bundles, endless=endless)
+    return Program(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+
+def _unchecked(
+    plan: Plan, microbatches: int, of_devices: _OfDevices, bundles: Bundles, *, endless: bool
+) -> UncheckedProgram:
+    """The program with these actions; an endless one carries in and out what it leaves open."""
+    devices = [tuple(of_devices.get(device, ())) for device in range(len(plan.cluster.devices))]
     left: list[Actions] = [(), ()] if not endless else [*zip(*map(carried, devices), strict=True)]
-    return Program(
+    return UncheckedProgram(
         placement=plan.placement,
         microbatches=microbatches,
         actions=tuple(devices),
