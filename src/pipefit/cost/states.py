@@ -17,9 +17,10 @@ gradients end where they were sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, STATES, Action, Bundle, Kind, Subject
@@ -27,7 +28,7 @@ from pipefit.cost.effects import Effect, effect
 from pipefit.cost.rest import StageRest
 from pipefit.errors import UsageError
 from pipefit.places import Place
-from pipefit.program import Program
+from pipefit.program import UncheckedProgram
 
 Layers = tuple[int, int]  # the first, and the one behind the last
 
@@ -94,7 +95,7 @@ class StateMoves:
         return any(start < layers[1] and layers[0] < stop for _, (start, stop) in self.updates)
 
 
-def state_moves(program: Program, device: int, stages: Mapping[int, Layers]) -> StateMoves:
+def state_moves(program: UncheckedProgram, device: int, stages: Mapping[int, Layers]) -> StateMoves:
     """What `program` does with the state of a device, which has these `stages` of so many layers.
 
     Raises:
@@ -148,6 +149,7 @@ class Conditions:
 
     def __init__(self, moves: StateMoves) -> None:
         self._moves = moves
+        self._needs: dict[tuple[Kind, Layers], tuple[Home, ...]] = {}
         self.of: dict[Home, Condition] = {}
         self.reset()
 
@@ -176,11 +178,19 @@ class Conditions:
         Raises:
             UsageError: a state is not; says what has to come before the action.
         """
-        kinds = _NEEDS.get(action.kind, ())
-        for home, kept in self._moves.homes.items() if kinds else ():
+        key = action.kind, layers
+        if key not in self._needs:
+            self._needs[key] = tuple(self._needed(*key))
+        for home in self._needs[key]:
+            self._check(action, home)
+
+    def _needed(self, kind: Kind, layers: Layers) -> Iterator[Home]:
+        """The homes of what an action of this kind and of these layers needs."""
+        kinds = _NEEDS.get(kind, ())
+        for home, kept in self._moves.homes.items():
             apart = kept.layers[0] >= layers[1] or layers[0] >= kept.layers[1]
             if kept.kind in kinds and not apart:
-                self._check(action, home)
+                yield home
 
     def _check(self, action: Action, home: Home) -> None:
         """Refuse an action if what it needs of a home is not on the device, and up to date."""
@@ -248,9 +258,15 @@ class StageStates:
         self._rest, self._moves, self.conditions = rest, moves, Conditions(moves)
 
     @property
-    def watches(self) -> bool:
-        """Whether what a forward or a backward needs may not be there."""
-        return bool(self._moves.updates) or any(kept.kind != "optimizer" for kept in self._moves.homes.values())
+    def complete(self) -> bool:
+        """Whether all that a forward or a backward could need is there."""
+        here = (self.conditions.of[home] is Condition.HERE for home in self._for_passes)
+        return all(here)
+
+    @cached_property
+    def _for_passes(self) -> tuple[Home, ...]:
+        """The homes of what a forward or a backward may need."""
+        return tuple(home for home, kept in self._moves.homes.items() if kept.kind != "optimizer")
 
     @property
     def state(self) -> object:
@@ -297,7 +313,7 @@ class StageStates:
         )
 
 
-def unchanged(program: Program, actions: Sequence[Action]) -> frozenset[int]:
+def unchanged(program: UncheckedProgram, actions: Sequence[Action]) -> frozenset[int]:
     """The positions of OFFLOADs that copy nothing: parameters that no update has changed since they came in.
 
     Their joins free the device's memory all the same.

@@ -10,8 +10,9 @@ State that is moved has slots of its own for the whole run, and so has what an u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
@@ -19,7 +20,7 @@ from pipefit.cost.rest import StageRest
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member, Place
 from pipefit.plans import Plan
-from pipefit.program import Program
+from pipefit.program import Program, UncheckedProgram
 
 
 class Arena(NamedTuple):
@@ -46,26 +47,30 @@ def arenas(
         moved_bytes: how many bytes an OFFLOAD or RELOAD moves, and an update keeps and needs at its place.
         hosts: the host of every device.
     """
-    found: list[Arena] = []
+    return tuple(chain(*(arenas_for(n, actions, moved_bytes, hosts[n]) for n, actions in enumerate(devices))))
+
+
+def arenas_for(
+    borrower: int, actions: Sequence[Action], moved_bytes: Callable[[Action], int], host: int
+) -> Iterator[Arena]:
+    """The arenas for one device on `host`, with these actions."""
     slots_of = cache(slots)
-    for borrower, actions in enumerate(devices):
-        in_use, most = Counter[tuple[Member, int]](), Counter[tuple[Member, int]]()  # by lender and slot size
-        lasting = Counter[tuple[Member, int]]()
-        for action in {_key(action): action for action in actions if action.place and _lasts(action)}.values():
-            assert action.place is not None
-            lasting.update(slots_of(action.place, moved_bytes(action), hosts[borrower]))
-        for action in actions:
-            if action.microbatch is None:
-                continue
-            if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
-                continue
-            for slot in slots_of(action.place, moved_bytes(action), hosts[borrower]):
-                in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
-                most[slot] = max(most[slot], in_use[slot])
-        most += lasting
-        used = sorted(slot for slot in most if slot[1] and most[slot])
-        found += [Arena(lender, borrower, most[lender, nbytes], nbytes) for lender, nbytes in used]
-    return tuple(found)
+    in_use, most = Counter[tuple[Member, int]](), Counter[tuple[Member, int]]()  # by lender and slot size
+    lasting = Counter[tuple[Member, int]]()
+    for action in {_key(action): action for action in actions if action.place and _lasts(action)}.values():
+        assert action.place is not None
+        lasting.update(slots_of(action.place, moved_bytes(action), host))
+    for action in actions:
+        if action.microbatch is None:
+            continue
+        if action.kind not in COPIES or action.place is None or action.wait != (action.kind is Kind.RELOAD):
+            continue
+        for slot in slots_of(action.place, moved_bytes(action), host):
+            in_use[slot] += 1 if action.kind is Kind.OFFLOAD else -1
+            most[slot] = max(most[slot], in_use[slot])
+    most += lasting
+    for lender, nbytes in sorted(slot for slot in most if slot[1] and most[slot]):
+        yield Arena(lender, borrower, most[lender, nbytes], nbytes)
 
 
 def _lasts(action: Action) -> bool:
@@ -102,16 +107,18 @@ def _arenas(plan: Plan, program: Program, devices: Sequence[Sequence[Action]]) -
     return arenas(devices, moved_bytes(program, storages), hosts)
 
 
-def moved_bytes(program: Program, stages: Sequence[StageStorages]) -> Callable[[Action], int]:
+def moved_bytes(
+    program: UncheckedProgram, stages: Sequence[StageStorages] | Mapping[int, StageStorages]
+) -> Callable[[Action], int]:
     """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept.
 
     Of an update at a place it is what that place needs for it, beside gradients and parameters, which are moved.
     """
-    rests = [StageRest(storages, program.microbatches) for storages in stages]
+    rest_of = cache(lambda stage: StageRest(stages[stage], program.microbatches))
     known: dict[object, int] = {}
 
     def of(action: Action) -> int:
-        storages, rest = stages[action.stage], rests[action.stage]
+        storages, rest = stages[action.stage], rest_of(action.stage)
         if action.kind is Kind.STEP:
             return rest.update_room_bytes(*(action.layers or (storages.start, storages.stop)))
         subjects = program.moved(action)

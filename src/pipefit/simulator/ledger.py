@@ -19,7 +19,7 @@ from pipefit.cost.stage import StageCost
 from pipefit.cost.states import Away, StageStates, state_moves
 from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
-from pipefit.program import Program
+from pipefit.program import UncheckedProgram
 
 _AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})  # what needs the weights of a microbatch's forward again
 _OF_VERSIONS = FORWARDS | _AGAIN
@@ -31,7 +31,7 @@ Effects = list[tuple[int, Effect]]  # by position in the device's program; actio
 class Ledger:
     """Follows the program of one device, step after step; under an endless schedule one program after the other."""
 
-    def __init__(self, device: int, stages: dict[int, StageCost], program: Program) -> None:
+    def __init__(self, device: int, stages: dict[int, StageCost], program: UncheckedProgram) -> None:
         self._device, self._stages, self._program = device, stages, program
         kept = stages.items() if program.endless else ()
         self._versions = {number: StageVersions(stage.rest.version_bytes) for number, stage in kept}
@@ -42,7 +42,7 @@ class Ledger:
         moves = state_moves(program, device, {number: (stage.start, stage.stop) for number, stage in stages.items()})
         self._states = {n: StageStates(stage.rest, moves.of_stage(n)) for n, stage in stages.items()}
         self._gathered = {number: Gathered(stage.share) for number, stage in stages.items()}
-        self._watched = {n for n, states in self._states.items() if states.watches or self._gathered[n]}
+        self._incomplete = self._lacking()
         self._moving = bool(moves.homes)
         self.placed: list[Action] = []  # of one step, the actions from which on memory elsewhere is used, or free again
 
@@ -53,7 +53,7 @@ class Ledger:
             UsageError: an action uses what does not exist then, or is not supported; says which, and what is missing.
         """
         flights, stages, effects = self._flights, self._stages, Effects()
-        complete, counted, watched = self._complete, _OF_VERSIONS if self._versions else _NONE, self._watched
+        complete, counted = self._complete, _OF_VERSIONS if self._versions else _NONE
         self.placed = placed = []
         for position, action in enumerate(actions):
             kind, stage, microbatch, layers, subject, place, part, wait = action
@@ -61,7 +61,7 @@ class Ledger:
                 placed.append(action)
             flight = stage, microbatch
             residency = flights.get(flight)
-            usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in watched
+            usual = (kind is not Kind.BACKWARD or stage in complete) and stage not in self._incomplete
             if residency is not None and usual and kind not in counted:  # its effect is remembered
                 answer = residency.known.get((kind, layers, subject, place, part, wait, False))
                 if answer is not None:
@@ -124,10 +124,16 @@ class Ledger:
         for versions in self._versions.values():
             versions.shift(count)
 
+    def _lacking(self) -> set[int]:
+        """The stages of which something that a forward or a backward may need is not there."""
+        return {n for n, states in self._states.items() if not states.complete or self._gathered[n]}
+
     def _effect(self, action: Action, stage: StageCost) -> Effect | None:
         """The effect of an action."""
         if action.kind is Kind.STEP or action.moves_state:
-            return self._of_state(action, stage)
+            found = self._of_state(action, stage)
+            self._incomplete = self._lacking()
+            return found
         if action.kind is Kind.STASH:
             return self._stash(action)
         if action.kind in (Kind.UNSHARD, Kind.RESHARD):
@@ -144,7 +150,7 @@ class Ledger:
         key = action.stage, action.microbatch
         residency = self._flights.get(key, stage.flights.start)
         try:
-            if action.stage in self._watched and action.kind in COMPUTE:
+            if action.stage in self._incomplete and action.kind in COMPUTE:
                 self._states[action.stage].conditions.check_here(action, action.layers or (stage.start, stage.stop))
                 self._gathered[action.stage].check(action, range(*(action.layers or (stage.start, stage.stop))))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
