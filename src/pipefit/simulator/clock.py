@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, POST, STREAMS, TimedProgram
+from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, POST, STREAMS
+from pipefit.simulator.timed_program import TimedProgram
 
 
 class Clock:

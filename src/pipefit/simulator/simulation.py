@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipefit.actions import Action
 from pipefit.cost.messages import message_sizes
-from pipefit.cost.stage import Costs
+from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.states import Away
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
@@ -27,7 +27,8 @@ from pipefit.schedule.slices import check_slices
 from pipefit.simulator.clock import Clock
 from pipefit.simulator.ledger import Effects, Ledger
 from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
-from pipefit.simulator.timed_program import COMPUTE, COPY, JOIN, NOTHING, TimedActions, TimedProgram
+from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, NOTHING, DeviceReader
+from pipefit.simulator.timed_program import TimedActions, TimedProgram
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
@@ -159,8 +160,14 @@ class Simulation:
         )
         # The steps of an endless schedule overlap, so that they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
-        sizes = message_sizes(self.plan, self.program.placement, self._storages)
-        return TimedProgram(whole, self.plan.cluster, self._stages, self._moved_bytes, sizes)
+        cluster, placement = self.plan.cluster, self.program.placement
+        readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes) for n in self._devices)
+        timed = [reader.read(actions) for reader, actions in zip(readers, whole.actions, strict=True)]
+        return TimedProgram(timed, cluster, message_sizes(self.plan, placement, self._storages))
+
+    def _of_device(self, device: int) -> dict[int, StageCost]:
+        """The costs of the stages of a device."""
+        return {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
 
     def _of_step(self, step: int) -> Program:
         """The program of a step."""
@@ -176,8 +183,7 @@ class Simulation:
         return [self._read(device) for device in self._devices]
 
     def _read(self, device: int) -> _Reading:
-        stages = {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
-        ledger = Ledger(device, stages, self.program)
+        ledger = Ledger(device, self._of_device(device), self.program)
         found, away = list[Effects](), ledger.away
         before: object = None
         for step in range(min(self.steps, self._distinct)):
