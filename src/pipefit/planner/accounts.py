@@ -17,6 +17,7 @@ from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, SavedTensors, State, What
 from pipefit.plans import Plan
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
 
 _ACTIONS = 150_000  # in all programs that are simulated: some two seconds
 
@@ -49,11 +50,11 @@ def accounts(plan: Plan, whole: Simulation, *, most_actions: int = _ACTIONS) -> 
 
 
 def _compactions(plan: Plan, whole: Simulation, groups: Sequence[Group]) -> Iterator[Compaction]:
-    costs = Costs.of(plan)
+    parts = Parts(Costs.of(plan))
     for stage, technique in groups:
         own = [d for d in plan.decisions if (d.stage, _technique(d)) == (stage, technique)]
         without = tuple(d for d in plan.decisions if (d.stage, _technique(d)) != (stage, technique))
-        simulation = Simulation(replace(plan, decisions=without), costs=costs)
+        simulation = Assembled(replace(plan, decisions=without), parts)
         device = plan.stages[stage].devices[0]  # replicas do alike
         yield Compaction(
             stage=stage,

@@ -4,7 +4,7 @@ Every combination, an *arrangement*, is a question of its own, and the joint pla
 arrangement of which no plan can be faster than one that is known is not searched. Sizes are tried from the one that
 makes four microbatches for each stage, to smaller ones and to larger ones, as long as a size may be of use; a size that
 cannot be profiled is left out. Arrangements that remain get a short search, and the best of them a whole one. Others
-follow, the best first, as long as a budget of simulated actions lasts.
+follow, the best first, as long as a budget of work lasts.
 
 Stages may have several replicas. Where all have as many, one replica of the whole pipeline is an arrangement like any
 other (`planner.replicas`). Where they differ, `planner.hybrid` names the fastest plans that fit and keep everything on
@@ -41,9 +41,9 @@ from pipefit.simulator import Simulation
 from pipefit.texts import counted
 
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
-_TRYING, _SEARCHING = 150_000, 500_000  # actions of all short searches, and of all searches
+_TRYING, _SEARCHING = 150_000, 500_000  # new actions, of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
-_BOUND = 0.15  # actions that take as long as a bound does for a range of blocks as one stage
+_BOUND = 0.15  # new actions that take as long as a bound does for a range of blocks as one stage
 
 
 class Arrangement(NamedTuple):
@@ -61,7 +61,7 @@ class Arrangement(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """An arrangement that was searched, its best plan so far, and how many actions that took.
+    """An arrangement that was searched, its best plan so far, and how much work that took.
 
     Of replicas, the question, the search and its plan are those of one of them (`planner.replicas`), and they take
     `apart` seconds to add their gradients up.
@@ -71,7 +71,7 @@ class Trial(NamedTuple):
     question: Question
     search: Search
     searched: Searched
-    actions: int
+    work: int
     apart: float = 0.0
 
     @property
@@ -92,7 +92,7 @@ class Trial(NamedTuple):
 
     def longer(self) -> Trial:
         """The same after a search with the effort that the question asks for."""
-        return self._replace(searched=self.search.best(self.question.options.effort), actions=self.search.actions)
+        return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
 
 
 class Trials:
@@ -106,7 +106,7 @@ class Trials:
         self._bounds: list[float] = []  # of all that were looked at
         self._least: list[float] = []  # that plans of any degrees take, of every size that was looked at
         self.mixed: list[Mixed] = []  # that fit
-        self._spent = 0.0  # actions, or what takes as long
+        self._spent = 0.0  # new actions, or what takes as long
         self._unseen: list[int] = []  # sizes for which it was too small
         self._untried = self._tried_shortly = 0  # arrangements for which the budget was too small
 
@@ -199,8 +199,8 @@ class Trials:
         search = Search(question, bound)
         searched = search.best(_SHORT * question.options.effort)
         apart = self._apart(arrangement, searched)
-        self._known[arrangement] = Trial(arrangement, question, search, searched, search.actions, apart)
-        self._spent += search.actions
+        self._known[arrangement] = Trial(arrangement, question, search, searched, search.work, apart)
+        self._spent += search.work
 
     def _apart(self, arrangement: Arrangement, searched: Searched) -> float:
         """Seconds in which replicas do what one of them alone would not."""
@@ -330,7 +330,7 @@ class Trials:
                 continue
             longer = trial.longer()
             self._known[trial.arrangement] = longer
-            self._spent += longer.actions - trial.actions
+            self._spent += longer.work - trial.work
             best = longer if best is None else min(best, longer, key=lambda one: one.order)
         assert best is not None, "something was tried"
         return best

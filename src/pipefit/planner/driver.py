@@ -27,7 +27,7 @@ from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import Simulation
 
 _SHORT = 0.05  # the part of its budget that a planner has for a change of a question that does not fit
-_JUDGING = 200_000  # actions in all programs that are simulated for a refusal
+_JUDGING = 200_000  # new actions, and what takes as long, for a refusal
 
 
 def solved(question: Question, planner: Planner, *, name: str) -> Plan:
@@ -105,7 +105,7 @@ class _Judge:
         except UsageError:  # nothing of it can be carried out
             return None
         simulation = Simulation(plan_of(question, found.split, decisions=found.decisions))
-        self._spent += found.evaluated * simulation.actions
+        self._spent += found.work + simulation.actions
         budgets = question.cluster.budgets
         full = max(peak / budget for peak, budget in zip(simulation.peak_bytes, budgets, strict=True))
         return None if full > 1 or shortage(simulation.plan, simulation.arenas) else full

@@ -1,11 +1,13 @@
 """Candidates: a split, and a choice for each of its stages; what the simulator says of one, computed once.
 
-Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share the costs
-of their stages. A step of many microbatches under 1F1B is simulated with 2P + 2 of them. What the others add is the
-time from one backward of the last stage to the next (`Evaluator.whole` simulates them all).
+Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share what their
+stages do, as far as that is the same (`simulator.assembled`). A step of many microbatches under 1F1B is simulated with
+2P + 2 of them, and what the others add is the time from one backward of the last stage to the next. Under PipeDream it
+is simulated with P, and all have the same time (`Evaluator.whole` simulates them all).
 
-Costs: some fifteen microseconds for each action of the program, of which half goes into lowering. A search ends by the
-actions that it simulated (`Budget`), not by the clock, so that its answer is the same on any machine.
+Costs: some ten microseconds for each action of a stage that is new, and half a microsecond for each of the others. A
+search ends by the work that it did (`Budget`), not by the clock, so that its answer is the same on any machine. The
+unit of work is a new action.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from pipefit.planner.choices import StageChoice, decisions_of
 from pipefit.planner.driver import plan_of
 from pipefit.planner.menus import Menu, Menus
 from pipefit.planner.question import Question, Split
+from pipefit.planner.techniques import Means
 from pipefit.plans import Plan
 from pipefit.schedule.room import missing_bytes
-from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
 from pipefit.texts import counted
 from pipefit.training import Training
 
 HOST = Place([Share(Member.host(), 1)])
 _LOSS_BYTES = 4  # that the last stage holds for each microbatch until the end of the step
-_EACH = 300  # actions that take as long as what is the same for a program of any length
+_EACH = 100  # actions that take as long as what is the same for a program of any length
+_KNOWN = 16  # actions of stages that are known take as long as a new one
 _SHORT = 200  # forwards of all stages in a step, up to which all microbatches are simulated
 
 
@@ -47,7 +51,7 @@ class Candidate(NamedTuple):
 class Evaluation:
     """What the simulator says of a candidate; `left_out` microbatches of a step were not simulated."""
 
-    def __init__(self, candidate: Candidate, simulation: Simulation, *, left_out: int = 0) -> None:
+    def __init__(self, candidate: Candidate, simulation: Assembled, *, left_out: int = 0) -> None:
         self.candidate, self.simulation, self._left_out = candidate, simulation, left_out
         self._cluster = simulation.plan.cluster
 
@@ -79,19 +83,19 @@ class Evaluation:
     @cached_property
     def seconds(self) -> float:
         """Seconds of a steady step."""
-        more = self._left_out * self._period if self._left_out else 0.0
-        return self.simulation.step_seconds[-1] + more
+        simulated, training = self.simulation.step_seconds[-1], self.simulation.plan.training
+        if not self._left_out:
+            return simulated
+        if training.endless:
+            return simulated * (training.microbatches + self._left_out) / training.microbatches
+        return simulated + self._left_out * self._period
 
     @property
     def _period(self) -> float:
         """Seconds from one microbatch to the next at the end of a step, where the last stage ends their backwards."""
         stages, device = len(self.candidate.split.devices), self.candidate.split.devices[-1]
-        actions, after = self.simulation.program.actions[device], self.simulation.clock.after[device]
-        ends: dict[int | None, float] = {}
-        for action, seconds in zip(reversed(actions), reversed(after), strict=False):
-            if action.kind is Kind.BACKWARD and not action.wait:
-                ends.setdefault(action.microbatch, seconds)
-        rising = sorted(ends.values())
+        last = self.simulation.last_step(device)
+        rising = sorted({a.microbatch: end for a, _, end in last if a.kind is Kind.BACKWARD}.values())
         return (rising[-1] - rising[-1 - stages]) / stages
 
     @property
@@ -103,16 +107,22 @@ class Evaluation:
 class Evaluator:
     """Evaluates candidates of one question."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, parts: Parts | None = None) -> None:
         self.question = question
         self.menus = Menus(question)
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
-        self.costs = Costs(question.measurement, self._short.training)
+        self._parts = parts or Parts(Costs(question.measurement, self._short.training))
         self.known: dict[Candidate, Evaluation | None] = {}
-        self.actions = 0  # in all programs that were simulated
+        self.work = 0  # new actions that were simulated, and what takes as long
         self.effort = 1.0  # the part of every budget that a search has
         self.ended = False  # whether a budget has ended a search
         self._refusal = UsageError("no candidate was tried")  # why the last one that was refused cannot be carried out
+
+    def restricted(self, means: Means) -> Evaluator:
+        """One for the same question with fewer means, for a search with the same effort."""
+        found = Evaluator(replace(self.question, means=means), self._parts)
+        found.begin(self.effort)
+        return found
 
     def begin(self, effort: float) -> None:
         """Begin a search that has the part `effort` of every budget."""
@@ -128,7 +138,7 @@ class Evaluator:
         """A sentence that says so, if a budget of work has ended a search."""
         if not self.ended:
             return ()
-        return (f"The search ended at its limit of work, after {counted(self.actions, 'simulated action')}.",)
+        return (f"The search ended at its limit of work, after {counted(self.count, 'simulated candidate')}.",)
 
     def stage_menus(self, split: Split) -> list[tuple[Menu, ...]]:
         """The menus of every stage of a split."""
@@ -183,7 +193,12 @@ class Evaluator:
             found = self.evaluate(candidate)
             assert found is not None, "it can be carried out"
             return found
-        return Evaluation(candidate, Simulation(self._plan(self.question, candidate)))
+        return Evaluation(candidate, Assembled(self._plan(self.question, candidate), self._whole_parts))
+
+    @cached_property
+    def _whole_parts(self) -> Parts:
+        """What stages do in steps of all microbatches."""
+        return Parts(Costs(self.question.measurement, self.question.training))
 
     @property
     def _left_out(self) -> int:
@@ -191,15 +206,17 @@ class Evaluator:
         return self.question.training.microbatches - self._short.training.microbatches
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
-        self.actions += _EACH
+        before = self._parts.actions
         try:
-            simulation = Simulation(self._plan(self._short, candidate), costs=self.costs)
-            self.actions += simulation.actions
+            simulation = Assembled(self._plan(self._short, candidate), self._parts)
+            self.work += _EACH + simulation.actions // _KNOWN
             found = Evaluation(candidate, simulation, left_out=self._left_out)
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
         except UsageError as error:
             self._refusal = error
             return None
+        finally:
+            self.work += self._parts.actions - before
         return found
 
     def _plan(self, question: Question, candidate: Candidate) -> Plan:
@@ -208,28 +225,29 @@ class Evaluator:
 
 
 class Budget:
-    """What a part of a search may still simulate: so many actions in all programs together, times its effort."""
+    """What a part of a search may still do: so much work, times its effort."""
 
-    def __init__(self, evaluator: Evaluator, actions: int) -> None:
+    def __init__(self, evaluator: Evaluator, work: int) -> None:
         self._evaluator = evaluator
-        self._until = evaluator.actions + round(actions * evaluator.effort)
+        self._until = evaluator.work + round(work * evaluator.effort)
 
     def ends(self) -> bool:
         """Whether nothing is left, so that the search ends, of which the evaluator takes note."""
-        if self._evaluator.actions < self._until:
+        if self._evaluator.work < self._until:
             return False
         self._evaluator.ended = True
         return True
 
 
 def _shortened(question: Question, *, pinned: bool) -> Training:
-    """The training with 2P + 2 microbatches under 1F1B; as it is where that gains little, and under other schedules.
+    """The training with 2P + 2 microbatches under 1F1B, and with P under PipeDream; as it is where that gains little,
+    and under other schedules.
 
     GPipe holds more of more microbatches; under eager 1F1B the last backwards are not as far apart as those before.
     Where a question says what is recomputed, that may depend on how many microbatches there are.
     """
     how, stages = question.training, question.stages
-    few = 2 * stages + 2
-    if pinned or how.schedule != "1f1b" or how.microbatches <= few or stages * how.microbatches <= _SHORT:
+    few = {"1f1b": 2 * stages + 2, "pipedream": stages}.get(how.schedule, how.microbatches)
+    if pinned or how.microbatches <= few or stages * how.microbatches <= _SHORT:
         return how
     return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

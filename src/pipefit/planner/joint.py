@@ -23,7 +23,6 @@ HPCA 2023.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.planner.bisection import bisection
@@ -90,9 +89,9 @@ class Search:
         self._filler = Filler(Evaluator(question))
 
     @property
-    def actions(self) -> int:
-        """Actions in the programs that were simulated."""
-        return self._filler.evaluator.actions
+    def work(self) -> int:
+        """The work that was done, in the unit of budgets."""
+        return self._filler.evaluator.work
 
     def best(self, effort: float) -> Searched:
         """The fastest plan that is found with so large a part of the budgets.
@@ -121,6 +120,7 @@ class Search:
             Objective.STEP,
             found.seconds,
             evaluated=evaluator.count,
+            work=evaluator.work,
             proven=False,
             bound=min(self.bound, found.seconds),
             decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
@@ -138,11 +138,10 @@ def _others(filler: Filler) -> list[Evaluation]:
         return []
     found = [kept, compacted(filler, MpressOptions())]
     for alone in _MEANS if not kept.fits and not evaluator.pinned and means == Means() else ():
-        other = Evaluator(replace(filler.question, means=alone))
-        other.begin(evaluator.effort)
+        other = evaluator.restricted(alone)
         budget = Budget(other, _ALONE)
         made = compacted(Filler(other), MpressOptions(), budget)
-        evaluator.actions += other.actions
+        evaluator.work += other.work
         found.append(evaluator.evaluate(made.candidate) or kept)
     return found
 

@@ -68,6 +68,7 @@ def mpress(question: Question, options: MpressOptions | None = None) -> Found:
         Objective.STEP,
         found.seconds,
         evaluated=evaluator.count,
+        work=evaluator.work,
         proven=False,
         decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
         remarks=evaluator.remarks,
@@ -205,14 +206,12 @@ class _Assignment:
 
     def _interval(self, stage: int) -> float:
         """Seconds from the end of a forward to the begin of its backward, in the middle of all microbatches."""
-        simulation = self.kept.simulation
-        device = self.kept.candidate.split.devices[stage]
-        after, ends, waits = [0.0, *simulation.clock.after[device]], dict[int | None, float](), list[float]()
-        for position, action in enumerate(simulation.program.actions[device]):
-            if action.kind in FORWARDS and not action.wait:
-                ends[action.microbatch] = after[position + 1]
+        ends, waits = dict[int | None, float](), list[float]()
+        for action, begin, end in self.kept.simulation.last_step(self.kept.candidate.split.devices[stage]):
+            if action.kind in FORWARDS:
+                ends[action.microbatch] = end
             elif action.kind is Kind.BACKWARD and action.microbatch in ends:
-                waits.append(after[position] - ends[action.microbatch])
+                waits.append(begin - ends[action.microbatch])
         return max(0.0, median(waits)) if waits else 0.0
 
 

@@ -72,7 +72,8 @@ class Split(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a planner found: a split, its value, and how many splits, stages or plans were evaluated.
+    """What a planner found: a split, its value, and how many splits, stages or plans were evaluated. `work` is what a
+    search by simulation has taken, in the unit of its budgets.
 
     `proven` says that no other split has a lower value of the objective; `bound` is what no plan's value is below, if
     that is known to be lower. `decisions` are what is done with memory; without any, what the question's options say.
@@ -83,6 +84,7 @@ class Found(NamedTuple):
     objective: Objective
     value: float
     evaluated: int = 1
+    work: int = 0
     proven: bool = True
     bound: float | None = None
     decisions: tuple[Decision, ...] | None = None

@@ -9,6 +9,7 @@ action.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 from pipefit.actions import COLLECTIVE, COMPUTE, COPIES, FORWARDS, Action, Kind, Subject
@@ -31,7 +32,7 @@ Effects = list[tuple[int, Effect]]  # by position in the device's program; actio
 class Ledger:
     """Follows the program of one device, step after step; under an endless schedule one program after the other."""
 
-    def __init__(self, device: int, stages: dict[int, StageCost], program: UncheckedProgram) -> None:
+    def __init__(self, device: int, stages: Mapping[int, StageCost], program: UncheckedProgram) -> None:
         self._device, self._stages, self._program = device, stages, program
         kept = stages.items() if program.endless else ()
         self._versions = {number: StageVersions(stage.rest.version_bytes) for number, stage in kept}

@@ -9,13 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from pipefit.actions import Action
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs, StageCost
-from pipefit.cost.states import Away
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
 from pipefit.plans import Plan
@@ -25,10 +22,12 @@ from pipefit.schedule.arenas import Arena, arenas, lent_bytes, moved_bytes
 from pipefit.schedule.room import shortage
 from pipefit.schedule.slices import check_slices
 from pipefit.simulator.clock import Clock
-from pipefit.simulator.ledger import Effects, Ledger
+from pipefit.simulator.ledger import Effects
 from pipefit.simulator.levels import Change, Levels, Row, at_rest, highest, peaks
+from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, NOTHING, DeviceReader
-from pipefit.simulator.timed_program import TimedActions, TimedProgram
+from pipefit.simulator.timed_program import TimedProgram
+from pipefit.simulator.times import Times
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
@@ -51,16 +50,6 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
     if short := shortage(plan, simulation.arenas):
         warnings.warn(f"this plan cannot be trained: {short}", PipefitWarning, stacklevel=2)
     return simulation.trace()
-
-
-class _Reading(NamedTuple):
-    """What a device's ledger tells: the effects of the steps that differ, the actions of the last that name a place,
-    and what is away before the first step.
-    """
-
-    effects: list[Effects]
-    placed: list[Action]
-    away: Away
 
 
 class Simulation:
@@ -101,17 +90,15 @@ class Simulation:
         """The actions in the programs of all steps that differ."""
         return sum(len(own) for program in self._programs for own in program.actions)
 
-    @cached_property
+    @property
     def step_seconds(self) -> tuple[float, ...]:
         """Seconds of every step: from the end of the step before to the end of this one, each on the last device."""
-        return tuple(end - start for start, end in pairwise((0.0, *self._finished)))
+        return self._times.step_seconds
 
-    @cached_property
+    @property
     def utilisation(self) -> tuple[float, ...]:
         """The share of the last step in which every device computes."""
-        length = self.step_seconds[-1]
-        busy = [sum(timed.seconds[-len(own) :]) if own else 0.0 for timed, own in self._last_of_devices()]
-        return tuple(seconds / length if length else 0.0 for seconds in busy)
+        return self._times.utilisation
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -148,10 +135,15 @@ class Simulation:
             return placed
         return [action for program in self._programs for action in program.actions[device] if action.place is not None]
 
-    @cached_property
+    @property
     def clock(self) -> Clock:
         """When every action and transfer begins and ends."""
-        return Clock(self._timed_program, 1 if self.program.endless else self.steps)
+        return self._times.clock
+
+    @cached_property
+    def _times(self) -> Times:
+        counts = [[len(self._of_step(n).actions[device]) for n in range(self.steps)] for device in self._devices]
+        return Times(self._timed_program, counts, endless=self.program.endless)
 
     @cached_property
     def _timed_program(self) -> TimedProgram:
@@ -178,43 +170,10 @@ class Simulation:
         return range(len(self.program.actions))
 
     @cached_property
-    def _readings(self) -> list[_Reading]:
+    def _readings(self) -> list[Reading]:
         """What the ledger of every device tells."""
-        return [self._read(device) for device in self._devices]
-
-    def _read(self, device: int) -> _Reading:
-        ledger = Ledger(device, self._of_device(device), self.program)
-        found, away = list[Effects](), ledger.away
-        before: object = None
-        for step in range(min(self.steps, self._distinct)):
-            before = ledger.state if self.program.endless else None
-            actions = self._of_step(step).actions[device]
-            found.append(ledger.read_again(actions, found[-1]) if found else ledger.read(actions))
-        settled = not self.program.endless or self.steps < self._distinct
-        assert settled or before == ledger.state, "the last step that differs leaves what it found"
-        return _Reading(found, ledger.placed, away)
-
-    # ---------------------------------------------------------------- steps on the clock
-
-    def _starts(self, device: int) -> list[int]:
-        """For every step, and for their end, how many actions of the device come before it."""
-        return [0, *accumulate(len(self._of_step(step).actions[device]) for step in range(self.steps))]
-
-    @cached_property
-    def _finished(self) -> list[float]:
-        """When the last device ended every step."""
-        if not self.program.endless:
-            return self.clock.finished
-        ends = [0.0] * self.steps
-        for device in self._devices:
-            after, starts = self.clock.after[device], self._starts(device)
-            for step, stop in enumerate(starts[1:]):
-                ends[step] = max(ends[step], after[stop - 1] if stop else 0.0)
-        return ends
-
-    def _last_of_devices(self) -> Iterator[tuple[TimedActions, tuple[Action, ...]]]:
-        """Of every device its timed actions, which end with those of the last step, and these."""
-        yield from zip(self._timed_program.devices, self._of_step(self.steps - 1).actions, strict=True)
+        how = {"steps": self.steps, "distinct": self._distinct}
+        return [reading(device, self._of_device(device), self._programs, **how) for device in self._devices]
 
     # ---------------------------------------------------------------- memory
 
@@ -236,7 +195,7 @@ class Simulation:
 
     def _rows(self, device: int, names: list[list[str]]) -> list[Row]:
         """A row for every action that changes what the device holds or needs temporary bytes, in order of time."""
-        changes, starts = list(self._changes(device, self.steps)), self._starts(device)
+        changes, starts = list(self._changes(device, self.steps)), self._times.starts(device)
         before = [0.0, *self.clock.after[device]]
         rest = self._at_rest(device)
         if not starts[-1] and any(rest):  # a device that only lends memory
@@ -268,7 +227,7 @@ class Simulation:
         """Start, end, step, position and stream of everything on a device that takes time."""
         codes, _, transfers = self._timed_program.devices[device]
         clock, transfers_per_turn = self.clock, len(self._timed_program.parts)
-        before, starts = [0.0, *clock.after[device]], self._starts(device)
+        before, starts = [0.0, *clock.after[device]], self._times.starts(device)
         for step in range(self.steps):
             for number in range(starts[step], starts[step + 1]):
                 turn, place = divmod(number, len(codes))  # the clock may have run the same actions several times
