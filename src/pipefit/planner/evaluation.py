@@ -2,8 +2,8 @@
 
 Peaks are the exact ledger's, seconds those of the simulated steady step. All candidates of a question share what their
 stages do, as far as that is the same (`simulator.assembled`). A step of many microbatches under 1F1B is simulated with
-2P + 2 of them, and what the others add is the time from one backward of the last stage to the next. Under PipeDream it
-is simulated with P, and all have the same time (`Evaluator.whole` simulates them all).
+2P + 2 of them, and what the others add is the time from one backward of the last stage to the next. Under PipeDream 5P
+are simulated from an empty pipeline on, and each has that time (`Evaluator.whole` simulates them all).
 
 Costs: some ten microseconds for each action of a stage that is new, and half a microsecond for each of the others. A
 search ends by the work that it did (`Budget`), not by the clock, so that its answer is the same on any machine. The
@@ -18,7 +18,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
-from pipefit.actions import Kind
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
@@ -49,10 +48,12 @@ class Candidate(NamedTuple):
 
 
 class Evaluation:
-    """What the simulator says of a candidate; `left_out` microbatches of a step were not simulated."""
+    """What the simulator says of a candidate; a step has `microbatches`, of which it may have simulated others.
+    """
 
-    def __init__(self, candidate: Candidate, simulation: Assembled, *, left_out: int = 0) -> None:
-        self.candidate, self.simulation, self._left_out = candidate, simulation, left_out
+    def __init__(self, candidate: Candidate, simulation: Assembled, microbatches: int) -> None:
+        self.candidate, self.simulation, self._microbatches = candidate, simulation, microbatches
+        self._left_out = microbatches - simulation.plan.training.microbatches
         self._cluster = simulation.plan.cluster
 
     @cached_property
@@ -87,16 +88,20 @@ class Evaluation:
         if not self._left_out:
             return simulated
         if training.endless:
-            return simulated * (training.microbatches + self._left_out) / training.microbatches
+            return self._microbatches * self._period
         return simulated + self._left_out * self._period
 
     @property
     def _period(self) -> float:
-        """Seconds from one microbatch to the next at the end of a step, where the last stage ends their backwards."""
-        stages, device = len(self.candidate.split.devices), self.candidate.split.devices[-1]
-        last = self.simulation.last_step(device)
-        rising = sorted({a.microbatch: end for a, _, end in last if a.kind is Kind.BACKWARD}.values())
-        return (rising[-1] - rising[-1 - stages]) / stages
+        """Seconds from one microbatch to the next: of the last ones, from backward to backward.
+
+        A step ends with those of the last stage; of an endless schedule, those of the slowest stage count.
+        """
+        devices = self.candidate.split.devices
+        endless = self.simulation.plan.training.endless
+        count, of = (2 * len(devices), devices) if endless else (len(devices), devices[-1:])
+        ends = [sorted(end for _, end in self.simulation.backwards_run(device).values()) for device in of]
+        return (max(one[-1] for one in ends) - max(one[-1 - count] for one in ends)) / count
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -111,7 +116,8 @@ class Evaluator:
         self.question = question
         self.menus = Menus(question)
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
-        self._parts = parts or Parts(Costs(question.measurement, self._short.training))
+        steps = 1 if self._is_short and question.training.endless else None
+        self._parts = parts or Parts(Costs(question.measurement, self._short.training), steps)
         self.known: dict[Candidate, Evaluation | None] = {}
         self.work = 0  # new actions that were simulated, and what takes as long
         self.effort = 1.0  # the part of every budget that a search has
@@ -189,11 +195,12 @@ class Evaluator:
 
     def whole(self, candidate: Candidate) -> Evaluation:
         """What the simulator says of all microbatches of a candidate that can be carried out."""
-        if not self._left_out:
+        if not self._is_short:
             found = self.evaluate(candidate)
             assert found is not None, "it can be carried out"
             return found
-        return Evaluation(candidate, Assembled(self._plan(self.question, candidate), self._whole_parts))
+        whole = Assembled(self._plan(self.question, candidate), self._whole_parts)
+        return Evaluation(candidate, whole, self.question.training.microbatches)
 
     @cached_property
     def _whole_parts(self) -> Parts:
@@ -201,16 +208,16 @@ class Evaluator:
         return Parts(Costs(self.question.measurement, self.question.training))
 
     @property
-    def _left_out(self) -> int:
+    def _is_short(self) -> bool:
         """How many microbatches of a step are not simulated."""
-        return self.question.training.microbatches - self._short.training.microbatches
+        return self.question.training != self._short.training
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:
         before = self._parts.actions
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
             self.work += _EACH + simulation.actions // _KNOWN
-            found = Evaluation(candidate, simulation, left_out=self._left_out)
+            found = Evaluation(candidate, simulation, self.question.training.microbatches)
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
         except UsageError as error:
             self._refusal = error
@@ -240,14 +247,15 @@ class Budget:
 
 
 def _shortened(question: Question, *, pinned: bool) -> Training:
-    """The training with 2P + 2 microbatches under 1F1B, and with P under PipeDream; as it is where that gains little,
+    """The training with 2P + 2 microbatches under 1F1B, and with 5P under PipeDream; as it is where that gains little,
     and under other schedules.
 
     GPipe holds more of more microbatches; under eager 1F1B the last backwards are not as far apart as those before.
     Where a question says what is recomputed, that may depend on how many microbatches there are.
     """
     how, stages = question.training, question.stages
-    few = {"1f1b": 2 * stages + 2, "pipedream": stages}.get(how.schedule, how.microbatches)
-    if pinned or how.microbatches <= few or stages * how.microbatches <= _SHORT:
+    few = {"1f1b": 2 * stages + 2, "pipedream": 5 * stages}.get(how.schedule, how.microbatches)
+    simulated = how.microbatches * (2 if how.endless else 1)
+    if pinned or simulated <= few or stages * how.microbatches <= _SHORT:
         return how
     return replace(how, batch_size=how.microbatch_size * few, microbatches=few)

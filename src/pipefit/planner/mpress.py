@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from pipefit.actions import FORWARDS, Kind
 from pipefit.planner.choices import KEPT, TO_HOST, TO_PEERS, StageChoice
 from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.filling import Filler, Setting
@@ -206,12 +205,9 @@ class _Assignment:
 
     def _interval(self, stage: int) -> float:
         """Seconds from the end of a forward to the begin of its backward, in the middle of all microbatches."""
-        ends, waits = dict[int | None, float](), list[float]()
-        for action, begin, end in self.kept.simulation.last_step(self.kept.candidate.split.devices[stage]):
-            if action.kind in FORWARDS:
-                ends[action.microbatch] = end
-            elif action.kind is Kind.BACKWARD and action.microbatch in ends:
-                waits.append(begin - ends[action.microbatch])
+        simulation, device = self.kept.simulation, self.kept.candidate.split.devices[stage]
+        ends = simulation.forwards_ended(device)
+        waits = [begin - ends[m] for m, (begin, _) in simulation.backwards_run(device).items() if m in ends]
         return max(0.0, median(waits)) if waits else 0.0
 
 

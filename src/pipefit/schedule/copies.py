@@ -55,7 +55,7 @@ def copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> list[Acti
     decisions = [d for d in plan.decisions if isinstance(d.subject, SavedTensors) and d.stage in stages]
     moves = moves_of(timeline, decisions, plan, bundles)
     before, behind = inserted(moves)
-    return [one for number, action in enumerate(actions) for one in (*before[number], action, *behind[number])]
+    return [one for n, action in enumerate(actions) for one in (*before.get(n, ()), action, *behind.get(n, ()))]
 
 
 def inserted(moves: Sequence[Move]) -> tuple[Inserted, Inserted]:

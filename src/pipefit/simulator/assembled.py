@@ -10,13 +10,13 @@ Costs: what changed, at some ten microseconds for an action; and one and a half 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from pipefit.actions import Action
+from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.cost.messages import message_sizes
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
@@ -31,15 +31,18 @@ from pipefit.simulator.timed_device import DeviceReader, TimedDevice
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
 
+Passes = tuple[tuple[int, int | None], ...]  # positions and microbatches
+
 
 class Part(NamedTuple):
-    """What one device does: in all of its steps to the clock, in the last one as actions; and its peak without what it
-    lends, and what is lent to it.
+    """What one device does: to the clock, its forwards and backwards in the last step, its peak without what it lends,
+    and what is lent to it. Actions are not kept, because of thousands of plans that would be many.
     """
 
     timed: TimedDevice
     counts: tuple[int, ...]  # its actions in every step
-    last: tuple[Action, ...]
+    forwards: Passes
+    backwards: Passes
     peak_bytes: int
     arenas: tuple[Arena, ...]
 
@@ -48,20 +51,27 @@ _NOTHING: tuple[Action, ...] = ()
 
 
 class Parts:
-    """What devices do, for plans of one profile, cluster and training, whose `costs` they share."""
+    """What devices do, for plans of one profile, cluster and training, whose `costs` they share.
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+    Only so many `steps` are simulated; all that differ unless given.
+    """
+
+    def __init__(self, costs: Costs, steps: int | None = None) -> None:
+        self._costs, self._steps = costs, steps
         self._known: dict[Hashable, dict[int, Part]] = {}
         self.actions = 0  # in the programs of all devices that were read
 
-    def of_rank(self, plan: Plan, rank: int, steps: int) -> dict[int, Part]:
-        """What the devices of a rank do in so many steps.
+    def steps(self, plan: Plan) -> int:
+        """How many steps of a plan are simulated."""
+        return distinct_steps(plan) if self._steps is None else self._steps
+
+    def of_rank(self, plan: Plan, rank: int) -> dict[int, Part]:
+        """What the devices of a rank do.
 
         Raises:
             UsageError: a decision cannot be carried out.
         """
-        stages = plan.ranks[rank]
+        stages, steps = plan.ranks[rank], self.steps(plan)
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
         layers = tuple((plan.stages[stage].start, plan.stages[stage].stop) for stage in stages)
         summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
@@ -71,16 +81,14 @@ class Parts:
         return self._known[key]
 
     def _read(self, plan: Plan, rank: int, steps: int) -> dict[int, Part]:
-        programs = rank_programs(plan, rank)
+        programs = rank_programs(plan, rank)[:steps]
         self.actions += sum(len(own) for program in programs for own in program.actions)
-        return {
-            device: self._part(plan, rank, device, programs, steps)
-            for device in plan.stages[plan.ranks[rank][0]].devices
-        }
+        devices = plan.stages[plan.ranks[rank][0]].devices
+        return {device: self._part(plan, rank, device, programs, steps) for device in devices}
 
     def _part(self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int) -> Part:
         stages, last = self.costs_of(plan, rank, device, programs[-1]), programs[-1]
-        read = reading(device, stages, programs, steps=steps, distinct=steps)
+        read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
         changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
         every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
         actions = in_a_row(every, device) if last.endless else last.actions[device]
@@ -92,7 +100,8 @@ class Parts:
         return Part(
             timed=DeviceReader(device, whole, plan.cluster, stages, nbytes).read(actions),
             counts=tuple(len(program.actions[device]) for program in every),
-            last=last.actions[device],
+            forwards=_positions(last.actions[device], FORWARDS),
+            backwards=_positions(last.actions[device], frozenset({Kind.BACKWARD})),
             peak_bytes=highest(at_rest((one.rest for one in stages.values()), 0, read.away), changes),
             arenas=tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)),
         )
@@ -124,8 +133,8 @@ class Assembled:
 
     def __init__(self, plan: Plan, parts: Parts) -> None:
         self.plan, self._parts, self._endless = plan, parts, plan.training.endless
-        self._steps = distinct_steps(plan)
-        of_ranks = (parts.of_rank(plan, rank, self._steps) for rank in range(len(plan.ranks)))
+        self._steps = parts.steps(plan)
+        of_ranks = (parts.of_rank(plan, rank) for rank in range(len(plan.ranks)))
         self._devices = dict(chain.from_iterable(found.items() for found in of_ranks))
 
     @property
@@ -165,8 +174,24 @@ class Assembled:
         counts = [self._devices[device].counts if device in self._devices else none for device in devices]
         return Times(TimedProgram(timed, self.plan.cluster, sizes), counts, endless=self._endless)
 
-    def last_step(self, device: int) -> list[tuple[Action, float, float]]:
-        """The actions of a device in the last step, each with when it begins and ends."""
-        after, actions = [0.0, *self.times.clock.after[device]], self._devices[device].last
-        begins = after[-1 - len(actions) : -1]
-        return list(zip(actions, begins, after[-len(actions) :], strict=True))
+    def forwards_ended(self, device: int) -> dict[int | None, float]:
+        """When the forward of every microbatch of the last step ended on a device."""
+        after = self.times.clock.after[device]
+        return {microbatch: after[at] for at, microbatch in self._in_last_step(device, self._devices[device].forwards)}
+
+    def backwards_run(self, device: int) -> dict[int | None, tuple[float, float]]:
+        """When the backward of every microbatch of the last step began and ended on a device."""
+        after, found = [0.0, *self.times.clock.after[device]], dict[int | None, tuple[float, float]]()
+        for at, microbatch in self._in_last_step(device, self._devices[device].backwards):
+            begin, _ = found.get(microbatch, (after[at], 0.0))
+            found[microbatch] = begin, after[at + 1]
+        return found
+
+    def _in_last_step(self, device: int, passes: Passes) -> Iterator[tuple[int, int | None]]:
+        """Where passes of the last step are among the actions of all steps."""
+        before = self.times.starts(device)[-2]
+        return ((before + position, microbatch) for position, microbatch in passes)
+
+
+def _positions(actions: Sequence[Action], kinds: frozenset[Kind]) -> Passes:
+    return tuple((n, action.microbatch) for n, action in enumerate(actions) if action.kind in kinds and not action.wait)
