@@ -18,6 +18,7 @@ from pipefit.planner.arrangements import Trials
 from pipefit.planner.bayesian import bayesian
 from pipefit.planner.bisection import bisection
 from pipefit.planner.capture import capture
+from pipefit.planner.collecting import uncollected
 from pipefit.planner.driver import answer, plan_of, solved
 from pipefit.planner.exact import exact
 from pipefit.planner.exhaustive import exhaustive
@@ -239,16 +240,17 @@ def _chosen(space: Space) -> Plan:
         InfeasibleError: none fits.
     """
     began = perf_counter()
-    trials = Trials(space)
-    best = trials.best()
-    others = alternatives(trials, best) if space.count > 1 else ()
-    question, found = trials.told(best)
-    return answer(
-        question,
-        found,
-        planner=in_replicas(joint),
-        name="joint",
-        seconds=perf_counter() - began,
-        asked=space.question.options,
-        alternatives=others,
-    )
+    with uncollected():
+        trials = Trials(space)
+        best = trials.best()
+        others = alternatives(trials, best) if space.count > 1 else ()
+        question, found = trials.told(best)
+        return answer(
+            question,
+            found,
+            planner=in_replicas(joint),
+            name="joint",
+            seconds=perf_counter() - began,
+            asked=space.question.options,
+            alternatives=others,
+        )

@@ -16,6 +16,7 @@ from pipefit.decisions import Decision
 from pipefit.errors import InfeasibleError, UsageError
 from pipefit.grids import Stage
 from pipefit.planner.accounts import Accounts, accounts
+from pipefit.planner.collecting import uncollected
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Options, Planner, Question, Split
@@ -38,9 +39,10 @@ def solved(question: Question, planner: Planner, *, name: str) -> Plan:
         InfeasibleError: a stage needs more than its device has, and the options do not allow that.
     """
     began = time.perf_counter()
-    found = planner(question)
-    seconds = time.perf_counter() - began
-    return answer(question, found, planner=planner, name=name, seconds=seconds, asked=question.options)
+    with uncollected():
+        found = planner(question)
+        seconds = time.perf_counter() - began
+        return answer(question, found, planner=planner, name=name, seconds=seconds, asked=question.options)
 
 
 def answer(

@@ -48,8 +48,7 @@ class Candidate(NamedTuple):
 
 
 class Evaluation:
-    """What the simulator says of a candidate; a step has `microbatches`, of which it may have simulated others.
-    """
+    """What the simulator says of a candidate; a step has `microbatches`, of which it may have simulated others."""
 
     def __init__(self, candidate: Candidate, simulation: Assembled, microbatches: int) -> None:
         self.candidate, self.simulation, self._microbatches = candidate, simulation, microbatches
@@ -209,7 +208,7 @@ class Evaluator:
 
     @property
     def _is_short(self) -> bool:
-        """How many microbatches of a step are not simulated."""
+        """Whether a step is simulated with other microbatches than it has."""
         return self.question.training != self._short.training
 
     def _evaluated(self, candidate: Candidate) -> Evaluation | None:

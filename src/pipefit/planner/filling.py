@@ -30,7 +30,8 @@ from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
 
 _ROUNDS, _FEW = 6, 2  # corrections of a setting, and those that there are in any case
-_ACTIONS = 300_000  # in all programs, after which settings get few corrections
+_SLOWER = 0.02  # the part of a step by which a setting is given up that is slower
+_WORK = 300_000  # new actions, after which settings get few corrections
 _DOUBLE = 2  # blocks whose optimizer state is on the device while one of them is updated
 _AWAY = 2  # microbatches whose tensors are on the device though they move: one leaves and one comes back
 
@@ -74,17 +75,21 @@ class Filler:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.question = evaluator, evaluator.question
-        self._budget = Budget(evaluator, _ACTIONS)
+        self._budget = Budget(evaluator, _WORK)
         self._filled: dict[Setting, Filled | None] = {}
         self._peaks: dict[tuple[int, int, int], int] = {}
 
-    def fill(self, setting: Setting, margins: Sequence[float] | None = None) -> Filled | None:
+    def fill(
+        self, setting: Setting, margins: Sequence[float] | None = None, *, than: Evaluation | None = None
+    ) -> Filled | None:
         """The best candidate of a setting; None if its decisions cannot be carried out.
 
-        `margins` are those that filling found for a setting like this one.
+        `margins` are those that filling found for a setting like this one. A setting that is visibly slower `than` a
+        plan that fits, while it does not fit yet, is given up.
         """
         if setting not in self._filled:
-            self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host))
+            limit = than.seconds * (1 + _SLOWER) if than is not None and than.fits else float("inf")
+            self._filled[setting] = self._fill(setting, margins or (0.0,) * len(setting.host), limit)
         return self._filled[setting]
 
     def others(self, than: Filled, count: int) -> list[Filled]:
@@ -95,7 +100,7 @@ class Filler:
             found.setdefault(filled.setting.split, filled)
         return [one for split, one in found.items() if split != than.setting.split][:count]
 
-    def _fill(self, setting: Setting, margins: Sequence[float]) -> Filled | None:
+    def _fill(self, setting: Setting, margins: Sequence[float], limit: float) -> Filled | None:
         split, best = setting.split, None
         needs = [float(p - b) for p, b in zip(self._whole(split), self._budgets(split), strict=True)]
         off = list(margins)
@@ -108,7 +113,7 @@ class Filler:
                 break
             if best is None or found.order < best.found.order:
                 best = Filled(setting, found, tuple(off))
-            if not self._corrected(off, found, choices):
+            if found.seconds > limit or not self._corrected(off, found, choices):
                 break
         return best
 

@@ -40,7 +40,7 @@ def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float)
             return None
         if best.found.fits and filler.fewest_seconds(setting.split) >= best.found.seconds:
             continue
-        found = filler.fill(setting, best.margins)
+        found = filler.fill(setting, best.margins, than=best.found)
         if found is not None and _better(found, best):
             return found
     return None

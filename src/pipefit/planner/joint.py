@@ -221,8 +221,9 @@ def _best_of(
         for host in (0.0,) if filler.evaluator.pinned else (1.0, 0.0):
             if best is not None and (number or best.found.fits) and budget.ends():
                 return best
+            setting = Setting.of(split, host, states=states, updated=updated)
             if best is None or not best.found.fits or filler.fewest_seconds(split) < best.found.seconds:
-                filled = filler.fill(Setting.of(split, host, states=states, updated=updated))
+                filled = filler.fill(setting, than=None if best is None else best.found)
                 if filled is not None and (best is None or filled.found.order < best.found.order):
                     best = filled
     return best

@@ -82,15 +82,17 @@ def _entered(plan: Plan) -> range:
     return range(0, settled(plan) + count, count)
 
 
-def rank_programs(plan: Plan, rank: int) -> tuple[UncheckedProgram, ...]:
-    """The same programs with the actions of one rank alone; they are the same as long as its decisions are.
+def rank_programs(plan: Plan, rank: int, steps: int) -> tuple[UncheckedProgram, ...]:
+    """The programs of so many steps, as far as they differ, with the actions of one rank alone.
+
+    They are the same as long as its decisions are.
 
     Raises:
         UsageError: as `lower`, but for what only programs of all devices show.
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
-        steps = (_endless(plan, count, entered, ranks) for entered in _entered(plan))
+        steps = (_endless(plan, count, entered, ranks) for entered in _entered(plan)[:steps])
         return tuple(_unchecked(plan, count, *step, endless=True) for step in steps)
     return (_unchecked(plan, count, *_synchronous(plan, count, ranks), endless=False),)
 

@@ -81,7 +81,7 @@ class Parts:
         return self._known[key]
 
     def _read(self, plan: Plan, rank: int, steps: int) -> dict[int, Part]:
-        programs = rank_programs(plan, rank)[:steps]
+        programs = rank_programs(plan, rank, steps)
         self.actions += sum(len(own) for program in programs for own in program.actions)
         devices = plan.stages[plan.ranks[rank][0]].devices
         return {device: self._part(plan, rank, device, programs, steps) for device in devices}
