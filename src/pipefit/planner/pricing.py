@@ -20,6 +20,7 @@ from pipefit.planner.joint import exact_in_time
 from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled
 from pipefit.training import Training
 
 _LEANER = 0.99  # of the best plan's peak, the most that a leaner plan has
@@ -99,7 +100,13 @@ def _pins(space: Space, training: Training, stages: int | None = None) -> str:
 
 
 def _alternative(
-    what: str, question: Question, simulation: Simulation, asked_by: str, *, each: int = 1, more_seconds: float = 0.0
+    what: str,
+    question: Question,
+    simulation: Simulation | Assembled,
+    asked_by: str,
+    *,
+    each: int = 1,
+    more_seconds: float = 0.0,
 ) -> Alternative:
     """An alternative by the simulation of its plan, or of one of `each` replicas, which add `more_seconds`."""
     return Alternative(

@@ -92,8 +92,8 @@ def rank_programs(plan: Plan, rank: int, steps: int) -> tuple[UncheckedProgram, 
     """
     ranks, count = range(rank, rank + 1), plan.training.microbatches
     if is_endless(plan):
-        steps = (_endless(plan, count, entered, ranks) for entered in _entered(plan)[:steps])
-        return tuple(_unchecked(plan, count, *step, endless=True) for step in steps)
+        found = (_endless(plan, count, entered, ranks) for entered in _entered(plan)[:steps])
+        return tuple(_unchecked(plan, count, *step, endless=True) for step in found)
     return (_unchecked(plan, count, *_synchronous(plan, count, ranks), endless=False),)
 
 

@@ -1,0 +1,90 @@
+"""Plans put together of what their devices do, beside simulations of whole programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from moving_plans import moving
+from moving_states import moving_states
+from pipefit.cost.stage import Costs
+from pipefit.decisions import Decision, Run, What
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.schedule import ENDLESS, SCHEDULES
+from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
+from pipefit.zoo import build
+from random_cases import random_plan
+
+Answer = tuple[object, ...]
+
+
+@cache
+def model() -> ModelProfile:
+    return profile(build("gpt", layers=4, hidden=16, heads=2, vocabulary=32, sequence=8), microbatch_size=(2, 1))
+
+
+def variants(plan: Plan, rng: Random) -> list[Plan]:
+    """The plan with random decisions, and the same without those of single stages, and the first one again."""
+    kinds = ("optimizer", "gradients") if plan.training.endless else ("optimizer", "parameters", "gradients")
+    whole = moving_states(moving(plan, rng), rng, kinds)
+    stages = rng.sample(range(len(plan.stages)), min(2, len(plan.stages)))
+    fewer = [replace(whole, decisions=tuple(d for d in whole.decisions if d.stage != stage)) for stage in stages]
+    return [whole, *fewer, plan, whole]
+
+
+def told(plan: Plan, parts: Parts | None) -> Answer | str:
+    """Peaks, arenas, seconds and utilisation, or why there are none."""
+    try:
+        found = Simulation(plan) if parts is None else Assembled(plan, parts)
+        return found.peak_bytes, found.arenas, found.step_seconds, found.utilisation
+    except UsageError:
+        return "refused"
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *ENDLESS])
+def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
+    """Peaks, arenas, seconds and utilisation, whatever other plans with other decisions or splits came before."""
+    rng, parts, compared = Random(f"assembled {schedule}"), dict[object, Parts](), 0
+    for _ in range(7):
+        plan = random_plan(model(), rng, microbatches=6, schedule=schedule)
+        costs = parts.setdefault(plan.training, Parts(Costs.of(plan)))
+        for one in variants(plan, rng):
+            whole = told(one, None)
+            assert told(one, costs) == whole, one.decisions
+            compared += whole != "refused"
+    assert compared >= 10
+
+
+def test_replicas_are_put_together_too() -> None:
+    """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both."""
+    plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
+    count = len(plan.profile.layers)
+    grids = Grid(devices=(0, 1), data=2), Grid(devices=(2,))
+    stages = tuple(Stage(start=at, stop=at + 3 if not n else count, grid=grids[n]) for n, at in enumerate((0, 3)))
+    plan = replace(plan, stages=stages, decisions=())
+    assert told(plan, Parts(Costs.of(plan))) == told(plan, None) != "refused"
+
+
+def test_what_is_known_is_not_read_again() -> None:
+    """Without the decisions of one stage, only that stage's actions are new; with them again, none are."""
+    edges, recompute = (0, 2, 3, len(model().layers)), What.RECOMPUTE
+    stages = tuple(Stage(start=a, stop=b, grid=Grid.of(n)) for n, (a, b) in enumerate(pairwise(edges)))
+    again = tuple(Decision(stage=n, subject=Run(start=n * 2, stop=n * 2 + 1), what=recompute) for n in (0, 1))
+    plan = replace(random_plan(model(), Random(0), microbatches=6, schedule="1f1b"), stages=stages, decisions=again)
+    parts, other = Parts(Costs.of(plan)), replace(plan, decisions=again[1:])
+    Assembled(plan, parts)
+    known = parts.actions
+    Assembled(other, parts)
+    assert parts.actions - known == len(Simulation(other).program.actions[0])
+    known = parts.actions
+    Assembled(plan, parts)
+    assert parts.actions == known
