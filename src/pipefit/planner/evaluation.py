@@ -100,7 +100,7 @@ class Evaluation:
         endless = self.simulation.plan.training.endless
         count, of = (2 * len(devices), devices) if endless else (len(devices), devices[-1:])
         ends = [sorted(end for _, end in self.simulation.backwards_run(device).values()) for device in of]
-        return (max(one[-1] for one in ends) - max(one[-1 - count] for one in ends)) / count
+        return max((one[-1] - one[-1 - count]) / count for one in ends)
 
     @property
     def order(self) -> tuple[int, float, int]:
