@@ -14,7 +14,7 @@ from moving_states import moving_states
 from pipefit.cost.stage import Costs
 from pipefit.decisions import Decision, Run, What
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Stage
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -64,11 +64,12 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
     assert compared >= 10
 
 
-def test_replicas_are_put_together_too() -> None:
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_replicas_are_put_together_too(shard: Sharding) -> None:
     """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both."""
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
     count = len(plan.profile.layers)
-    grids = Grid(devices=(0, 1), data=2), Grid(devices=(2,))
+    grids = Grid(devices=(0, 1), data=2, shard=shard), Grid(devices=(2,))
     stages = tuple(Stage(start=at, stop=at + 3 if not n else count, grid=grids[n]) for n, at in enumerate((0, 3)))
     plan = replace(plan, stages=stages, decisions=())
     assert told(plan, Parts(Costs.of(plan))) == told(plan, None) != "refused"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.cost.messages import message_sizes
+from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
@@ -25,6 +26,7 @@ from pipefit.plans import Plan
 from pipefit.program import UncheckedProgram, in_a_row
 from pipefit.schedule import distinct_steps, rank_programs
 from pipefit.schedule.arenas import Arena, arenas_for, lent_bytes, moved_bytes
+from pipefit.schedule.bundles import Bundles
 from pipefit.simulator.levels import at_rest, highest
 from pipefit.simulator.readings import reading
 from pipefit.simulator.timed_device import DeviceReader, TimedDevice
@@ -73,9 +75,9 @@ class Parts:
         """
         stages, steps = plan.ranks[rank], self.steps(plan)
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
-        layers = tuple((plan.stages[stage].start, plan.stages[stage].stop) for stage in stages)
+        own = tuple(plan.stages[stage] for stage in stages)
         summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
-        key = rank, plan.placement, layers, decisions, summed, steps
+        key = rank, plan.placement, own, decisions, summed, steps
         if key not in self._known:
             self._known[key] = self._read(replace(plan, decisions=decisions), rank, steps)
         return self._known[key]
@@ -87,7 +89,8 @@ class Parts:
         return {device: self._part(plan, rank, device, programs, steps) for device in devices}
 
     def _part(self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int) -> Part:
-        stages, last = self.costs_of(plan, rank, device, programs[-1]), programs[-1]
+        last = programs[-1]
+        stages = {n: self._costs_of(plan, n, device, last.bundles) for n in plan.ranks[rank]}
         read = reading(device, stages, programs, steps=steps, distinct=distinct_steps(plan))
         changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
         every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
@@ -106,22 +109,15 @@ class Parts:
             arenas=tuple(arenas_for(device, placed, nbytes, plan.cluster.devices[device].host)),
         )
 
-    def costs_of(self, plan: Plan, rank: int, device: int, program: UncheckedProgram) -> dict[int, StageCost]:
-        """The costs of the stages of a device."""
-        kind = plan.cluster.devices[device].kind
-        return {
-            number: self._costs.stage(stage.start, stage.stop, kind, program.bundles, data=stage.grid.data)
-            for number in plan.ranks[rank]
-            for stage in (plan.stages[number],)
-        }
+    def _costs_of(self, plan: Plan, number: int, device: int, bundles: Bundles = ()) -> StageCost:
+        """The costs of a stage on one of its devices."""
+        stage, kind = plan.stages[number], plan.cluster.devices[device].kind
+        share = share_of(plan, number, device)
+        return self._costs.stage(stage.start, stage.stop, kind, bundles, data=stage.grid.data, share=share)
 
     def storages(self, plan: Plan) -> list[StageStorages]:
         """The storages of every stage."""
-        devices = plan.cluster.devices
-        return [
-            self._costs.stage(stage.start, stage.stop, devices[stage.devices[0]].kind, data=stage.grid.data).storages
-            for stage in plan.stages
-        ]
+        return [self._costs_of(plan, n, stage.devices[0]).storages for n, stage in enumerate(plan.stages)]
 
 
 class Assembled:
