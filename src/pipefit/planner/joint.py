@@ -23,6 +23,7 @@ HPCA 2023.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.planner.bisection import bisection

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from pipefit.actions import FORWARDS, Action, Kind
 from pipefit.cost.messages import message_sizes
-from pipefit.cost.shares import share_of
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
@@ -77,7 +76,7 @@ class Parts:
         decisions = tuple(decision for decision in plan.decisions if decision.stage in stages)
         own = tuple(plan.stages[stage] for stage in stages)
         summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
-        key = rank, plan.placement, own, decisions, summed, steps
+        key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps
         if key not in self._known:
             self._known[key] = self._read(replace(plan, decisions=decisions), rank, steps)
         return self._known[key]
@@ -111,9 +110,7 @@ class Parts:
 
     def _costs_of(self, plan: Plan, number: int, device: int, bundles: Bundles = ()) -> StageCost:
         """The costs of a stage on one of its devices."""
-        stage, kind = plan.stages[number], plan.cluster.devices[device].kind
-        share = share_of(plan, number, device)
-        return self._costs.stage(stage.start, stage.stop, kind, bundles, data=stage.grid.data, share=share)
+        return self._costs.of_device(plan, number, device, plan.stages[number].devices, bundles)
 
     def storages(self, plan: Plan) -> list[StageStorages]:
         """The storages of every stage."""
