@@ -23,6 +23,7 @@ from pipefit.places import Member, parse_place
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.simulator import Simulation
+from pipefit.simulator.assembled import Assembled, Parts
 from pipefit.training import Training
 
 INPUT = Origin(kind="input", index=0)
@@ -81,7 +82,7 @@ def random_case(rng: Random, schedules: Sequence[str], *, layers: int = 3, most:
     count = rng.randrange(devices, most + 1)
     ample = cluster([1 << 30] * devices, host_rate=10.0, peer_rate=10.0)
     how = training(rng.choice(schedules), count)
-    kept = [simulated(plan).peak_bytes for plan in plans(Case(found, ample, how), (KEEP,))]
+    kept = [Simulation(plan).peak_bytes for plan in plans(Case(found, ample, how), (KEEP,))]
     most_bytes = min(max(peaks) for peaks in kept)
     rate = rng.choice((1.0, 5.0, 20.0, 100.0))
     budgets = [round(most_bytes * rng.uniform(0.45, 1.1))] * devices
@@ -125,25 +126,26 @@ def _decisions(stages: Sequence[Stage], chosen: Sequence[str]) -> tuple[Decision
     return tuple(found)
 
 
-def simulated(plan: Plan, costs: Costs | None = None) -> Simulation:
-    """The plan, simulated."""
-    return Simulation(plan, costs=costs)
-
-
 def fastest(case: Case, techniques: Sequence[str] = EVERY) -> float | None:
-    """Seconds of the fastest plan that fits, with everything brought back in time or one action early; None if none."""
-    best: float | None = None
-    costs = Costs(case.profile.measurements[0], case.training)
+    """Seconds of the fastest plan that fits, with everything brought back in time or one action early; None if none.
+
+    Plans are put together of what their stages do, as they are many; the fastest is then simulated as a whole.
+    """
+    best: tuple[float, Plan] | None = None
+    parts = Parts(Costs(case.profile.measurements[0], case.training))
     for plan in plans(case, techniques):
         for ahead in (0, 1):
             early = replace(plan, decisions=tuple(replace(d, ahead=ahead) for d in plan.decisions))
             try:
-                found = simulated(early, costs)
-                fits = all(p <= d.memory_bytes for p, d in zip(found.peak_bytes, case.cluster.devices, strict=True))
+                found = Assembled(early, parts)
             except UsageError:  # what this schedule does not carry out
                 continue
-            if fits and (best is None or found.step_seconds[-1] < best):
-                best = found.step_seconds[-1]
+            fits = all(p <= d.memory_bytes for p, d in zip(found.peak_bytes, case.cluster.devices, strict=True))
+            if fits and (best is None or found.step_seconds[-1] < best[0]):
+                best = found.step_seconds[-1], early
             if not plan.decisions:
                 break
-    return best
+    if best is None:
+        return None
+    assert Simulation(best[1]).step_seconds[-1] == best[0]
+    return best[0]
