@@ -64,7 +64,7 @@ def test_a_plan_put_together_is_as_its_whole_program(schedule: str) -> None:
     assert compared >= 10
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_replicas_are_put_together_too(shard: Sharding) -> None:
     """Two replicas of a stage, of which each sends and receives its own rows, and sums the gradients of both."""
     plan = random_plan(model(), Random(0), microbatches=4, schedule="1f1b")
