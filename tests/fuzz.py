@@ -1,9 +1,9 @@
 """A fuzzer: mutated documents and made-up command lines, each of which a command has to refuse in a sentence, or do.
 
-`python fuzz.py FILES LINES [SEED]` runs so many of both, in this process, and prints what went wrong; `make fuzz` does
-it with a long budget. Whatever is drawn depends on the seed alone. What goes wrong: a traceback, an exception that
-nobody foresaw, more than `SECONDS`, more memory than ten times the file and 64 MiB, a file that was there and is
-changed, one that is new and was not asked for, and code of a document that is run.
+`python fuzz.py FILES LINES [SEED]` runs so many of both in this process, and one line of forty as a process of its own,
+and prints what went wrong; `make fuzz` does it with a long budget. Whatever is drawn depends on the seed alone. What
+goes wrong: a traceback, an exception that nobody foresaw, more than `SECONDS`, more memory than ten times the file and
+64 MiB, a file that was there and is changed, one that is new and was not asked for, and code of a document that is run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -215,6 +216,41 @@ def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
     return found
 
 
+def wrong_alone(words: list[str], folder: Path) -> str:
+    """What goes wrong with a line as a process of its own; empty where nothing does."""
+    before = state(folder)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipefit.cli", *words],
+            cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, timeout=60,
+            check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "takes more than 60 s"
+    said, after = done.stderr.decode(errors="replace"), state(folder)
+    for name in set(after) - set(before):
+        (folder / name).unlink()
+    if done.returncode not in CODES or "Traceback" in said:
+        return f"ends with {done.returncode}: {said[-300:]}"
+    changed = any(after.get(name) != digest for name, digest in before.items())
+    return "changes a file that was there" if changed else ""
+
+
+def can_be_sent(words: list[str]) -> bool:
+    """Whether a process can be given these words: text that no file system has cannot."""
+    try:
+        return bool([os.fsencode(word) for word in words])
+    except UnicodeEncodeError:
+        return False
+
+
+def fuzz_processes(folder: Path, *, command_lines: int, seed: int) -> list[str]:
+    """What goes wrong with so many command lines, each a process of its own, in a folder that has documents."""
+    drawn = (words for words in lines(Random(seed)) if can_be_sent(words))
+    told = ((words, wrong_alone(words, folder)) for words, _ in zip(drawn, range(command_lines), strict=False))
+    return [f"pipefit {words}, alone, {what}" for words, what in told if what]
+
+
 def fuzz(folder: Path, *, files: int, command_lines: int, seed: int) -> list[str]:
     """What goes wrong with so many mutated files and command lines, in an empty folder, which is the current one."""
     random, found = Random(seed), list[str]()
@@ -245,5 +281,6 @@ if __name__ == "__main__":
         os.chdir(empty)
         numbers = [int(word) for word in sys.argv[1:]] + [0]
         told = fuzz(Path(empty), files=numbers[0], command_lines=numbers[1], seed=numbers[2])
+        told += fuzz_processes(Path(empty), command_lines=numbers[1] // 40, seed=numbers[2])
     print(*told, f"{len(told)} of {numbers[0]} files and {numbers[1]} lines went wrong", sep="\n")
     sys.exit(bool(told))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import documents, fuzz
+from fuzz import documents, fuzz, fuzz_processes
 from pipefit.cli import main
 
 
@@ -15,6 +15,12 @@ def test_mutated_documents_and_lines_are_refused_or_done(tmp_path: Path, monkeyp
     """In a sentence and a code of ours, in time, without a file that was not asked for and without code being run."""
     monkeypatch.chdir(tmp_path)
     assert fuzz(tmp_path, files=40, command_lines=30, seed=0) == []
+
+
+def test_made_up_lines_end_in_a_sentence_as_processes_too(tmp_path: Path) -> None:
+    """With a code of ours and without a traceback, also on the way out of the interpreter; the documents stay."""
+    documents(tmp_path)
+    assert fuzz_processes(tmp_path, command_lines=3, seed=1) == []
 
 
 def test_what_the_fuzzer_found_stays_mended(

@@ -41,6 +41,7 @@ def command(
     What a tool cannot do is refused by name, so that its file never trains otherwise than the plan.
     """
     from pipefit.cli.output import check_output
+    from pipefit.errors import UsageError
     from pipefit.files import load, save_text
 
     check_output(output, file)
@@ -49,7 +50,7 @@ def command(
         save_text(text, output)
         print(f"saved to {output}", file=sys.stderr)
     elif isinstance(text, bytes):
-        sys.stdout.buffer.write(text)
+        raise UsageError(f"{to} is no text: name a file for it, such as -o snapshot.pickle")
     else:
         sys.stdout.write(text)
 

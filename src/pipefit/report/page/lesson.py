@@ -125,7 +125,7 @@ def lesson(plan: Plan) -> str:
         "<p>Each position is a plan for the lowest peak, computed when this page was made, with microbatches of "
         f"{plan.training.microbatch_size}.</p>"
         f'<div class="whatif">{controls}</div>'
-        '<div class="device"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
+        '<div class="outcome"><span>fullest</span><span class="bar"><i class="c3" id="whatif-bar"></i>'
         '<u id="whatif-cap"></u></span><span class="figure" id="whatif-peak"></span></div>'
         '<p id="whatif" role="status" aria-live="polite"></p>'
         f'<script type="application/json" id="grid">{data}</script>'
