@@ -184,7 +184,11 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for model in options.models:
         began = time.process_time()
-        costs = measured(model, max(options.devices))
+        try:
+            costs = measured(model, max(options.devices))
+        except UsageError as refusal:  # it is another model at another size
+            print(f"{model}: {refusal}", flush=True)
+            continue
         print(f"{model}: {costs.parts}, profiled in {time.process_time() - began:.1f} s", flush=True)
         for devices in options.devices:
             for schedule in options.schedules:

@@ -50,7 +50,12 @@ def plan(
     from pipefit.profiler.on_demand import on_demand
 
     kernels: Target = target or cluster.target
-    make = partial(plan_of_profile, on_demand(model, target=kernels, progress=progress), training=training, **asked)
+    known, shards = on_demand(model, target=kernels, progress=progress), asked.get("tensor") or 1
+
+    def profiles(size: int) -> ModelProfile:
+        return known(size, (shards,))
+
+    make = partial(plan_of_profile, profiles, training=training, **asked)
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster)
     from pipefit.fit.reserving import plan_reserving

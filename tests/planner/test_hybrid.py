@@ -165,7 +165,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("data is 1 or more, not 0", {"data": 0}),
     ("schedule pipedream updates with microbatches in flight", {"data": 2, "schedule": "pipedream"}),
     ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
-    ("5 replicas of a stage need as many devices, and there are 4", {"data": 5}),
+    ("a stage of 5 replicas with 1 shards each needs 5 devices, and there are 4", {"data": 5}),
 )
 
 

@@ -33,7 +33,7 @@ from pipefit.planner.hybrid import least_seconds
 from pipefit.planner.joint import Search, Searched
 from pipefit.planner.mixed import Mixed, mixed
 from pipefit.planner.question import Found, Question
-from pipefit.planner.replicas import expanded, representative, seconds_of_sums
+from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.planner.spaces import Space, by_distance
 from pipefit.profiles import ModelProfile
 from pipefit.provenance import Objective
@@ -47,17 +47,12 @@ _BOUND = 0.15  # new actions that take as long as a bound does for a range of bl
 
 
 class Arrangement(NamedTuple):
-    """A schedule, a number of stages, a microbatch size, and how many replicas every stage has."""
+    """A schedule, a number of stages, a microbatch size, and how many replicas and shards every stage has."""
 
     schedule: str
     stages: int
     microbatch_size: int
-    data: int = 1
-
-    @property
-    def degree(self) -> Degree:
-        """The degree of its stages."""
-        return Degree(self.data, 1)
+    degree: Degree = SINGLE
 
 
 class Trial(NamedTuple):
@@ -150,7 +145,7 @@ class Trials:
     def _of_trial(self, trial: Trial) -> tuple[Question, Found]:
         """What a trial found, of replicas for all of them, simulated together."""
         found, arrangement = trial.search.told(trial.searched), trial.arrangement
-        if arrangement.data == 1:
+        if arrangement.degree == SINGLE:
             return trial.question, found
         question = self.whole_question(arrangement)
         found = expanded(question, found, arrangement.degree)
@@ -176,9 +171,10 @@ class Trials:
         asked, size = self.space.question, arrangement.microbatch_size
         microbatches = asked.training.batch_size // size
         how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
-        options = replace(asked.options, stages=arrangement.stages, data=arrangement.data)
+        data, tensor = arrangement.degree
+        options = replace(asked.options, stages=arrangement.stages, data=data, tensor=tensor)
         found = replace(asked, profile=self._profile(size), training=how, options=options)
-        return found if arrangement.data == 1 else representative(found, arrangement.degree)
+        return found if arrangement.degree == SINGLE else representative(found, arrangement.degree)
 
     def tried(self, arrangement: Arrangement) -> Trial | None:
         """What is known of an arrangement, or a short search finds; None if it cannot be carried out."""
@@ -204,10 +200,10 @@ class Trials:
 
     def _apart(self, arrangement: Arrangement, searched: Searched) -> float:
         """Seconds in which replicas do what one of them alone would not."""
-        if arrangement.data == 1:
+        if arrangement.degree == SINGLE:
             return 0.0
         whole = self.whole_question(arrangement)
-        return seconds_of_sums(whole, searched.evaluation.candidate.split, arrangement.degree)
+        return seconds_together(whole, searched.evaluation.candidate.split, arrangement.degree)
 
     def whole_question(self, arrangement: Arrangement) -> Question:
         """The question of all replicas of an arrangement."""
@@ -251,8 +247,7 @@ class Trials:
 
     def _widest(self, size: int) -> Arrangement:
         """The arrangement of a size with the most stages."""
-        data = self.space.question.options.data or 1
-        return Arrangement(self.space.schedules[0], max(self.space.stages), size, data)
+        return Arrangement(self.space.schedules[0], max(self.space.stages), size, self.space.least)
 
     def _others(self) -> Iterator[Arrangement]:
         """The other arrangements of the sizes that were looked at, the best sizes first."""
@@ -262,7 +257,7 @@ class Trials:
             for degree in self.degrees(size):
                 for stages in sorted(self.space.stages, reverse=True):
                     for schedule in self.space.schedules:
-                        arrangement = Arrangement(schedule, stages, size, degree.data)
+                        arrangement = Arrangement(schedule, stages, size, degree)
                         if arrangement != self._widest(size) and stages * degree.devices <= self._devices:
                             yield arrangement
 
@@ -341,8 +336,10 @@ class Trials:
         space = self.space
         if space.count == 1:
             return
-        replicas = sorted({degree.data for size in self.sizes for degree in self.degrees(size)})
+        degrees = [degree for size in self.sizes for degree in self.degrees(size)]
+        replicas, shards = (sorted({degree[way] for degree in degrees}) for way in (0, 1))
         on = f" of {_listed(replicas, 'replica')}" if replicas != [1] else ""
+        on += f" of {_listed(shards, 'shard')}" if shards != [1] else ""
         yield (
             f"It is chosen from {_listed(space.stages, 'stage')}{on}, microbatches of {_listed(self.sizes, 'sample')} "
             f"and schedule {' or '.join(space.schedules)}; {len(self._known)} of these arrangements were searched."

@@ -8,10 +8,11 @@ where replicas can train: not under an endless schedule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.profiles import ModelProfile
+from pipefit.profiles import Measurement, ModelProfile
 from pipefit.texts import counted
 from pipefit.training import Training
 
@@ -26,6 +27,10 @@ class Degree(NamedTuple):
     def devices(self) -> int:
         """Devices of a stage of this degree."""
         return self.data * self.tensor
+
+    def rings(self, devices: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of the first devices, the shards of a replica, and the replicas of a shard."""
+        return devices[: self.tensor], devices[: self.devices : self.tensor]
 
 
 SINGLE = Degree(1, 1)
@@ -49,15 +54,21 @@ def degrees_of(
         UsageError: those that are asked for are not possible; says what would be.
     """
     _check_pins(profile, training, devices, data=data, tensor=tensor)
-    measured = {one.microbatch_size for one in profile.measurements if one.tensor == 1}
     size = training.microbatch_size
-    most = 1 if training.endless else min(size, devices)
-    found = (
-        Degree(replicas, 1)
-        for replicas in range(1, most + 1)
-        if size % replicas == 0 and size // replicas in measured and data in (None, replicas)
+    found = {Degree(size // one.microbatch_size, one.tensor) for one in profile.measurements if _divides(one, size)}
+    most = 1 if training.endless else devices
+    pins = Degree(data or 0, tensor or 0)
+    return tuple(
+        sorted(
+            degree
+            for degree in found
+            if degree.devices <= most and all(pin in (0, own) for pin, own in zip(pins, degree, strict=True))
+        )
     )
-    return tuple(found)
+
+
+def _divides(one: Measurement, size: int) -> bool:
+    return size % one.microbatch_size == 0
 
 
 def _check_pins(
@@ -71,21 +82,21 @@ def _check_pins(
     for what, number in (("data", data), ("tensor", tensor)):
         if number is not None and number < 1:
             raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
-    if tensor is not None and tensor > 1:
-        raise UsageError(
-            f"{profile.model} was not profiled for {tensor} shards of a layer, which plans do not choose yet: use data "
-            "replicas, or tensor 1"
-        )
-    if data is None or data == 1:
+    asked = Degree(data or 1, tensor or 1)
+    if asked == SINGLE:
         return
     if training.endless:
         raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, which {data} replicas of a stage "
-            "cannot do together yet: use schedule 1f1b, or data 1"
+            f"schedule {training.schedule} updates with microbatches in flight, which {asked.devices} devices of a "
+            "stage cannot do together yet: use schedule 1f1b, or one device for each stage"
         )
-    if data > devices:
-        raise UsageError(f"{data} replicas of a stage need as many devices, and there are {devices}: use fewer")
-    _check_slices(profile, training.microbatch_size, data)
+    if asked.devices > devices:
+        raise UsageError(
+            f"a stage of {asked.data} replicas with {asked.tensor} shards each needs {asked.devices} devices, and "
+            f"there are {devices}: use fewer"
+        )
+    _check_slices(profile, training.microbatch_size, asked.data)
+    profile.at(training.microbatch_size // asked.data, asked.tensor)
 
 
 def _check_slices(profile: ModelProfile, size: int, data: int) -> None:

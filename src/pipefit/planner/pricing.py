@@ -36,7 +36,9 @@ def alternatives(trials: Trials, best: Trial) -> tuple[Alternative, ...]:
 def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """The plan on the fewest devices, if there are fewer than the best plan has."""
     pinned, one = len(trials.space.stages) == 1, _of_single_devices(trials, best.arrangement)
-    most = min(best.arrangement.stages * best.arrangement.data // one.data, max(trials.space.stages))
+    most = min(
+        best.arrangement.stages * best.arrangement.degree.devices // one.degree.devices, max(trials.space.stages)
+    )
     low, high, found = most - 1 if pinned else 0, most, best
     while high - low > 1:
         middle = (low + high) // 2
@@ -47,9 +49,12 @@ def _fewest_devices(trials: Trials, best: Trial) -> Iterator[Alternative]:
             low = middle
     if found is not best:
         pins = _pins(trials.space, found.question.training, stages=found.arrangement.stages)
-        if len(trials.degrees(found.arrangement.microbatch_size)) > 1:
-            pins += f" --data {found.arrangement.data}"
-        simulation, each = found.searched.evaluation.simulation, found.arrangement.data
+        degrees = trials.degrees(found.arrangement.microbatch_size)
+        shards = any(degree.tensor != one.degree.tensor for degree in degrees)
+        if len(degrees) > 1:
+            pins += f" --data {one.degree.data}"
+            pins += f" --tensor {one.degree.tensor}" if shards else ""
+        simulation, each = found.searched.evaluation.simulation, found.arrangement.degree.devices
         yield _alternative("fewest devices", found.question, simulation, pins, each=each, more_seconds=found.apart)
 
 
@@ -57,10 +62,11 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
     """The arrangement in which a device computes as many samples at once, with one device a stage unless more were
     asked for.
     """
-    if trials.space.question.options.data is not None or best.data == 1:
-        return best
-    size = best.microbatch_size // best.data
-    return best._replace(data=1, microbatch_size=size if size in trials.sizes else best.microbatch_size)
+    least, asked = trials.space.least, trials.space.question.options
+    if best.degree == least or asked.data is not None:
+        return best._replace(degree=least)
+    size = best.microbatch_size // best.degree.data
+    return best._replace(degree=least, microbatch_size=size if size in trials.sizes else best.microbatch_size)
 
 
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:

@@ -139,7 +139,7 @@ class Question:
 
     def measured(self, degree: Degree) -> Measurement:
         """The layer costs of a device of a stage of this degree."""
-        return self.profile.at(self.training.microbatch_size // degree.data)
+        return self.profile.at(self.training.microbatch_size // degree.data, degree.tensor)
 
     @cached_property
     def edges(self) -> tuple[int, ...]:

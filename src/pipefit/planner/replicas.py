@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.cluster import Cluster
+from pipefit.cost.collectives import Ring
 from pipefit.devices import Link
 from pipefit.errors import UsageError
 from pipefit.grids import Grid
@@ -45,21 +46,23 @@ def groups_of(question: Question, degree: Degree) -> Groups:
 
 
 def representative(question: Question, degree: Degree) -> Question:
-    """The question of one replica of the whole pipeline.
+    """The question of one replica of the whole pipeline, or of one shard of it, without what shards do together.
 
     Raises:
         UsageError: there are no devices for it.
     """
     groups = groups_of(question, degree)
-    how, options = question.training, question.options
+    how, options, profile = question.training, question.options, question.profile
     asked = options.stages
     if asked is not None and asked > len(groups):
         raise UsageError(
             f"{asked} stages of {degree.data} replicas need {asked * degree.devices} devices, and cluster "
             f"{question.cluster.name} has {len(question.cluster.devices)}: use fewer of either"
         )
+    ranks = tuple(replace(one, tensor=1) for one in profile.measurements if one.tensor == degree.tensor)
     return replace(
         question,
+        profile=replace(profile, measurements=ranks),
         cluster=_part(question.cluster, [devices[0] for devices in groups]),
         training=replace(how, batch_size=how.batch_size // degree.data),
         options=replace(options, data=1, tensor=1),
@@ -88,14 +91,20 @@ def in_replicas(planner: Planner) -> Planner:
     return plans
 
 
-def seconds_of_sums(question: Question, split: Split, degree: Degree) -> float:
-    """Seconds in which the replicas of a stage add their gradients up, on the stage that takes longest."""
-    tables = DegreeTables(question, degree)
-    groups = groups_of(question, degree)
-    return max(
-        float(sum_seconds(question, groups[device], np.array(tables.gradients[start, stop])))
-        for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True)
-    )
+def seconds_together(question: Question, split: Split, degree: Degree) -> float:
+    """Seconds of what one replica or shard alone would not do, on the stage that takes longest: the sums of gradients,
+    and in every pass what shards do together.
+    """
+    tables, groups, found = DegreeTables(question, degree), groups_of(question, degree), [0.0]
+    for (start, stop), device in zip(pairwise(split.edges), split.devices, strict=True):
+        shards, replicas = (Ring.of(question.cluster, ring) for ring in degree.rings(groups[device]))
+        kind = question.cluster.devices[groups[device][0]].kind
+        passes = [
+            float((of.forward + of.backward)[start, stop]) for of in map(tables.seconds, (kind,) * 2, (None, shards))
+        ]
+        sums = float(sum_seconds(replicas, np.array(tables.gradients[start, stop])))
+        found.append(sums + question.training.microbatches * (passes[1] - passes[0]))
+    return max(found)
 
 
 def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:

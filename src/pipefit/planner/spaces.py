@@ -12,7 +12,7 @@ from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
-from pipefit.planner.degrees import divisors
+from pipefit.planner.degrees import Degree, divisors
 from pipefit.planner.question import Options, Question
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training, Versions
@@ -117,6 +117,11 @@ class Space:
         """The number of arrangements on single devices."""
         return len(self.schedules) * len(self.stages) * len(self.sizes)
 
+    @property
+    def least(self) -> Degree:
+        """The smallest degree that stages may have."""
+        return Degree(self.question.options.data or 1, self.question.options.tensor or 1)
+
     def question_of(self, size: int, profile: ModelProfile) -> Question:
         """The question with microbatches of so many samples.
 
@@ -170,7 +175,7 @@ def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles
                     if not differences(made.fingerprint, slices.fingerprint, made.layers):
                         every.append(slices)
         kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
-        measurements = tuple(found.at(found.measurements[0].microbatch_size) for found in every)
+        measurements = tuple(measurement for found in every for measurement in found.measurements)
         return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
 
     return at

@@ -7,10 +7,12 @@ which leave out what messages take; whoever needs true ones simulates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from pipefit.cost.collectives import Ring
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
 from pipefit.planner.degrees import SINGLE, Degree
@@ -35,19 +37,30 @@ class Hybrid(NamedTuple):
     stages: tuple[Placed, ...]
 
 
+def searches(question: Question) -> list[Search]:
+    """The searches over a question: one, or one for every number of shards where stages may share a parameter.
+
+    They have to hold the same part of it then.
+    """
+    shards = dict.fromkeys(degree.tensor for degree in question.degrees)
+    if not question.measurement.shared or len(shards) == 1:
+        return [Search(question)]
+    return [Search(question, [one for one in question.degrees if one.tensor == tensor]) for tensor in shards]
+
+
 def leanest(question: Question) -> Hybrid:
     """The plan with the lowest peak; among those, the one of the fewest estimated seconds.
 
     The value is in bytes, or a share of budgets that differ.
     """
-    search = Search(question)
-    level = min(search.lowest())
+    level, search = min(((min(one.lowest()), one) for one in searches(question)), key=lambda found: found[0])
     return search.fastest(level)[0]._replace(value=level)
 
 
 def fastest(question: Question, most: int) -> list[Hybrid]:
     """Plans that fit: for up to `most` numbers of stages the one of the fewest estimated seconds, the fastest first."""
-    return Search(question).fastest(budget_level(question))[:most]
+    found = [one for search in searches(question) for one in search.fastest(budget_level(question))]
+    return sorted(found, key=lambda one: one.value)[:most]
 
 
 def budget_level(question: Question) -> float:
@@ -72,16 +85,14 @@ def least_seconds(question: Question) -> float:
 
 
 class Search:
-    """The choices of a question, and the programmes over them."""
+    """The choices of a question, of all degrees or of some, and the programmes over them."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, question: Question, degrees: Sequence[Degree] | None = None) -> None:
+        self.question, degrees = question, degrees or question.degrees
         self.classes = sorted(question.classes, key=lambda one: one.memory_bytes)
         self.states = States([len(one.devices) for one in self.classes])
-        self.tables = {degree: DegreeTables(question, degree) for degree in question.degrees}
-        self.choices = [
-            Choice(degree, take) for degree in question.degrees for take in self.states.takes(degree.devices)
-        ]
+        self.tables = {degree: DegreeTables(question, degree) for degree in degrees}
+        self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
         self.barred = barred_cuts(question, self.tables)
         self._times: dict[tuple[Degree, int], tuple[Floats, Floats]] = {}
 
@@ -161,10 +172,12 @@ class Search:
         if key not in self._times:
             classes = [self.classes[number] for number in self.states.classes(choice.take)]
             tables, kinds = self.tables[choice.degree], [self._kind(one) for one in classes]
-            times = [np.maximum.reduce(parts) for parts in zip(*map(tables.seconds, kinds), strict=True)]
+            devices = [device for one in classes for device in one.devices]
+            (shards, replicas), cluster = choice.degree.rings(devices), self.question.cluster
+            passes = (tables.seconds(kind, Ring.of(cluster, shards)) for kind in kinds)
+            times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
             each, update = times[0] + times[1], times[2]
-            devices = [d for one in classes for d in one.devices][: choice.degree.devices : choice.degree.tensor]
-            end = update + sum_seconds(self.question, tuple(devices), tables.gradients)
+            end = update + sum_seconds(Ring.of(cluster, replicas), tables.gradients)
             self._times[key] = self.question.training.microbatches * each + end, each
         return self._times[key]
 

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipefit.cost.collectives import ring_sum
+from pipefit.cost.collectives import Ring
 from pipefit.cost.time import layer_seconds
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Value
-from pipefit.places import Member
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
@@ -28,6 +27,7 @@ from pipefit.planner.prices import ranges
 from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
 from pipefit.rows import dimensions
+from pipefit.work import Collective
 
 
 class Passes(NamedTuple):
@@ -55,9 +55,11 @@ class DegreeTables:
             self._peaks[met] = self.barred + self._square(stage_peak(self._band, met).astype(float))
         return self._peaks[met]
 
-    def seconds(self, kind: DeviceKind) -> Passes:
-        """Forward, backward and update of a microbatch on a device of this kind, each a table."""
-        of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype)
+    def seconds(self, kind: DeviceKind, ring: Ring | None = None) -> Passes:
+        """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
+        together around a ring.
+        """
+        of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, ring)
         edges = np.array(self.question.edges)
         edges[-1] += 1
         forward, backward, update = (
@@ -94,15 +96,10 @@ class DegreeTables:
         return found
 
 
-def sum_seconds(question: Question, devices: tuple[int, ...], nbytes: Floats) -> Floats:
-    """Seconds of a sum of so many bytes over devices, where no other transfer is under way."""
-    hops = ring_sum(devices, len(devices))  # of a byte for each of them
-    if not hops:
-        return np.zeros_like(nbytes)
-    routes = [question.cluster.route(Member.device(hop.source), Member.device(hop.target)) for hop in hops]
-    share = 2 * (len(devices) - 1) / len(devices)
-    latency = max(hop.messages * route.latency_seconds for hop, route in zip(hops, routes, strict=True))
-    found: Floats = np.where(nbytes > 0, latency + share * nbytes / min(r.bytes_per_second for r in routes), 0.0)
+def sum_seconds(ring: Ring, nbytes: Floats) -> Floats:
+    """Seconds of a sum of so many bytes around a ring, where no other transfer is under way."""
+    fixed, slope = (ring.seconds([Collective("all_reduce", number)]) for number in (0, 1 << 30))
+    found: Floats = np.where(nbytes > 0, fixed + (slope - fixed) / (1 << 30) * nbytes, 0.0)
     return found
 
 

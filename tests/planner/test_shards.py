@@ -1,0 +1,74 @@
+"""Plans of stages with tensor shards and replicas, of a real profile, against all that there are."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, combinations, pairwise, product
+
+import pytest
+
+from made_up import AMPLE, devices
+from pipefit import zoo
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.planner import plan
+from pipefit.planner.degrees import Degree
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+
+HOW = Training(batch_size=8, microbatches=2)
+
+
+@cache
+def costs(*, tied: bool = False) -> ModelProfile:
+    task = zoo.build("gpt", layers=1, hidden=16, heads=2, vocabulary=32, sequence=8, dropout=0.0, tied=tied)
+    return profile(task, microbatch_size=(4, 2), tensor=(2,))
+
+
+def written(of: ModelProfile, edges: tuple[int, ...], degrees: tuple[Degree, ...]) -> Plan:
+    firsts = [0, *accumulate(degree.devices for degree in degrees)]
+    layers = [of.edges[edge] for edge in edges]
+    stages = tuple(
+        Stage(start=start, stop=stop, grid=Grid(devices=tuple(range(*ends)), data=degree.data, tensor=degree.tensor))
+        for (start, stop), ends, degree in zip(pairwise(layers), pairwise(firsts), degrees, strict=True)
+    )
+    return Plan(profile=of, cluster=devices(*[AMPLE] * 4), training=HOW, stages=stages)
+
+
+def lowest(of: ModelProfile) -> int:
+    """The lowest peak of all plans on four devices, each simulated."""
+    found, blocks = [], len(of.edges) - 1
+    for stages in range(1, min(blocks, 4) + 1):
+        for cuts in combinations(range(1, blocks), stages - 1):
+            for degrees in product([Degree(*both) for both in product((1, 2), (1, 2))], repeat=stages):
+                if sum(degree.devices for degree in degrees) <= 4:
+                    try:
+                        found.append(max(Simulation(written(of, (0, *cuts, blocks), degrees)).peak_bytes))
+                    except UsageError:  # stages that share a parameter hold other parts of it
+                        continue
+    return min(found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
+    """Every cut and every degree of every stage; with an embedding that two stages share too."""
+    of = costs(tied=tied)
+    found = plan(of, devices(*[AMPLE] * 4), HOW, objective="peak")
+    assert found.provenance and found.prediction
+    assert found.prediction.peak_bytes == Simulation(found).peak_bytes
+    assert max(found.prediction.peak_bytes) == lowest(of)
+    assert found.provenance.bound == lowest(of)
+
+
+def test_shards_are_chosen_and_pinned() -> None:
+    """Shards need less than whole layers on as many devices, and every stage gets those that are asked for."""
+    of, on = costs(), devices(*[AMPLE] * 4)
+    for planner in ("joint", "exact", "uniform", "alpa", "capture"):
+        made = plan(of, on, HOW, planner=planner, data=1, tensor=2, stages=2)
+        assert [(stage.grid.data, stage.grid.tensor) for stage in made.stages] == [(1, 2), (1, 2)]
+        assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+    with pytest.raises(UsageError, match="profile it again with --tensor 4"):
+        plan(of, on, HOW, tensor=4)
