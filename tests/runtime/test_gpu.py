@@ -145,7 +145,7 @@ def test_a_gpu_is_held_to_the_memory_of_the_plans_device(device: torch.device) -
         small = plan.cluster.devices[0].kind.overheads.context_bytes + (100 << 20)
         devices = tuple(replace(one, memory_bytes=small) for one in plan.cluster.devices)
         tight = replace(plan, cluster=replace(plan.cluster, devices=devices))
-        with pytest.raises(OutOfMemory, match="out of memory.*stage 0"):
+        with pytest.raises(OutOfMemory, match=r"out of memory.*stage 0"):
             Trainer(task, tight).step(batch_of(task, plan))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
