@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,15 +15,18 @@ from torch import Tensor, nn
 
 from divided import MODELS, divided, grid_plan
 from movable import movable
+from pipefit.capture import Task
 from pipefit.checkpoints import load_state_dict
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
-from pipefit.errors import UsageError
+from pipefit.errors import OutOfMemory, UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
+from pipefit.runtime.tensor_groups import Together
+from pipefit.simulator import simulate
 from slices import Plain, batches, equal
 from tiny import batch_of
 
@@ -273,3 +277,75 @@ def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
     again = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
     assert again.load(tmp_path) == 2
     assert equal(again.state_dict(optimizer=True), alone.state_dict(optimizer=True), relative=1e-12)
+
+
+def hooked(name: str) -> tuple[Task, nn.Module]:
+    """A module that exists, with a hook on the gradient of a parameter."""
+    module = divided("dropped").build()
+    module.get_parameter(name).register_hook(lambda gradient: 2 * gradient)
+    return replace(divided("dropped", optimizer=MOMENTUM), module=module), module
+
+
+def test_hooks_see_whole_gradients_or_are_refused() -> None:
+    """A norm that every rank has whole keeps its hook; a product that ranks divide may have none."""
+    task, module = hooked("0.norm.weight")
+    found = profile(task, microbatch_size=4, tensor=(1, 2))
+    before = module.state_dict()["0.norm.weight"].clone()
+    ranks = Trainer(task, grid_plan(found, [0, 6], [(1, 2)]))
+    first = batches(task, ranks.plan, 1)[0]
+    ranks.step(first)
+    assert torch.equal(module.state_dict()["0.norm.weight"], before)  # ranks have memory of their own
+    whole = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
+    whole.step(first)
+    assert equal(ranks.state_dict(), whole.state_dict(), relative=1e-9)
+    with pytest.raises(UsageError, match=r"up\.weight has hooks on its gradient, and 2 ranks would share it"):
+        profile(hooked("0.up.weight")[0], microbatch_size=4, tensor=2)
+
+
+def test_a_rank_that_runs_out_of_memory_ends_its_group() -> None:
+    """The device and its action are named, no thread is left, and the same trainer goes on with a smaller batch."""
+    task = divided("dropped", optimizer=MOMENTUM)
+    plan = grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
+    peaks = certify(task, plan).peak_bytes
+    device = replace(plan.cluster.devices[1], memory_bytes=peaks[1] - 1)
+    small = replace(plan, cluster=replace(plan.cluster, devices=(plan.cluster.devices[0], device)))
+    trainer = Trainer(task, small)
+    inputs, targets = batch_of(task, plan)
+    trainer.step((inputs, targets))  # in which optimizer state is born
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match=r"device 1 ran out of memory at 0[FB]"):
+            trainer.step((inputs, targets))
+        assert not [thread for thread in threading.enumerate() if thread.name == "pipefit-turn"]
+    assert trainer.step((inputs[:4], targets[:4])) > 0
+
+
+def test_one_process_refuses_shards_on_gpus() -> None:
+    """Their backwards would run on threads that cannot wait for each other."""
+    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(1, 2), (1, 1)])
+    with pytest.raises(UsageError, match="devices 0, 1 hold tensor shards, which one process cannot train on GPUs"):
+        Together(replace(plan, cluster=replace(plan.cluster, backend="cuda")))
+
+
+def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
+    """As where the profile was made with another release: ranks of several workers might not meet."""
+    task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 6], [(1, 2)])
+    other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
+    with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
+        Trainer(task, replace(plan, profile=replace(plan.profile, measurements=other)))
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "gradients", "parameters"])
+def test_replicas_of_shards_divide_state_too(kind: Any, tmp_path: Path) -> None:
+    """Owners of layers update their own shards, and what is stored is whole."""
+    task = divided("dropped", optimizer=MOMENTUM)
+    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 2)], clip_norm=1.0)
+    stages = (replace(plan.stages[0], grid=replace(plan.stages[0].grid, shard=kind)), plan.stages[1])
+    kept, shared = Trainer(task, plan), Trainer(task, replace(plan, stages=stages))
+    for one in batches(task, plan, 2):
+        assert shared.step(one) == pytest.approx(kept.step(one), rel=1e-6)
+    assert equal(shared.state_dict(optimizer=True), kept.state_dict(optimizer=True), relative=1e-9)
+    assert certify(task, shared.plan).peak_bytes == shared.trace.peak_bytes == simulate(shared.plan).peak_bytes
+    shared.save(tmp_path)
+    shared.finish()
+    assert kept.load(tmp_path) == 2
+    assert equal(kept.state_dict(optimizer=True), shared.state_dict(optimizer=True), relative=0)
