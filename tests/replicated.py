@@ -93,3 +93,16 @@ def precise(precision: Literal["master-float16", "master-bfloat16"]) -> Task:
         precision=precision,
         name="precise",
     )
+
+
+def plain_layers() -> nn.Sequential:
+    """Layers in float64 without draws or statistics."""
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+    ).double()
+
+
+def plain_task() -> Task:
+    """A task of these that other processes can be given."""
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return Task(plain_layers, batch=batch, loss=F.mse_loss, optimizer=momentum, name="plain")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from divided import divided, grid_plan
+from fully_sharded import fully_sharded
 from pipefit.actions import Action
 from pipefit.capture import Task
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, What
@@ -26,7 +28,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
-from replicated import MODELS, Table, precise, replicated
+from replicated import MODELS, Table, plain_task, precise, replicated
 from slices import Plain, batches, equal, sliced_plan
 from step_peaks import step_peaks, too_low
 
@@ -287,3 +289,37 @@ def test_a_gradient_that_is_also_that_of_a_value_is_not_summed_while_it_is_sent(
     for one in batches(task, plan, 2):
         assert trainer.step(one) == pytest.approx(plain.step(one), rel=1e-6)
     assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: Path) -> None:
+    """Each shard's devices divide what they hold: numbers of plain training, known bytes, whole checkpoints."""
+    task = divided("dropped", optimizer=MOMENTUM)
+    found = profile(task, microbatch_size=(12, 6), tensor=(1, 2))
+    plan = grid_plan(found, [0, 3, 6], [(2, 2), (2, 1)])
+    grids = (replace(stage.grid, shard=shard, buckets=3) for stage in plan.stages)
+    plan = replace(plan, stages=tuple(replace(s, grid=g) for s, g in zip(plan.stages, grids, strict=True)))
+    trainer, plain = Trainer(task, plan), Plain(task, plan)
+    for one in batches(task, plan, 2):
+        assert trainer.step(one) == pytest.approx(plain.step(*one), rel=1e-6)
+    assert equal(trainer.state_dict(), dict(plain.module.state_dict()), relative=1e-9)
+    assert trainer.trace.peak_bytes == certify(task, plan).peak_bytes == simulate(plan).peak_bytes
+    trainer.save(tmp_path)
+    trainer.finish()
+    after = Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
+    after.load(tmp_path)
+    assert equal(after.state_dict(optimizer=True), trainer.state_dict(optimizer=True), relative=0)
+
+
+@pytest.mark.gallery
+def test_the_numbers_are_those_of_fully_shard(tmp_path: Path) -> None:
+    """Two replicas that divide parameters train as torch's own two processes do, of which each has a part of each."""
+    task = plain_task()
+    plan = sliced_plan(
+        profile(task, microbatch_size=(4, 2)), [0, 5], [2], microbatches=1, shard=("parameters",), buckets=(3,)
+    )
+    data, trainer = batches(task, plan, 3), Trainer(task, plan)
+    for one in data:
+        trainer.step(one)
+    torch.multiprocessing.spawn(fully_sharded, (str(tmp_path), task, data), nprocs=2)
+    assert equal(trainer.state_dict(), torch.load(tmp_path / "parameters.pt"), relative=1e-9)

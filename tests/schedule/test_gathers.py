@@ -48,6 +48,15 @@ def test_with_one_bucket_all_parameters_stay_until_the_update() -> None:
     )
 
 
+def test_parameters_stay_where_nothing_would_be_computed_without_them() -> None:
+    """Of two buckets one is used as the other's next pass would bring it: they stay but for the turn."""
+    assert drawn(one_stage(buckets=2, microbatches=2)) == (
+        "0UNSHARD[0:2] 0UNSHARD[2:4] 0WAIT_UNSHARD[0:2] 0F0[0:2] 0WAIT_UNSHARD[2:4] 0F0[2:4] 0F1[0:2] 0RESHARD[0:2] "
+        "0F1[2:4] 0UNSHARD[0:2] 0B0[2:4] 0WAIT_UNSHARD[0:2] 0B0[0:2] 0B1[2:4] 0RESHARD[2:4] 0B1[0:2] 0RESHARD[0:2] "
+        "0STEP"
+    )
+
+
 def test_an_evaluation_gathers_all() -> None:
     """Its forwards are not cut."""
     actions = lower_evaluation(one_stage(buckets=4), microbatches=1).actions[0]

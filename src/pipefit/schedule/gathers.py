@@ -7,8 +7,8 @@ there around the passes through it:
 
 They start to come as the device begins what it computes before that pass, and stay where nothing would be computed
 while they are away, as at the turn from a forward to its backward. So a replica has the parameters of two buckets at
-most besides its own, and with two buckets those of all. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB
-2023.)
+most besides its own, and with two buckets mostly those of all. (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al.,
+VLDB 2023.)
 """
 
 from __future__ import annotations
