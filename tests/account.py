@@ -83,7 +83,7 @@ class Storage:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.layer: int | None = None  # of weights
+        self.layer: int | None = None  # of weights and gradients
         self.holders: set[object] = set()
         self.away = False
 
@@ -144,6 +144,11 @@ class Device:
             storage.holders.discard(holder)
         self._storages = {storage for storage in self._storages if storage.holders}
 
+    def let_go(self, holder: object, storage: Storage) -> None:
+        """`holder` does not need this one any more."""
+        storage.holders.discard(holder)
+        self._storages = {one for one in self._storages if one.holders}
+
     def reach(self, above: int, workspace: int = 0) -> None:
         """For a moment there are so many bytes more, of which a kernel has `workspace` for itself."""
         if self.level + above > self.peak:
@@ -200,7 +205,7 @@ class StageAccount:
         self.targets = measurement.loss.inputs[len(self.outputs) :] if self.last else ()
         self.flights: dict[int, Flight] = {}
         self.born: set[int] = set()  # layers with gradients
-        self.stepped = False
+        self.stepped: set[int] = set()  # layers with optimizer state
         self._exist_before_training(microbatches)
 
     def _exist_before_training(self, microbatches: int) -> None:
@@ -222,13 +227,13 @@ class StageAccount:
             device.new(buffer.nbytes * any(layer in buffer.users for layer in self.layers), self._of("parameters"))
         device.new(4 * microbatches if self.last else 0, FOREVER)
         self.trained = trained
-        self._new_weights()
+        self._new_weights(self.layers)
         device.hold(self._of("current"), device.held_by(self._of("newest")))
 
-    def _new_weights(self) -> None:
-        """A version of the weights of every layer; that of a shared parameter is its first user's."""
-        for layer, nbytes in self.trained.items():
-            self.device.new(nbytes, self._of("newest")).layer = layer
+    def _new_weights(self, layers: range) -> None:
+        """A version of the weights of these layers; that of a shared parameter is its first user's."""
+        for layer in layers:
+            self.device.new(self.trained[layer], self._of("newest")).layer = layer
 
     def act(self, action: Action) -> None:
         """What an action allocates and frees."""
@@ -249,7 +254,7 @@ class StageAccount:
             for storage in self._tensors(flight, action):
                 readers = {holder[0] for holder in storage.holders if isinstance(holder, tuple)}
                 assert not readers & {"values", "targets", Kind.SEND_FORWARD}, "it is read or sent yet"
-                assert not readers & {"newest", "current"}, "forwards or updates use it yet"
+                assert action.microbatch is None or not readers & {"newest"}, "updates use it yet"
                 storage.away = True
 
     def _start(self, flight: Flight, action: Action) -> None:
@@ -265,20 +270,38 @@ class StageAccount:
                     storage.away = False
                 self.device.reach(0)
             case Kind.STASH:
-                self._keep_weights()
+                self._keep_weights(self._run_of(action))
             case Kind.STEP:
-                for weights in self.device.held_by(self._of("newest")):
+                for weights in self._newest(self._run_of(action)):
                     assert weights.holders <= {self._of("newest"), self._of("current")}, "a microbatch needs them"
-                self._step()
+                    assert not weights.away, "weights that are updated are away"
+                self._step(self._run_of(action))
             case Kind.FORWARD | Kind.FORWARD_ONLY | Kind.RECOMPUTE | Kind.BACKWARD:
                 self._compute(flight, action)
 
-    def _keep_weights(self) -> None:
+    def put_away(self, subjects: Iterable[Subject]) -> None:
+        """Parameters that move are away before the first step."""
+        for subject in subjects:
+            assert subject.what == "parameters"
+            for weights in self._newest(range(subject.layer, subject.layer + 1)):
+                weights.away = True
+
+    def _run_of(self, action: Action) -> range:
+        """The layers of an update, with the loss behind the model's last one."""
+        first, end = action.layers or (self.start, self.stop)
+        return range(first, end + (self.last and end == self.stop))
+
+    def _newest(self, layers: range) -> list[Storage]:
+        """The weights of these layers that updates change."""
+        return [weights for weights in self.device.held_by(self._of("newest")) if weights.layer in layers]
+
+    def _keep_weights(self, layers: range) -> None:
         """The newest weights are copied, and become older ones with room."""
-        for old in self.device.held_by(self._of("newest")):
+        for old in self._newest(layers):
+            assert not old.away, "weights that are copied are away"
             old.nbytes += self._room(old.layer)
-        self.device.release(self._of("newest"))
-        self._new_weights()
+            self.device.let_go(self._of("newest"), old)
+        self._new_weights(layers)
 
     def _compute(self, flight: Flight, action: Action) -> None:
         """A stage or a piece of it; the loss belongs to the piece that ends the model."""
@@ -294,8 +317,12 @@ class StageAccount:
         for weights in self.device.held_by(("uses", id(flight))):
             assert not (weights.away and first <= weights.layer < end), "weights that it needs are away"
         run[action.kind](flight, range(first, end + (self.last and end == self.stop)))
-        if first == self.start and action.kind is Kind.BACKWARD:
-            self.device.release(("uses", id(flight)))
+        if (
+            action.kind is Kind.BACKWARD
+        ):  # each layer's weights go with the last microbatch that goes backward through it
+            for weights in self.device.held_by(("uses", id(flight))):
+                if first <= weights.layer < end or weights.layer >= self.stop:
+                    self.device.let_go(("uses", id(flight)), weights)
 
     # ---------------------------------------------------------------- data and messages
 
@@ -316,6 +343,10 @@ class StageAccount:
     def _tensors(self, flight: Flight, action: Action) -> list[Storage]:
         """What a copy moves: a saved tensor or a version of weights, or those of a bundle."""
         subjects = self.program.moved(action)
+        if any(subject.what == "parameters" for subject in subjects):
+            return [
+                weights for subject in subjects for weights in self._newest(range(subject.layer, subject.layer + 1))
+            ]
         if any(subject.what == "versions" for subject in subjects):
             layers, used = {subject.layer for subject in subjects}, self.device.held_by(("uses", id(flight)))
             return [weights for weights in used if weights.layer in layers]
@@ -501,7 +532,7 @@ class StageAccount:
         shared = [s for s in self._shared_by(layer) if len(self._users(s)) > 1]
         if layer not in self.born:
             own = self.costs[layer].gradient_bytes - sum(s.gradient_bytes for s in shared)
-            self.device.new(own, self._of("parameter gradients"))
+            self.device.new(own, self._of("parameter gradients")).layer = layer
         for parameter in shared:
             waiting = ("parameter gradients", id(flight), parameter.name)
             self.device.release(waiting)
@@ -510,7 +541,7 @@ class StageAccount:
                 self.device.new(parameter.gradient_bytes, waiting)
                 flight.waiting.add(parameter.name)
             elif layer not in self.born:
-                self.device.new(parameter.gradient_bytes, self._of("parameter gradients"))
+                self.device.new(parameter.gradient_bytes, self._of("parameter gradients")).layer = layer
         self.born.add(layer)
 
     def _send_gradients(self, flight: Flight) -> None:
@@ -526,21 +557,23 @@ class StageAccount:
 
     # ---------------------------------------------------------------- the optimizer
 
-    def _step(self) -> None:
-        """One layer after the other; then gradients are gone."""
+    def _step(self, layers: range) -> None:
+        """One layer after the other; then their gradients are gone."""
         updated: set[str] = set()
-        for layer in self.layers:
+        for layer in layers:
             cost = self.costs[layer]
             known = sum(s.state_bytes - s.early_state_bytes for s in self._shared_by(layer) if s.name in updated)
-            if self.stepped:
+            if layer in self.stepped:
                 self.device.reach(cost.update_peak_bytes, cost.update_workspace_bytes)
             else:
                 self.device.reach(cost.update_first_peak_bytes - known, cost.update_first_workspace_bytes)
                 self.device.new(cost.state_bytes - cost.early_state_bytes - known, self._of("optimizer"))
             updated |= {s.name for s in self._shared_by(layer)}
-        self.stepped = True
-        self.born.clear()
-        self.device.release(self._of("parameter gradients"))
+        self.stepped.update(layers)
+        self.born.difference_update(layers)
+        for gradient in self.device.held_by(self._of("parameter gradients")):
+            if gradient.layer in layers:
+                self.device.let_go(self._of("parameter gradients"), gradient)
 
     def _room(self, layer: int) -> int:
         """For a layer's gradients and optimizer state, if every version but the newest has it; a shared one's are its
@@ -587,6 +620,9 @@ class Account:
             for number, stage in enumerate(plan.stages)
             if program.placement[number] == (device,)
         }  # fmt: skip
+        for action in program.actions[device]:
+            if action.moves_state:
+                self.stages[action.stage].put_away(program.moved(action))
         self.rest_bytes = self.device.level
         self.samples = [self._sample(step, action) for step in range(steps) for action in program.actions[device]]
         self.peak_bytes = max((sample.peak_bytes for sample in self.samples), default=0)

@@ -1,6 +1,6 @@
 """Plans with random decisions of all kinds, mixed: in every stage runs of layers that are recomputed, and saved tensors
 that are moved away, alone and in bundles, to hosts and peers, each for a share of the microbatches. Under endless
-schedules older weights, optimizer state and gradients move too, and hosts update layers.
+schedules weights of all versions, optimizer state and gradients move too, and hosts update layers.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 from moving_plans import random_place
-from moving_states import moving_states
+from moving_states import inside_recomputed, moving_states, runs
 from pipefit.actions import Subject
 from pipefit.cost.storages import StageStorages
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, StateKind, What
@@ -124,21 +123,29 @@ def _names(plan: Plan, stage: int) -> Iterator[tuple[tuple[int, int], Collection
 
 
 def _with_state(plan: Plan, rng: Random) -> Plan:
-    """The plan with older weights and state moved too; gradients only where no layers share a parameter, which parts of
-    a stage could not.
+    """The plan with weights and state moved too; gradients and the newest weights only where no layers share a
+    parameter, which parts of a stage could not.
     """
-    kinds: tuple[StateKind, ...] = ("optimizer",) if plan.measurement.shared else ("optimizer", "gradients")
-    return moving_states(replace(plan, decisions=(*plan.decisions, *_versions(plan, rng))), rng, kinds)
+    alone: tuple[StateKind, ...] = ("optimizer", "gradients", "parameters")
+    kinds = alone[:1] if plan.measurement.shared else alone
+    found = moving_states(replace(plan, decisions=(*plan.decisions, *_versions(plan, rng))), rng, kinds)
+    return replace(found, decisions=tuple(one for one in found.decisions if _may_move(plan, one)))
+
+
+def _may_move(plan: Plan, decision: Decision) -> bool:
+    """Whether a decision moves something else than parameters, or those of layers all of which are trained."""
+    if not (isinstance(decision.subject, State) and decision.subject.kind == "parameters"):
+        return True
+    costs = plan.measurement.costs[decision.subject.start : decision.subject.stop]
+    return any(cost.trained_bytes for cost in costs) and all(c.trained_bytes == c.parameter_bytes for c in costs)
 
 
 def _versions(plan: Plan, rng: Random) -> Iterator[Decision]:
     """In some stages that hold older weights, those of runs of layers move; where some are shared, those of all."""
-    older = plan.stages[:-1] if plan.training.schedule == "pipedream" else ()
+    older = plan.stages[:-1] if plan.training.schedule == "pipedream" else plan.stages
     for number, stage in enumerate(older):
-        edges = [stage.start, stage.stop]
-        if not plan.measurement.shared and len(range(*edges)) > 1:
-            edges.insert(1, rng.randrange(stage.start + 1, stage.stop))
-        for start, stop in pairwise(edges):
+        avoid = range(stage.start, stage.stop) if plan.measurement.shared else inside_recomputed(plan, number)
+        for start, stop in runs(stage.start, stage.stop, rng, avoid):
             if any(cost.trained_bytes for cost in plan.measurement.costs[start:stop]) and rng.random() < 0.5:
                 yield Decision(
                     stage=number,

@@ -14,7 +14,7 @@ from tiny import plan_of
 
 def mixed(schedule: str, microbatches: int = 4) -> Plan:
     """Three stages and a lender: tensors, optimizer state and gradients move to peers and the host, runs are recomputed
-    early, the host updates layers, weights move too.
+    early, the host updates layers, weights of all versions move too.
     """
     plan = plan_of(make_chain(), [2, 2, 2], microbatches=microbatches, schedule=schedule, devices=4)
     decisions = [
@@ -25,12 +25,11 @@ def mixed(schedule: str, microbatches: int = 4) -> Plan:
         moved(0, State(start=0, stop=1, kind="gradients"), "host", behind=0),
         updated_on_the_host(1, 2, 3),
         updated_on_the_host(2, 4, 6),
+        moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
+        moved(1, State(start=2, stop=3, kind="versions"), "device0"),
+        moved(0, State(start=0, stop=1, kind="parameters"), "host", behind=0),
+        moved(1, State(start=3, stop=4, kind="parameters"), "device0*1+host*2", ahead=1),
     ]
-    if schedule == "pipedream":
-        decisions += [
-            moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1),
-            moved(1, State(start=2, stop=3, kind="versions"), "device0"),
-        ]
     return replace(plan, decisions=tuple(decisions))
 
 

@@ -31,13 +31,18 @@ def _of_stage(plan: Plan, number: int, rng: Random, kinds: Sequence[StateKind]) 
             place = parse_place("host") if what is What.UPDATE else random_place(plan, stage.device, rng)
             yield _about(number, start, stop, "optimizer", place, rng, what)
         updated.update(range(start, stop) if what is What.UPDATE else ())
-    again = [d.subject for d in plan.decisions_of(number, What.RECOMPUTE)]
-    inside = {n for run in again if isinstance(run, Run) for n in range(run.start + 1, run.stop)}
+    inside = inside_recomputed(plan, number)
     for kind in ("parameters", "gradients"):
         for start, stop in runs(stage.start, stage.stop, rng, avoid=inside) if kind in kinds else ():
             if rng.random() < 0.6 and updated.isdisjoint(range(start, stop)):
                 place = random_place(plan, stage.device, rng)
                 yield _about(number, start, stop, kind, place, rng)
+
+
+def inside_recomputed(plan: Plan, stage: int) -> set[int]:
+    """The layers of a stage before which nothing may be cut, because they are recomputed with the ones before them."""
+    again = [decision.subject for decision in plan.decisions_of(stage, What.RECOMPUTE)]
+    return {n for run in again if isinstance(run, Run) for n in range(run.start + 1, run.stop)}
 
 
 def _about(

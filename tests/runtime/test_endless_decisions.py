@@ -79,6 +79,8 @@ def assert_replayed(name: str, schedule: str, seed: int, patch: pytest.MonkeyPat
     smaller = [n for n in range(least, count + 1) if n % turn == 0]
     sizes = [2 * rng.choice([count, *smaller]) for _ in range(rng.randint(2, 7))]
     sizes[-1] = rng.randint(2 * least - 1, 2 * count)
+    if name == "attention":  # over one sample it keeps other tensors, which are refused where they move
+        sizes[-1] += sizes[-1] % 2
     drains = [step for step in range(len(sizes)) if rng.random() < 0.2 or step == len(sizes) - 1]
     given = batches_of(task, sizes)
     ours = trained(task, plan, given, drains, patch)
@@ -271,7 +273,7 @@ LARGE: dict[str, Callable[[], Task]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
     """Every split over three devices passes their caps, under which one of them trains with saved tensors on the host,
-    recomputation and, under PipeDream, older weights away.
+    recomputation, and weights of all versions away.
     """
     task = LARGE[name]()
     found = profile(task, microbatch_size=8, threads=1)
@@ -292,12 +294,18 @@ def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str
 
 
 def lightened(plan: Plan) -> Plan:
-    """All that the first stage saves goes to the host, other stages recompute, and older weights go to the host."""
+    """All that the first stage saves goes to the host, other stages recompute, and weights go to the host: older ones
+    of whole stages, and of the first stage the newest, layer by layer.
+    """
     decisions = [moved(0, SavedTensors(tensors=tuple(movable(plan, 0))), "host", behind=0)]
     for number, stage in enumerate(plan.stages[1:], start=1):
         run = Run(start=stage.start, stop=stage.stop)
         decisions.append(Decision(stage=number, subject=run, what=What.RECOMPUTE))
-    for number, stage in enumerate(plan.stages[:-1] if plan.training.schedule == "pipedream" else ()):
+    for number, stage in enumerate(plan.stages[:-1]):
         weights = State(start=stage.start, stop=stage.stop, kind="versions")
         decisions.append(moved(number, weights, "host", behind=0))
+    first = plan.stages[0]
+    trained = [n for n in range(first.start, first.stop) if plan.measurement.costs[n].trained_bytes]
+    newest = (State(start=layer, stop=layer + 1, kind="parameters") for layer in trained)
+    decisions += [moved(0, state, "host", behind=0) for state in newest]
     return replace(plan, decisions=tuple(decisions))

@@ -26,8 +26,8 @@ Rearrange = Callable[[list[Action]], list[Action]]
 
 
 def weights_away(schedule: str = "pipedream") -> Plan:
-    """Three stages, of which the first moves the older weights of its first layer, as soon as that is possible."""
-    plan = plan_of(make_chain(), [2, 2, 2], microbatches=4, schedule=schedule)
+    """Three stages, of which the first moves the older weights of its only layer, as soon as that is possible."""
+    plan = plan_of(make_chain(), [1, 2, 3], microbatches=4, schedule=schedule)
     subject = State(start=0, stop=1, kind="versions")
     moves = Decision(stage=0, subject=subject, what=What.OFFLOAD, place=parse_place("host"), behind=0)
     return replace(plan, decisions=(moves,) if schedule == "pipedream" else ())
@@ -88,8 +88,8 @@ CASES: dict[str, tuple[Rearrange, int, str, str]] = {
     "in use": (
         behind("0F0", word("OFFLOAD", 0), word("WAIT_OFFLOAD", 0)),
         2,
-        r"0OFFLOAD0\[0.versions\]@host moves weights that forwards or updates still use: a WAIT_STASH must come before",
-        "weights of layer 0 cannot be moved: forwards or updates still use them",
+        r"0OFFLOAD0\[0.versions\]@host moves weights that updates would change: a STASH must come before",
+        "weights of layer 0 cannot be moved: updates would change them; copy them first",
     ),
     "by another name": (
         by_another_name,
@@ -118,6 +118,57 @@ def test_weights_that_are_not_there_or_still_in_use_are_told(name: str) -> None:
     rearrange, number, simulated, trained = CASES[name]
     plan = weights_away()
     steps = programs(plan, rearrange, number)
+    with pytest.raises(UsageError, match=f"^device 0: {simulated}"):
+        read(plan, steps)
+    with pytest.raises(UsageError, match=trained):
+        run(plan, steps)
+
+
+def newest_away() -> Plan:
+    """Three stages, of which the first moves the newest weights of its first layer, and those of the two behind it."""
+    plan = plan_of(make_chain(), [3, 2, 1], microbatches=4, schedule="pipedream")
+    subjects = (State(start=start, stop=stop, kind="parameters") for start, stop in ((0, 1), (1, 3)))
+    host = parse_place("host")
+    return replace(plan, decisions=tuple(Decision(stage=0, subject=s, what=What.OFFLOAD, place=host) for s in subjects))
+
+
+def copied_again(actions: list[Action]) -> list[Action]:
+    """The copy of the second layer's weights is one of the first layer's."""
+    one, other = parse_action("0STASH0[1:3]"), parse_action("0STASH1[0:1]")
+    instead = {one: other, one.join: other.join}
+    return [instead.get(action, action) for action in actions]
+
+
+COPIES: dict[str, tuple[Rearrange, str, str]] = {
+    "updated before it is copied": (
+        behind("0STEP0[1:3]", parse_action("0STASH0[1:3]")),
+        r"0STEP0\[1:3\] would change weights that forwards still use: a STASH must come before it",
+        "need the weights that an update would change: the program has to copy them first",
+    ),
+    "used before all is copied": (
+        behind("0STEP0[0:1]", parse_action("0WAIT_STASH0[0:1]")),
+        r"0WAIT_STASH0\[0:1\] comes before the STASH of layer 1: copy the weights of all layers first",
+        "forwards cannot use new weights before the STASH of layer 1",
+    ),
+    "copied twice": (
+        copied_again,
+        r"0STASH1\[0:1\] copies weights a second time: the WAIT of the first copy must come before it",
+        "weights of layers 0 to 0 have been copied already",
+    ),
+    "copied while away": (
+        behind("0B0[1:3]", parse_action("0STASH0[0:1]")),
+        r"0STASH0\[0:1\] needs the parameters of layer 0, which is away \(@host\)",
+        r"0STASH0\[0:1\] needs the parameters of layer 0, which is away \(@host\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_weights_that_are_copied_run_by_run_are_copied_before_they_change(name: str) -> None:
+    """By the ledger and by the runtime: nothing else can be updated, or used by forwards."""
+    rearrange, simulated, trained = COPIES[name]
+    plan = newest_away()
+    steps = programs(plan, rearrange, 1)
     with pytest.raises(UsageError, match=f"^device 0: {simulated}"):
         read(plan, steps)
     with pytest.raises(UsageError, match=trained):

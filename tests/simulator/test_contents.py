@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from compaction import compacted
-from pipefit.decisions import Decision, State, What
+from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.places import parse_place
 from pipefit.simulator import Simulation, simulate
 from pipefit.simulator.contents import all_contents, contents
@@ -77,3 +77,15 @@ def test_a_device_without_a_stage_has_no_contents() -> None:
     assert contents(plan, 1) is not None
     assert contents(plan, 2) is None
     assert all_contents(plan, simulate(plan)) == [contents(plan, device) for device in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters", "versions"])
+def test_state_that_no_first_step_moves_is_known(kind: StateKind) -> None:
+    """Three stages under PipeDream, a microbatch a step: the first stage has no gradients and no older weights yet."""
+    away = Decision(
+        stage=0, subject=State(start=1, stop=2, kind=kind), what=What.OFFLOAD, place=parse_place("host"), behind=0
+    )
+    plan = make_plan(equal_profile(6), (2, 2, 2), microbatches=1, schedule="pipedream", decisions=(away,))
+    found = contents(plan, 0)
+    assert found is not None
+    assert found.peak == simulate(plan).devices[0].peak

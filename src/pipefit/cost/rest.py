@@ -30,14 +30,11 @@ _FIELDS = {
 class StageRest:
     """The bytes of a stage that do not belong to a microbatch, in a step of `microbatches`.
 
-    `everything` says that a version of the weights has room for gradients and optimizer state too, `share` what the
-    device keeps of what replicas divide.
+    `share` is what the device keeps of what replicas divide.
     """
 
-    def __init__(
-        self, storages: StageStorages, microbatches: int, *, everything: bool = False, share: Share | None = None
-    ) -> None:
-        self.storages, self.microbatches, self.everything, self.share = storages, microbatches, everything, share
+    def __init__(self, storages: StageStorages, microbatches: int, *, share: Share | None = None) -> None:
+        self.storages, self.microbatches, self.share = storages, microbatches, share
         self._updates: dict[tuple[int, int, bool], Effect] = {}
 
     @cached_property
@@ -73,15 +70,14 @@ class StageRest:
         shared = sum(again.shared.nbytes for again in self.storages.repetitions if again.shared.gradient_bytes)
         return sum(cost.trained_bytes for cost in self.storages.costs) - shared
 
-    @property
-    def room_bytes(self) -> int:
-        """What a version takes beside its weights."""
-        return self.gradient_bytes + self.state_bytes if self.everything else 0
+    def weight_bytes_of(self, start: int, stop: int) -> int:
+        """The parameters of layers `start` to `stop - 1` that are trained."""
+        return sum(self.storages.version_bytes(n) - self.storages.room_bytes(n) for n in range(start, stop))
 
-    @property
-    def version_bytes(self) -> int:
-        """What a version of the weights takes."""
-        return self.weight_bytes + self.room_bytes
+    @cached_property
+    def versions_bytes(self) -> tuple[int, ...]:
+        """What a version of the weights takes, of every layer."""
+        return tuple(map(self.storages.version_bytes, range(self.storages.start, self.storages.stop)))
 
     @cached_property
     def early_state_bytes(self) -> int:

@@ -44,11 +44,10 @@ class StageCost:
         self._times = times
         self.storages = StageStorages(measurement, start, stop, rooms=training.versions == "everything")
         self.flights = Flights(self.storages, sent)
-        everything = training.versions == "everything"
-        self.rest = StageRest(self.storages, training.microbatches, everything=everything, share=share)
+        self.rest = StageRest(self.storages, training.microbatches, share=share)
         self.layers = frozenset(range(start, stop))
         self._seconds: dict[tuple[Kind, int, int], float] = {}
-        self.stash_seconds = copy_seconds(self.rest.weight_bytes, kind)
+        self._kind = kind
 
     @property
     def divides_gradients(self) -> bool:
@@ -67,8 +66,6 @@ class StageCost:
 
     def seconds(self, action: Action) -> float:
         """Seconds of a compute action."""
-        if action.kind is Kind.STASH:
-            return self.stash_seconds
         first, end = action.layers or (self.start, self.stop)
         found = self._seconds.get((action.kind, first, end))
         if found is None:
@@ -77,6 +74,8 @@ class StageCost:
 
     def _sum(self, kind: Kind, first: int, end: int) -> float:
         """Seconds of layers `first` to `end - 1`, and of the loss behind the model's last layer."""
+        if kind is Kind.STASH:
+            return copy_seconds(self.rest.weight_bytes_of(first, end), self._kind)
         times = self._times[first : end + (end + 1 == len(self._times))]
         if kind is Kind.STEP:
             own = self.share.owns if self.share is not None else self.layers.__contains__

@@ -172,17 +172,21 @@ class Conditions:
             raise UsageError(f"{action} moves {self._moves.homes[home]}, which is {condition}")
         return after
 
-    def check_here(self, action: Action, layers: Layers) -> None:
-        """Check that what an action of these layers needs is on the device, and up to date.
+    def check_here(self, action: Action, layers: Layers, *, newest: bool = True) -> None:
+        """Check that what an action of these layers needs is on the device, and up to date. Unless it goes through the
+        `newest` weights, it needs no parameters.
 
         Raises:
             UsageError: a state is not; says what has to come before the action.
         """
+        if action.kind is Kind.STASH and action.wait:
+            return
         key = action.kind, layers
         if key not in self._needs:
             self._needs[key] = tuple(self._needed(*key))
         for home in self._needs[key]:
-            self._check(action, home)
+            if newest or self._moves.homes[home].kind != "parameters":
+                self._check(action, home)
 
     def _needed(self, kind: Kind, layers: Layers) -> Iterator[Home]:
         """The homes of what an action of this kind and of these layers needs."""
@@ -244,7 +248,7 @@ _COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs
 }
 assert {kind for kind, _ in _COPIES} == COPIES
 _NEEDS = {  # by kind of action, the states that it needs on the device
-    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE), ("parameters",)),
+    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH), ("parameters",)),
     Kind.BACKWARD: ("parameters", "gradients"),
     **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
     Kind.STEP: ("parameters", "gradients", "optimizer"),

@@ -31,7 +31,11 @@ class Labels:
         self._plan, self._device = plan, device
         self._before = 0  # microbatches of the steps before
         self._paths: dict[tuple[int, int | None], tuple[Action, ...]] = {}
-        self._versions = {n: StageVersions(1) for n, stage in enumerate(plan.stages) if device in stage.devices}
+        self._versions = {
+            number: StageVersions(stage.start, (1,) * (stage.stop - stage.start))
+            for number, stage in enumerate(plan.stages)
+            if device in stage.devices
+        }
         self._born: set[object] = set()
         self._updated: set[int] = set()  # layers
 
@@ -57,9 +61,9 @@ class Labels:
         elif kind is Kind.BACKWARD:
             bears = (stage, action.layers) not in self._born
             self._born.add((stage, action.layers))
-            return bears, versions.backward(microbatch) if first else 0
+            return bears, versions.backward(microbatch, action.layers and action.layers[0])
         elif kind is Kind.STASH:
-            return versions.adopt() if action.wait else versions.stash()
+            return versions.adopt() if action.wait else versions.stash(action.layers)
         elif kind is Kind.STEP:
             updates = range(*(action.layers or (self._plan.stages[stage].start, self._plan.stages[stage].stop)))
             creates = self._updated.isdisjoint(updates)
@@ -83,7 +87,7 @@ def fewer(plan: Plan, programs: Sequence[Program]) -> list[Program]:
         steps = distinct_steps(plan, microbatches=count)
         if count * steps >= sum(program.microbatches for program in programs):
             continue
-        tried = [lower(plan, microbatches=count, entered=count * step) for step in range(steps)]
+        tried = [lower(plan, microbatches=count, entered=count * step, steps=step) for step in range(steps)]
         if wanted <= _known(labels(plan, tried)):
             return tried
     return list(programs)

@@ -35,7 +35,7 @@ from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, SAVING, STARTING, Assignment, Heartbeat, work
-from pipefit.schedule import whole_run
+from pipefit.schedule import Entered, whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
 
@@ -277,7 +277,7 @@ class _Supervisor:
         """The actions of a worker in the step that it is in, or behind it, where it ends what is in flight."""
         heartbeat, training = self.workers[rank].heartbeat, self.plan.training
         empties = training.endless and heartbeat.empties
-        entered = heartbeat.step * training.microbatches if training.endless else 0
+        entered = Entered(heartbeat.step * training.microbatches, heartbeat.step) if training.endless else Entered()
         program = self._programs.training(0 if empties else training.microbatches, entered, update=True)
         return program.actions[self.plan.workers[rank]]
 

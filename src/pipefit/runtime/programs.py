@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipefit.plans import Plan
 from pipefit.program import Program
-from pipefit.schedule import as_early, lower, lower_drain, lower_evaluation
+from pipefit.schedule import Entered, as_early, lower, lower_drain, lower_evaluation
 
 
 class Programs:
@@ -12,23 +12,23 @@ class Programs:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._training: dict[tuple[int, bool, int, int | None], Program] = {}
+        self._training: dict[tuple[int, bool, int, int, int | None], Program] = {}
         self._evaluations: dict[tuple[int, int | None], Program] = {}
 
-    def training(self, microbatches: int, entered: int, *, update: bool, last: int | None = None) -> Program:
+    def training(self, microbatches: int, entered: Entered, *, update: bool, last: int | None = None) -> Program:
         """The program that trains so many microbatches, or ends those in flight for none.
 
-        `last` are the samples of the last one; the plan's unless given. `entered` is the number of microbatches since
-        the pipeline was empty, under an endless schedule.
+        `last` are the samples of the last one; the plan's unless given. `entered` is what has entered under an endless
+        schedule.
         """
-        entered = as_early(self._plan, entered)
+        count, steps = as_early(self._plan, entered.microbatches), min(entered.steps, 2)
         last = self._rows(last)
-        key = microbatches, update, entered, last
+        key = microbatches, update, count, steps, last
         if key not in self._training:
             self._training[key] = (
-                lower(self._plan, microbatches=microbatches, last=last, update=update, entered=entered)
+                lower(self._plan, microbatches=microbatches, last=last, update=update, entered=count, steps=steps)
                 if microbatches
-                else lower_drain(self._plan, entered=entered)
+                else lower_drain(self._plan, entered=count, steps=steps)
             )
         return self._training[key]
 

@@ -83,7 +83,7 @@ class DeviceRunner:
         self.record = Record(stopwatch)
         self._before = 0  # microbatches of the steps before, under an endless schedule
         self._specializations: dict[int, Specialization] = {}  # by microbatch
-        self._flights: dict[tuple[int, int], Flight] = {}
+        self._flights: dict[tuple[int, int | None], Flight] = {}
         self._instructions_of: dict[int, tuple[Program, Instructions]] = {}  # by the program's id; it is kept alive
         self._training = True
         self._weights: Sequence[float] = ()
@@ -205,7 +205,7 @@ class DeviceRunner:
         Raises:
             UsageError: the runtime cannot execute this action yet.
         """
-        self.stages[action.stage].check_here(action)
+        self.stages[action.stage].check_here(action, self._flights.get((action.stage, action.microbatch)))
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or (action.part is not None and action.kind not in OF_ROWS):
             raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
@@ -268,6 +268,9 @@ class DeviceRunner:
         if first == stage.start:
             self._tag(flight.values, Category.ACTIVATIONS)
             self._tag(flight.targets, Category.ACTIVATIONS)
+        if self._training:
+            stage.take_weights(flight, first)
+            self.mover.check_weights(action, flight.luggage, range(first, end))
         if action.kind is Kind.FORWARD:
             outputs = stage.forward(flight, first, end)
         elif self._training:
@@ -368,8 +371,8 @@ class DeviceRunner:
         self._tag(stage.optimizer_state(), Category.OPTIMIZER)
 
     def _stash(self, action: Action) -> None:
-        weights = self._versions(action)
-        kept = weights.stash()
+        weights, stage = self._versions(action), self.stages[action.stage]
+        kept = weights.stash(action.layers or (stage.start, stage.stop))
         self._tag(kept, Category.VERSIONS)
         self._tag(weights.parameters, Category.PARAMETERS)
 

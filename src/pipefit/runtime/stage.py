@@ -134,7 +134,6 @@ class StageRunner:
         Otherwise it returns nothing, and the values wait in `flight`.
         """
         piece = flight.pieces[first] = Piece(first, end)
-        self._take_weights(flight, first)
         with self._weights_of(flight):
             values = self._with_graph(flight, piece, flight.values, flight.targets)
         return self._leaving(flight, end, values)
@@ -154,7 +153,6 @@ class StageRunner:
         versions = [value._version for value in piece.inputs]
         copies = self.storages.costs[first - self.start].mutates_inputs
         box = [value.clone() if copies else value for value in piece.inputs]
-        self._take_weights(flight, first)
         with self._weights_of(flight):
             values = self._run_unsaved(flight, piece, box)
         if versions != [value._version for value in piece.inputs]:
@@ -194,7 +192,7 @@ class StageRunner:
             self.losses[flight.microbatch].copy_(flight.loss(values, take(flight.targets)))
             return ()
 
-    def _take_weights(self, flight: Flight, first: int) -> None:
+    def take_weights(self, flight: Flight, first: int) -> None:
         """The version of weights that a microbatch goes through is that of its first forward in the stage."""
         if self.weights is not None and first == self.start:
             flight.version = self.weights.take()
@@ -298,11 +296,11 @@ class StageRunner:
             del flight.pieces[piece.first]
         del piece
         pieces.clear()
+        if self.weights is not None and flight.version is not None:
+            self.weights.give_back(flight.version, range(first, end))
         if first > self.start:
             return []
-        if self.weights is not None and flight.version is not None:
-            self.weights.give_back(flight.version)
-            flight.version = flight.luggage.weights = None
+        flight.version = flight.luggage.weights = None
         gradients, flight.gradients = flight.gradients, []
         return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name, self.device)
 
@@ -338,7 +336,7 @@ class StageRunner:
         """
         layers = action.layers or (self.start, self.stop)
         if self.weights is not None:
-            self.weights.check_update()
+            self.weights.check_update(layers)
         if action.place is not None:
             self._moving(action).update_elsewhere(action, layers, self.updates)
             return
@@ -347,17 +345,19 @@ class StageRunner:
         seed_update(self.device, self.seed, self.batch_number, action.microbatch or 0, layers[0])
         self.updates.step(layers)
         if self.weights is not None:
-            self.weights.updated()
+            self.weights.updated(layers)
 
-    def check_here(self, action: Action) -> None:
-        """Check that the parameters and gradients that an action needs are on the device.
+    def check_here(self, action: Action, flight: Flight | None) -> None:
+        """Check that the parameters and gradients that an action, of that microbatch in flight, needs are here.
 
         Raises:
             UsageError: some are away.
         """
         layers = action.layers or (self.start, self.stop)
         if self.states is not None and action.place is None:
-            self.states.conditions.check_here(action, layers)
+            version = None if flight is None else flight.version
+            newest = self.weights is None or self.weights.needs_newest(action, version)
+            self.states.conditions.check_here(action, layers, newest=newest)
         if self.gathered and action.kind in _THROUGH_LAYERS:
             self.gathered.check(action, layers)
 

@@ -56,7 +56,7 @@ from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport
-from pipefit.schedule import loss_delay, step_programs, updates_alone, whole_run
+from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone, whole_run
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
 
@@ -117,7 +117,7 @@ class Trainer:
         self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
         self._accumulated = 0  # batches since the last update
         self._programs = Programs(plan)
-        self._entered = 0  # microbatches since the pipeline was empty, under an endless schedule
+        self._entered = Entered()  # since the pipeline was empty, under an endless schedule
         self._untold: deque[Untold] = deque()
         self._kernels = Kernels(torch.get_num_threads())
         self.distributed = joins_workers(plan, timeout_seconds, share_device=share_device)
@@ -189,13 +189,13 @@ class Trainer:
             given = self._cut(both)
             update = self._accumulated + 1 == self.accumulate
             program = self._programs.training(len(given.sizes), self._entered, update=update, last=given.sizes[-1])
-            if self._accumulated == 0 and not self._entered:
+            if self._accumulated == 0 and not self._entered.steps:
                 self._drop_gradients()
             result = self._run(given, program, self.accumulate, training=True)
             if not self.late:
                 result.join()  # so that the step's time is that of all devices
             self._accumulated = 0 if update else self._accumulated + 1
-            self._entered += len(given.sizes) if program.endless else 0
+            self._entered = self._entered.then(len(given.sizes)) if program.endless else Entered()
         seconds = self._clock() - began
         self._step_seconds.append(seconds)
         report = report_of(next(self.stages), self.steps_done - 1, seconds, sum(given.sizes))
@@ -358,11 +358,11 @@ class Trainer:
 
     def _drain(self) -> None:
         """End what is in flight, if anything is."""
-        if self._entered:
+        if self._entered.steps:
             with undisturbed():  # the caller may be evaluating
                 self._run_program(self._programs.training(0, self._entered, update=True), inputs=[], targets=[])
             self._lending.settle()
-            self._entered = 0
+            self._entered = Entered()
 
     def _run(self, cut: Cut, program: Program, batches: int, *, training: bool) -> Result:
         """Run `program` on a batch that is one of `batches` in an update; its mean loss, on its way to all workers."""
@@ -387,7 +387,7 @@ class Trainer:
             try:
                 run_in_turn(self.runners, program=program, groups=self._groups, **options)
             except BaseException:
-                self._accumulated = self._entered = 0  # the gradients are lost, and what was in flight
+                self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
                 self._untold.clear()
                 raise
         self._kernels.keep()

@@ -13,16 +13,18 @@ parameter and pass, and no memory beside the versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.actions import Action
+from pipefit.actions import COMPUTE, Action, Kind
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import storage_key
+from pipefit.cost.states import Layers
 from pipefit.errors import UsageError
 
 Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
@@ -30,14 +32,16 @@ Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, an
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """Weights that microbatches go through: a leaf for each trained parameter, and how many microbatches use them.
+    """Weights that microbatches go through: a leaf for each trained parameter, and by layer how many microbatches still
+    need it.
 
-    A version that is not the newest any more may have `rooms` for gradients and optimizer state, by layer, which nobody
-    uses. The weights of layers that are `away`, or on their way, have been moved.
+    The leaves of layers that nobody needs any more are None. A version that is not the newest any more may have `rooms`
+    for gradients and optimizer state, by layer, which nobody uses. The weights of layers that are `away`, or on their
+    way, have been moved.
     """
 
-    leaves: list[nn.Parameter]
-    users: int = 0
+    leaves: list[nn.Parameter | None]
+    users: Counter[int] = field(default_factory=Counter)
     rooms: dict[int, Tensor] = field(default_factory=dict)
     away: set[int] = field(default_factory=set)
 
@@ -61,6 +65,7 @@ class Weights:
 
     def __init__(self, layers: Sequence[ChainLayer], *, start: int, rooms: Sequence[int], device: torch.device) -> None:
         self._rooms, self._device = dict(enumerate(rooms, start)), device
+        self._layers = range(start, start + len(layers))
         self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
         named = [(layer.name, name, p) for layer in layers for name, p in layer.module.named_parameters()]
         self._names = {id(p): f"{name} of layer {layer}" for layer, name, p in reversed(named) if p.requires_grad}
@@ -69,60 +74,100 @@ class Weights:
         self._check()
         self._bound: dict[int, _Bound] = {}
         self._newest = self._current = Version(self._leaves())
+        self._copied = frozenset(self._layers)  # layers of which the newest version is a copy of its own
 
     def take(self) -> Version:
         """The version that a microbatch goes through whose forward begins."""
-        self._current.users += 1
+        self._current.users.update(self._layers)
         return self._current
 
-    def give_back(self, version: Version) -> None:
-        """A microbatch has gone backward."""
-        version.users -= 1
+    def give_back(self, version: Version, layers: Iterable[int]) -> None:
+        """A microbatch has gone backward through these layers, whose older weights go with their last user."""
+        version.users.subtract(layers)
+        self._drop_unused(version)
 
-    def stash(self) -> list[Tensor]:
-        """Copy the newest weights, for updates of the copy; what the version holds that was the newest until now."""
-        rooms = {layer: nbytes for layer, nbytes in self._rooms.items() if nbytes}
-        self._newest.rooms = {
-            layer: torch.empty(nbytes, dtype=torch.uint8, device=self._device) for layer, nbytes in rooms.items()
-        }
-        kept: list[Tensor] = [*self._newest.leaves, *self._newest.rooms.values()]
+    def stash(self, layers: Layers) -> list[Tensor]:
+        """Copy the newest weights of a run of layers, for updates of the copy; what the version that was the newest
+        holds there.
+
+        Raises:
+            UsageError: they have been copied already, and forwards do not go through the copy yet.
+        """
+        if self._newest is self._current:
+            self._newest, self._copied = Version(list(self._current.leaves)), frozenset()
+        if not self._copied.isdisjoint(range(*layers)):
+            raise UsageError(f"weights of layers {layers[0]} to {layers[1] - 1} have been copied already")
+        self._copied |= frozenset(range(*layers))
+        rooms = {n: torch.empty(self._rooms[n], dtype=torch.uint8, device=self._device) for n in range(*layers)}
+        self._current.rooms |= {layer: room for layer, room in rooms.items() if room.nbytes}
+        kept: list[Tensor] = [room for room in rooms.values() if room.nbytes]
         with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.data = parameter.data.clone()
-        self._newest = Version(self._leaves())
+            for number, parameter in enumerate(self.parameters):
+                if self._layer_of[id(parameter)] in range(*layers):
+                    kept.append(parameter.data)
+                    parameter.data = parameter.data.clone()
+                    self._newest.leaves[number] = nn.Parameter(parameter.data)
         return kept
 
     def adopt(self) -> None:
-        """Forwards go through the newest weights from now on."""
-        self._current = self._newest
-
-    def check_update(self) -> None:
-        """Check that no microbatch in flight goes through the newest weights, which are about to change.
+        """Forwards go through the newest weights from now on.
 
         Raises:
-            UsageError: some do.
+            UsageError: some layers have not been copied.
         """
-        if self._newest.users:
+        if missing := frozenset(self._layers) - self._copied:
+            raise UsageError(f"forwards cannot use new weights before the STASH of layer {min(missing)}")
+        before, self._current = self._current, self._newest
+        self._drop_unused(before)
+
+    def needs_newest(self, action: Action, version: Version | None) -> bool:
+        """Whether an action needs the weights that updates change: every one but passes of microbatches that have gone
+        forward through another `version`, or are about to go through the current one where that is another.
+        """
+        is_pass = action.kind in COMPUTE and action.kind is not Kind.STEP
+        return not is_pass or (version or self._current) is self._newest
+
+    def check_update(self, layers: Layers) -> None:
+        """Check that nobody goes through the newest weights of these layers, which are about to change.
+
+        Raises:
+            UsageError: microbatches in flight do, or coming forwards would.
+        """
+        users = max(self._newest.users.values(), default=0)
+        if users or not self._copied.issuperset(range(*layers)):
+            who = f"{users} microbatches in flight" if users else "coming forwards"
             raise UsageError(
-                f"{self._newest.users} microbatches in flight need the weights that an update would change: the "
-                "program has to copy them first, with a STASH"
+                f"{who} need the weights that an update would change: the program has to copy them first, with a STASH"
             )
 
-    def updated(self) -> None:
-        """The newest weights have been updated, perhaps into other memory."""
-        self._newest.leaves = self._leaves()
+    def updated(self, layers: Layers) -> None:
+        """The newest weights of these layers have been updated, perhaps into other memory."""
+        for number, parameter in enumerate(self.parameters):
+            if self._layer_of[id(parameter)] in range(*layers):
+                self._newest.leaves[number] = nn.Parameter(parameter.data)
+
+    def _drop_unused(self, version: Version) -> None:
+        """Drop the layers of an older version that nobody needs any more."""
+        if version in (self._newest, self._current):
+            return
+        for layer in self._layers:
+            if not version.users[layer]:
+                version.rooms.pop(layer, None)
+        for number, parameter in enumerate(self.parameters):
+            if not version.users[self._layer_of[id(parameter)]]:
+                version.leaves[number] = None
 
     def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
         """The memory of a layer in a version; that of a shared weight belongs to the first layer that has it.
 
         Raises:
-            UsageError: forwards or updates use the version, or a parameter is a part of other memory.
+            UsageError: updates would change the version, or a parameter is a part of other memory.
         """
-        if version in (self._newest, self._current):
-            raise UsageError(f"weights of layer {layer} cannot be moved: forwards or updates still use them")
+        if version is self._newest or (version is self._current and layer not in self._copied):
+            raise UsageError(f"weights of layer {layer} cannot be moved: updates would change them; copy them first")
         found = []
         for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
-            if self._layer_of[id(parameter)] == layer:
+            if self._layer_of[id(parameter)] == layer and leaf is not None:
                 storage = leaf.untyped_storage()
                 if storage.nbytes() != leaf.nbytes or not storage.resizable():
                     raise UsageError(
@@ -135,6 +180,7 @@ class Weights:
     def forget(self) -> None:
         """Nothing is in flight any more, because a step has failed."""
         self._newest = self._current = Version(self._leaves())
+        self._copied = frozenset(self._layers)
 
     @contextmanager
     def put(self, version: Version, layers: Sequence[ChainLayer]) -> Iterator[None]:
@@ -142,7 +188,8 @@ class Weights:
         slots = self._slots(layers)
         try:
             for part, name, number in slots:
-                _set(part, name, version.leaves[number])
+                if (leaf := version.leaves[number]) is not None:
+                    _set(part, name, leaf)
             yield
         finally:
             for part, name, number in slots:
@@ -158,8 +205,8 @@ class Weights:
         _hand_over(self.parameters, version.leaves)
         with self.put(version, layers):
             yield
-        for parameter in self.parameters:
-            if parameter.grad is not None:
+        for parameter, leaf in zip(self.parameters, version.leaves, strict=True):
+            if leaf is not None and parameter.grad is not None:
                 raise UsageError(
                     f"parameter {self._names[id(parameter)]} was used past the attribute that holds it, as from a list "
                     "or another module, where it has no versions: read it from its attribute in the forward, or use "
@@ -167,7 +214,7 @@ class Weights:
                 )
         _hand_over(version.leaves, self.parameters)
 
-    def _leaves(self) -> list[nn.Parameter]:
+    def _leaves(self) -> list[nn.Parameter | None]:
         """New parameters on the data of the optimizer's, with a count of changes of their own."""
         return [nn.Parameter(parameter.data) for parameter in self.parameters]
 
@@ -225,7 +272,8 @@ def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
         setattr(part, name, parameter)
 
 
-def _hand_over(giving: Sequence[nn.Parameter], taking: Sequence[nn.Parameter]) -> None:
-    """Move gradients from one list of parameters to another."""
+def _hand_over(giving: Sequence[nn.Parameter | None], taking: Sequence[nn.Parameter | None]) -> None:
+    """Move gradients from one list of parameters to another, where both have one."""
     for giver, taker in zip(giving, taking, strict=True):
-        taker.grad, giver.grad = giver.grad, None
+        if giver is not None and taker is not None:
+            taker.grad, giver.grad = giver.grad, None

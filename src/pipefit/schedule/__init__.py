@@ -17,13 +17,14 @@ from pipefit.schedule.lower import (
     whole_run,
 )
 from pipefit.schedule.order import Compute, Endless, Schedule
-from pipefit.schedule.steps import as_early
+from pipefit.schedule.steps import Entered, as_early
 
 __all__ = [
     "ENDLESS",
     "SCHEDULES",
     "Compute",
     "Endless",
+    "Entered",
     "Schedule",
     "as_early",
     "distinct_steps",

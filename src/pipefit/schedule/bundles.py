@@ -36,9 +36,9 @@ def moved_states(plan: Plan) -> list[Decision]:
 
 
 def state_edges(plan: Plan, stage: int) -> list[int]:
-    """Where parameters or gradients of a stage that move begin and end."""
-    runs = [d.subject for d in moved_states(plan) if d.stage == stage and isinstance(d.subject, State)]
-    return sorted({edge for run in runs for edge in (run.start, run.stop)})
+    """Where parameters, gradients or versions of weights of a stage that move begin and end."""
+    states = (d.subject for d in plan.decisions_of(stage, What.OFFLOAD) if isinstance(d.subject, State))
+    return sorted({edge for run in states if run.kind != "optimizer" for edge in (run.start, run.stop)})
 
 
 def named(subjects: tuple[Subject, ...], bundles: Bundles) -> Subject | Bundle:

@@ -49,27 +49,20 @@ def check_endless(plan: Plan) -> None:
 
 
 def _check_state(plan: Plan, decision: Decision, state: State) -> None:
-    """Check that a state is not the weights in use, and that a stage holds older versions of them for some time.
+    """Check that weights that move exist, as a stage holds older versions of them for some time, or newest ones.
 
     Raises:
-        UsageError: it is not; says why.
+        UsageError: they do not, or belong to layers that stay; says why.
     """
-    name, last = plan.training.schedule, len(plan.stages) - 1
+    last = len(plan.stages) - 1
     if state.kind in ("optimizer", "gradients"):
         return
-    if state.kind != "versions":
-        why = f"the weights in use stay under schedule {name}: move versions of them, or parameters under 1f1b"
-    elif name == "pipedream-2bw":
-        why = (
-            "pipedream-2bw needs both versions at every update and in the backwards before it, when a stage is "
-            "fullest; use pipedream"
+    if state.kind == "versions" and plan.training.schedule == "pipedream" and decision.stage == last:
+        raise UsageError(
+            f"{decision}: stage {last} is the last one and updates in place, so that it has no older weights; leave it "
+            "out"
         )
-    elif decision.stage == last:
-        why = f"stage {last} is the last one and updates in place, so that it has no older weights; leave it out"
-    else:
-        _check_layers(plan, decision, state)
-        return
-    raise UsageError(f"{decision}: {why}")
+    _check_layers(plan, decision, state)
 
 
 def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
@@ -82,6 +75,12 @@ def _check_layers(plan: Plan, decision: Decision, state: State) -> None:
     costs = plan.measurement.costs[state.start : state.stop]
     if not any(cost.trained_bytes for cost in costs):
         raise UsageError(f"{decision}: these layers have no weights that are trained; leave them out")
+    frozen = next((n for n, cost in zip(layers, costs, strict=True) if cost.trained_bytes < cost.parameter_bytes), None)
+    if state.kind == "parameters" and frozen is not None:
+        raise UsageError(
+            f"{decision}: layer {frozen} has weights that are not trained, which all microbatches go through, whatever "
+            "their version; leave it out, or use schedule 1f1b"
+        )
     for shared in plan.measurement.shared:
         inside = [user in layers for user in shared.users if stage.start <= user < stage.stop]
         if shared.gradient_bytes and any(inside) and not all(inside):

@@ -116,7 +116,7 @@ def distinct_steps(plan: Plan, *, microbatches: int | None = None) -> int:
     pipeline fills first, and then the versions of weights grow apart.
     """
     count = microbatches or plan.training.microbatches
-    settling = -(-settled(plan) // count) + 1 if is_endless(plan) else 0
+    settling = -(-settled(plan, count) // count) + 1 if is_endless(plan) else 0
     return max(distinct_steps_of(plan.training.schedule, len(plan.stages), count), settling)
 
 
@@ -143,7 +143,13 @@ def updates_alone(plan: Plan) -> bool:
 
 
 def lower(
-    plan: Plan, *, microbatches: int | None = None, last: int | None = None, update: bool = True, entered: int = 0
+    plan: Plan,
+    *,
+    microbatches: int | None = None,
+    last: int | None = None,
+    update: bool = True,
+    entered: int = 0,
+    steps: int | None = None,
 ) -> Program:
     """The program of one training step of `plan`.
 
@@ -152,6 +158,7 @@ def lower(
         last: samples of its last microbatch, if these are fewer than the plan's.
         update: False leaves the gradients where they are, to be added to by the next batch.
         entered: under an endless schedule, the microbatches of the steps before since the pipeline was empty.
+        steps: how many steps these were; as many as they need with the plan's microbatches unless given.
 
     Raises:
         UsageError: a decision cannot be carried out, the schedule is not for such stages, two stages of a device share
@@ -165,17 +172,17 @@ def lower(
                 f"schedule {plan.training.schedule} updates in every step: it cannot accumulate the gradients of "
                 "several batches; use larger batches, or schedule 1f1b"
             )
-        return _program(plan, count, *_endless(plan, count, entered, range(len(plan.ranks))), endless=True)
+        return _program(plan, count, *_endless(plan, count, entered, range(len(plan.ranks)), steps), endless=True)
     return _program(plan, count, *_synchronous(plan, count, range(len(plan.ranks)), last=last, update=update))
 
 
-def lower_drain(plan: Plan, *, entered: int) -> Program:
-    """The program that ends the microbatches in flight under an endless schedule, after so many have entered.
+def lower_drain(plan: Plan, *, entered: int, steps: int | None = None) -> Program:
+    """The program that ends the microbatches in flight under an endless schedule; the arguments are those of `lower`.
 
     Raises:
         UsageError: as `lower`.
     """
-    return _program(plan, 0, *_endless(plan, 0, entered, range(len(plan.ranks))), endless=True)
+    return _program(plan, 0, *_endless(plan, 0, entered, range(len(plan.ranks)), steps), endless=True)
 
 
 def lower_evaluation(plan: Plan, *, microbatches: int, last: int | None = None) -> Program:
@@ -229,8 +236,10 @@ def _synchronous(
     return _of_devices(plan, ranks, actions, microbatches, last), bundles
 
 
-def _endless(plan: Plan, microbatches: int, entered: int, ranks: Sequence[int]) -> tuple[_OfDevices, Bundles]:
-    """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches.
+def _endless(
+    plan: Plan, microbatches: int, entered: int, ranks: Sequence[int], steps: int | None = None
+) -> tuple[_OfDevices, Bundles]:
+    """What the devices of these ranks do in one step of an endless schedule, after `entered` microbatches in `steps`.
 
     Of no microbatches, it is the drain.
     """
@@ -238,10 +247,11 @@ def _endless(plan: Plan, microbatches: int, entered: int, ranks: Sequence[int]) 
     check_endless(plan)
     if microbatches:
         check_in_turn(plan, entered)
+    steps = -(-entered // plan.training.microbatches) if steps is None else steps
     schedule, bundles, entered = ENDLESS[plan.training.schedule], bundles_of(plan), as_early(plan, entered)
     found: _OfDevices = {}
     for rank in ranks:
-        stream = Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered)
+        stream = Stream(plan, schedule, rank, bundles, microbatches=microbatches, entered=entered, steps=steps)
         found[plan.stages[rank].device] = stream.step() if microbatches else stream.drain()
     return found, bundles
 

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from pipefit.actions import Action, Kind
-from pipefit.decisions import Decision, Run, What
+from pipefit.decisions import Decision, Run, State, What
 from pipefit.errors import UsageError
 from pipefit.grids import Stage
 from pipefit.plans import Plan
-from pipefit.schedule.bundles import moved_states, state_edges
+from pipefit.schedule.bundles import state_edges
 from pipefit.schedule.order import Order
 from pipefit.schedule.sums import cut_for_sums
 
@@ -44,9 +44,9 @@ def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[li
     Raises:
         UsageError: as `recomputed`.
     """
-    recomputes = any(decision.what is What.RECOMPUTE for decision in plan.decisions)
+    cutting = any(one.what is What.RECOMPUTE or isinstance(one.subject, State) for one in plan.decisions)
     buckets = any(stage.grid.data > 1 and stage.grid.buckets > 1 for stage in plan.stages)
-    if not recomputes and not moved_states(plan) and not buckets:
+    if not cutting and not buckets:
         return [[action] for action in order]
     units: list[list[Action]] = []
     early: list[list[Action]] = [[] for _ in order]  # recomputations that come before the unit of this number
@@ -133,7 +133,7 @@ def _divided(
 
 
 def _cut(piece: Piece, edges: Sequence[int]) -> list[Piece]:
-    """A piece, divided where parameters or gradients that move begin and end.
+    """A piece, divided where parameters, gradients or versions of weights that move begin and end.
 
     Raises:
         UsageError: they do so within a run that is recomputed as a whole.

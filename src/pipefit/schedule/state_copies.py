@@ -16,18 +16,19 @@ the next run come while this one computes.
 Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
 at the edges of the layers (`pipefit.schedule.recomputation`), so that only those in use are there.
 
-Under an endless schedule gradients alone move so (`gradient_moves`), each time from the first backward behind an update
-to the next update.
+Under an endless schedule gradients move so from the first backward behind an update to the next update
+(`gradient_moves`), and parameters within every step (`weights_copied`): those that updates change, which forwards use
+but for the time from a STASH to its join, and backwards only where no update has come since their forward.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 
-from pipefit.actions import COLLECTIVE, COMPUTE, Action, Kind
+from pipefit.actions import COLLECTIVE, COMPUTE, FORWARDS, Action, Kind
 from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
@@ -46,15 +47,39 @@ def states_copied(actions: Sequence[Action], plan: Plan, bundles: Bundles) -> li
     if not decisions:
         return list(actions)
     check_moved(decisions, plan)
-    copies = _Copies(Timeline(actions))
+    copies = StateCopies(Timeline(actions))
     for decision in decisions:
         copies.add(decision, _action(decision, bundles))
     return list(copies.merged())
 
 
+def weights_copied(
+    actions: Sequence[Action], earlier: Sequence[Action], decisions: Sequence[Decision], bundles: Bundles
+) -> list[Action]:
+    """One rank's step, behind `earlier` compute actions, with the newest weights away but where they are used."""
+    copies = StateCopies(Timeline(actions), through_older_weights(earlier, actions))
+    for decision in decisions:
+        copies.add(decision, _action(decision, bundles))
+    return list(copies.merged())
+
+
+def through_older_weights(earlier: Sequence[Action], actions: Sequence[Action]) -> frozenset[int]:
+    """The positions in `actions` of what goes through weights that an update has followed, after `earlier` ones."""
+    newest = current = 0
+    versions, found = dict[int | None, int](), set[int]()
+    for position, action in enumerate((*earlier, *actions), start=-len(earlier)):
+        if action.kind in FORWARDS:
+            versions.setdefault(action.microbatch, current)
+        if action.kind is Kind.STASH:
+            newest, current = (newest, newest) if action.wait else (current + 1, current)
+        elif action.kind is not Kind.STEP and versions.get(action.microbatch) != newest:
+            found.add(position)
+    return frozenset(found)
+
+
 def gradient_moves(timeline: Timeline, decisions: Sequence[Decision], bundles: Bundles) -> Iterator[Move]:
     """What one rank moves away and back by decisions to offload gradients, between two uses."""
-    copies = _Copies(timeline)
+    copies = StateCopies(timeline)
     for decision in decisions:
         yield from copies.gaps(decision, _action(decision, bundles))
 
@@ -68,11 +93,14 @@ def brought_in(actions: Sequence[Action], stages: Sequence[int], plan: Plan, bun
     return [*reloads, *joins, *actions, *offloads, *(offload.join for offload in offloads)]
 
 
-class _Copies:
-    """A rank's actions, and the copies of state to insert before and after each of them."""
+class StateCopies:
+    """A rank's actions, and the copies of state to insert before and after each of them.
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.actions = timeline, timeline.actions
+    Those at the positions `without` do not need parameters, though they are of their layers.
+    """
+
+    def __init__(self, timeline: Timeline, without: Container[int] = ()) -> None:
+        self.timeline, self.actions, self.without = timeline, timeline.actions, without
         self.before: dict[int, list[Action]] = defaultdict(list)
         self.behind: dict[int, list[Action]] = defaultdict(list)
         self.computing = [n for n, action in enumerate(self.actions) if _computes(action)]
@@ -84,19 +112,27 @@ class _Copies:
             return
         reload = offload._replace(kind=Kind.RELOAD)
         if _kind(decision) == "parameters":
-            self._insert(self._begin(decision, uses[0]), uses[0], reload)
+            self._insert(self._begin(uses[0], decision.ahead), uses[0], reload)
         for move in self.gaps(decision, offload):
             self._leave(move.start, move.freed, offload)
             self._insert(move.back, move.users[0], reload)
         if _kind(decision) == "parameters":
-            self._leave(uses[-1], self._freed(decision, uses[-1]), offload)
+            behind = 0 if self._is_unchanged(decision, uses[-1]) else decision.behind
+            self._leave(uses[-1], self._freed(uses[-1], behind), offload)
 
     def gaps(self, decision: Decision, offload: Action) -> Iterator[Move]:
         """When a state is away between two uses."""
         for one, following in self._pairs(decision):
-            freed, begin = self._freed(decision, one), self._begin(decision, following)
-            if any(map(_computes, self.actions[freed + 1 : begin])):
-                yield Move(offload, one, freed, begin, (following,))
+            behind = 0 if self._is_unchanged(decision, one) else decision.behind
+            if move := self.gap(offload, one, (following,), behind=behind, ahead=decision.ahead):
+                yield move
+
+    def gap(self, offload: Action, one: int, users: tuple[int, ...], *, behind: int, ahead: int) -> Move | None:
+        """The way of a state behind `one`, and back before `users`; None if nothing is computed while it is away."""
+        freed, begin = self._freed(one, behind), self._begin(users[0], ahead)
+        if any(map(_computes, self.actions[freed + 1 : begin])):
+            return Move(offload, one, freed, begin, users)
+        return None
 
     def merged(self) -> Iterator[Action]:
         """The actions with the copies inserted."""
@@ -113,9 +149,10 @@ class _Copies:
             if gradients and action.kind in COLLECTIVE and not action.wait:
                 yield number
                 return
-            if action.stage != decision.stage or not _computes(action):
+            copied = action.kind is Kind.STASH and not action.wait
+            if action.stage != decision.stage or not (copied or _computes(action)):
                 continue
-            if gradients and action.kind not in (Kind.BACKWARD, Kind.STEP):
+            if number in self.without if not gradients else action.kind not in (Kind.BACKWARD, Kind.STEP):
                 continue
             if action.layers is None or (action.layers[0] < stop and start < action.layers[1]):
                 yield number
@@ -137,18 +174,20 @@ class _Copies:
             if not missing:
                 yield one, following
 
-    def _freed(self, decision: Decision, use: int) -> int:
-        """The position behind which an OFFLOAD is joined that starts behind `use`; freeing alone takes no time."""
-        if _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP:
-            return use
-        last = min(bisect_left(self.computing, use) + decision.behind, len(self.computing) - 1)
-        return max(use, self.computing[last]) if decision.behind else use
+    def _is_unchanged(self, decision: Decision, use: int) -> bool:
+        """Whether a state is at its home as it is behind `use`, so that its OFFLOAD only frees, which takes no time."""
+        return _kind(decision) == "parameters" and self.actions[use].kind is not Kind.STEP
 
-    def _begin(self, decision: Decision, use: int) -> int:
+    def _freed(self, use: int, behind: int) -> int:
+        """The position behind which an OFFLOAD is joined that starts behind `use`."""
+        last = min(bisect_right(self.computing, use) - 1 + behind, len(self.computing) - 1)
+        return max(use, self.computing[last]) if behind else use
+
+    def _begin(self, use: int, ahead: int) -> int:
         """The position before which the RELOAD for a use starts."""
-        if not decision.ahead:
+        if not ahead:
             return use
-        first = self.computing[max(bisect_left(self.computing, use) - decision.ahead, 0)]
+        first = self.computing[max(bisect_left(self.computing, use) - ahead, 0)]
         return min(use, self.timeline.before_waiting(first))
 
     def _insert(self, begin: int, use: int, reload: Action) -> None:

@@ -8,8 +8,8 @@ the steps around the own one too, and the step takes the part that stands next t
     step before        F3 OFFLOAD3 B0 | the next one    WAIT_OFFLOAD3 F4 B1 ... WAIT_RELOAD3 B3
 
 A drain finds some of that done, and does the rest: copies on their way out are joined first, so that what is away never
-takes more than in a full pipeline; then everything comes back just before the backward that needs it. Gradients leave
-again between backwards of the drain, as they do in steps.
+takes more than in a full pipeline; then everything comes back just before the backward that needs it. Gradients and
+weights leave again between backwards of the drain, if they do so in steps, whose slots they have.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from pipefit.actions import SENDS, UPDATES, Action, Kind
-from pipefit.decisions import Decision, SavedTensors, State, What
+from pipefit.decisions import Decision, SavedTensors, State, StateKind, What
 from pipefit.plans import Plan
 from pipefit.program import shifted
 from pipefit.schedule.bundles import Bundles
@@ -29,20 +30,35 @@ from pipefit.schedule.copies import Inserted, Move, Timeline, inserted, moves_of
 from pipefit.schedule.endless import period
 from pipefit.schedule.order import Endless, Order
 from pipefit.schedule.recomputation import recomputed_units
-from pipefit.schedule.state_copies import gradient_moves
-from pipefit.schedule.updates import update_of
+from pipefit.schedule.state_copies import gradient_moves, weights_copied
+from pipefit.schedule.updates import run_by_run, update_of
 from pipefit.schedule.version_moves import version_moves
 
 
-def settled(plan: Plan) -> int:
-    """After how many microbatches steps are all alike.
+class Entered(NamedTuple):
+    """What has entered a pipeline since it was empty."""
+
+    microbatches: int = 0
+    steps: int = 0
+
+    def then(self, microbatches: int) -> Entered:
+        """What has, after a step of so many."""
+        return Entered(self.microbatches + microbatches, self.steps + 1)
+
+
+def settled(plan: Plan, microbatches: int | None = None) -> int:
+    """After how many microbatches steps of so many are all alike; of the plan's unless given.
 
     That is as soon as the pipeline is full. Where a decision reaches over the ends of steps, those that are still in
-    flight must have gone forward in a full pipeline too, and none of them through the first weights.
+    flight must have gone forward in a full pipeline too, and none of them through the first weights. Where weights move
+    under two versions, two steps must have come before.
     """
+    stages, kinds = len(plan.stages), {d.subject.kind for d in plan.decisions if isinstance(d.subject, State)}
+    if plan.training.schedule == "pipedream-2bw" and not kinds.isdisjoint(("parameters", "versions")):
+        return max(2 * stages, (microbatches or plan.training.microbatches) + 1)
     far = [d for d in plan.decisions if not (isinstance(d.subject, State) and d.subject.kind == "optimizer")]
     reaches = any(decision.ahead or decision.what is What.OFFLOAD for decision in far)
-    return 2 * len(plan.stages) - 1 if reaches else len(plan.stages)
+    return 2 * stages - 1 if reaches else stages
 
 
 def as_early(plan: Plan, entered: int) -> int:
@@ -52,17 +68,19 @@ def as_early(plan: Plan, entered: int) -> int:
 
 
 class Stream:
-    """What one rank does, from an empty pipeline on: `entered` microbatches of earlier steps, a step, and what follows.
+    """What one rank does, from an empty pipeline on: `entered` microbatches of `steps` earlier steps, a step, and what
+    follows.
 
-    Microbatches are counted from the first one in the pipeline.
+    Microbatches are counted from the first one in the pipeline. Under two versions weights depend on where steps end,
+    though only on whether there was more than one, and that each had a microbatch for every stage.
     """
 
     def __init__(
-        self, plan: Plan, schedule: Endless, rank: int, bundles: Bundles, *, microbatches: int, entered: int
+        self, plan: Plan, schedule: Endless, rank: int, bundles: Bundles, *, microbatches: int, entered: int, steps: int
     ) -> None:
         self._plan, self._schedule, self._rank, self._bundles = plan, schedule, rank, bundles
         self._microbatches, self._entered = microbatches, entered
-        self._earlier = self._order(entered, 0) if entered else []
+        self._earlier = list(self._before(entered, steps))
         self._own = self._order(microbatches, entered)
 
     def step(self) -> list[Action]:
@@ -73,7 +91,7 @@ class Stream:
         if moves := self._moves():
             before, behind = (self._by_action(places) for places in inserted(moves))
             actions = [one for a in actions for one in (*before.get(a, ()), a, *behind.get(a, ()))]
-        return [shifted(action, -self._entered) for action in actions]
+        return self._finished(actions)
 
     def drain(self) -> list[Action]:
         """The actions that end what is in flight after the earlier steps, in the place of a step."""
@@ -84,7 +102,14 @@ class Stream:
         actions = list(drained(order, self._plan, before=self._last))
         if moves := self._moves():
             actions = list(self._with_the_rest(actions, moves))
-        return [shifted(action, -self._entered) for action in actions]
+        return self._finished(actions)
+
+    def _finished(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with the parameters away between them, and with microbatches counted from the own first one."""
+        copied = (
+            weights_copied(actions, self._earlier, self._parameters, self._bundles) if self._parameters else actions
+        )
+        return [shifted(action, -self._entered) for action in copied]
 
     def _with_the_rest(self, actions: Sequence[Action], moves: Sequence[Move]) -> Iterator[Action]:
         """The actions of a drain with what the earlier steps have left to do of their moves, and its own moves."""
@@ -101,10 +126,23 @@ class Stream:
             needed.setdefault(first, []).extend((*reload, move.reload.join))
         begun = next((n for n, a in enumerate(actions) if not (a.wait and a.kind in SENDS)), len(actions))
         yield from (*actions[:begun], *joins)
-        gradients = gradient_moves(Timeline([*past, *actions]), self._gradients, self._bundles)
-        before, behind = inserted([move for move in gradients if move.start >= len(past)])
+        timeline, stage = Timeline([*past, *actions]), self._plan.stages[self._rank]
+        again = [
+            *version_moves(timeline, self._of_state("versions"), stage, self._bundles),
+            *gradient_moves(timeline, self._gradients, self._bundles),
+        ]
+        known = {move.offload._replace(microbatch=None) for move in moves}
+        again = [m for m in again if m.start >= len(past) and m.offload._replace(microbatch=None) in known]
+        before, behind = inserted(again)
         for number, action in enumerate(actions[begun:], start=len(past) + begun):
             yield from (*needed.get(action, ()), *before[number], action, *behind[number])
+
+    def _before(self, entered: int, steps: int) -> Iterator[Action]:
+        """The compute actions of the earlier steps: of one, or of two of which the last is as short as it may be."""
+        last = len(self._plan.stages)
+        sizes = (entered - last, last) if steps > 1 and entered >= 2 * last else (entered,)
+        for size, before in zip(sizes, (0, entered - last), strict=False):
+            yield from self._order(size, before) if size else ()
 
     def _order(self, microbatches: int, entered: int) -> Order:
         """The order of compute actions in a step after `entered` microbatches."""
@@ -125,11 +163,17 @@ class Stream:
 
     def _divided(self, order: Order, plan: Plan) -> list[list[Action]]:
         """What every action of an order becomes: passes in pieces by the decisions of `plan`, and updates in runs."""
-        units = recomputed_units(order, plan)
-        return [self._updated(unit[0]) if unit[0].kind is Kind.STEP else unit for unit in units]
+        before = chain([None], order)
+        pairs = zip(before, recomputed_units(order, plan), strict=False)
+        return [self._updated(one, unit[0]) if unit[0].kind in UPDATES else unit for one, unit in pairs]
 
-    def _updated(self, step: Action) -> list[Action]:
-        return list(update_of(step, self._plan, self._bundles))
+    def _updated(self, before: Action | None, action: Action) -> list[Action]:
+        """What an update becomes, or the copy of the weights `before` it, which goes with it if parameters move."""
+        if action.kind is Kind.STASH:
+            apart = self._parameters and not action.wait
+            return [] if apart else list(run_by_run(action, self._plan)) if self._parameters else [action]
+        stash = before if self._parameters and before is not None and before.kind is Kind.STASH else None
+        return list(update_of(action, self._plan, self._bundles, stash=stash))
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -138,7 +182,7 @@ class Stream:
     def _moves(self) -> list[Move]:
         """All that is moved away and back in the stream, but for updates."""
         tensors = [d for d in self._offloads if isinstance(d.subject, SavedTensors)]
-        versions = [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == "versions"]
+        versions = self._of_state("versions")
         if not tensors and not versions and not self._gradients:
             return []
         return [
@@ -153,7 +197,14 @@ class Stream:
 
     @property
     def _gradients(self) -> list[Decision]:
-        return [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == "gradients"]
+        return self._of_state("gradients")
+
+    @property
+    def _parameters(self) -> list[Decision]:
+        return self._of_state("parameters")
+
+    def _of_state(self, kind: StateKind) -> list[Decision]:
+        return [d for d in self._offloads if isinstance(d.subject, State) and d.subject.kind == kind]
 
     def _by_action(self, places: Inserted) -> dict[Action, list[Action]]:
         return {self._timeline.actions[position]: copies for position, copies in places.items()}

@@ -78,21 +78,28 @@ def _owners_update(plan: Plan, stage: int) -> bool:
     return grid.data > 1 and grid.shard in ("optimizer", "gradients")
 
 
-def update_of(step: Action, plan: Plan, bundles: Bundles) -> Iterator[Action]:
+def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | None = None) -> Iterator[Action]:
     """What the update of a whole stage becomes: updates of runs, and what moves around them.
 
-    Those of a host begin first and are joined last, and the device's come between.
+    Those of a host begin first and are joined last, and the device's come between. A `stash` copies the weights of
+    every run just before its update; those of a host's runs at first.
 
     Raises:
         UsageError: as `runs_of`.
     """
     runs = runs_of(plan, step.stage)
     away = [run for run in runs if run.decision is not None and run.decision.what is What.UPDATE]
-    here = _here([run for run in runs if run not in away], plan, step, bundles)
+    yield from (_of_run(stash, run, plan) for run in away if stash is not None)
+    here = _here([run for run in runs if run not in away], plan, step, bundles, stash)
     yield from _elsewhere(away, plan, step, bundles, between=here)
 
 
-def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles) -> Iterator[Action]:
+def run_by_run(action: Action, plan: Plan) -> Iterator[Action]:
+    """An action of a whole stage, once for each run of layers that is updated by itself."""
+    return (_of_run(action, run, plan) for run in runs_of(plan, action.stage))
+
+
+def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles, stash: Action | None) -> Iterator[Action]:
     """The device's own updates, with copies of optimizer state around them."""
     before, behind = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for number, run in enumerate(runs):
@@ -106,6 +113,7 @@ def _here(runs: Sequence[_Run], plan: Plan, step: Action, bundles: Bundles) -> I
         yield from before[number]
         if run.decision is not None:
             yield _copy(Kind.RELOAD, run, "optimizer", step, bundles).join
+        yield from () if stash is None else (_of_run(stash, run, plan),)
         yield _step(run, plan, step)
         yield from behind[number]
 
@@ -128,11 +136,16 @@ def _elsewhere(
 
 
 def _step(run: _Run, plan: Plan, step: Action) -> Action:
-    """The update of a run, without layers where it is the whole stage."""
-    stage = plan.stages[step.stage]
-    whole = (run.start, run.stop) == (stage.start, stage.stop)
+    """The update of a run."""
     place = run.decision.place if run.decision is not None and run.decision.what is What.UPDATE else None
-    return step._replace(layers=None if whole else (run.start, run.stop), place=place)
+    return _of_run(step, run, plan)._replace(place=place)
+
+
+def _of_run(action: Action, run: _Run, plan: Plan) -> Action:
+    """The action for the layers of a run, without them where it is the whole stage."""
+    stage = plan.stages[action.stage]
+    whole = (run.start, run.stop) == (stage.start, stage.stop)
+    return action._replace(layers=None if whole else (run.start, run.stop))
 
 
 def _copy(kind: Kind, run: _Run, state: StateKind, step: Action, bundles: Bundles) -> Action:

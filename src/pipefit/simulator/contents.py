@@ -63,15 +63,15 @@ def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
 
 def _contents(plan: Plan, device: int, trace: Trace, programs: Sequence[Program], costs: Costs) -> Contents | None:
     peak = trace.devices[device].peak
-    first = programs[0]
+    body = programs[-1]
     stages = {
-        number: costs.of_device(plan, number, device, stage.devices, first.bundles)
+        number: costs.of_device(plan, number, device, stage.devices, body.bundles)
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }
     if peak is None or not stages:
         return None
-    ledger = Ledger(device, stages, first)
+    ledger = Ledger(device, stages, body)  # the first steps may not move everything yet
     for step in range(peak.step + 1):
         actions = programs[min(step, len(programs) - 1)].actions[device]
         here = list(map(str, actions)).index(peak.action) if step == peak.step else len(actions)

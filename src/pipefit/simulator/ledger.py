@@ -22,8 +22,7 @@ from pipefit.cost.versions import StageVersions
 from pipefit.errors import UsageError
 from pipefit.program import UncheckedProgram
 
-_AGAIN = frozenset({Kind.RECOMPUTE, Kind.BACKWARD})  # what needs the weights of a microbatch's forward again
-_OF_VERSIONS = FORWARDS | _AGAIN
+_OF_VERSIONS = FORWARDS | {Kind.RECOMPUTE, Kind.BACKWARD}  # what goes through weights
 _NONE: frozenset[Kind] = frozenset()
 
 Effects = list[tuple[int, Effect]]  # by position in the device's program; actions without an effect are left out
@@ -35,7 +34,7 @@ class Ledger:
     def __init__(self, device: int, stages: Mapping[int, StageCost], program: UncheckedProgram) -> None:
         self._device, self._stages, self._program = device, stages, program
         kept = stages.items() if program.endless else ()
-        self._versions = {number: StageVersions(stage.rest.version_bytes) for number, stage in kept}
+        self._versions = {number: StageVersions(stage.start, stage.rest.versions_bytes) for number, stage in kept}
         self._flights: dict[tuple[int, int | None], Residency] = {}
         self._born: set[int] = set()  # layers with gradients
         self._complete: set[int] = set()  # stages all of whose layers have gradients
@@ -136,7 +135,7 @@ class Ledger:
             self._incomplete = self._lacking()
             return found
         if action.kind is Kind.STASH:
-            return self._stash(action)
+            return self._stash(action, stage)
         if action.kind in (Kind.UNSHARD, Kind.RESHARD):
             return self._gather(action, stage)
         if action.kind in COLLECTIVE:
@@ -152,8 +151,10 @@ class Ledger:
         residency = self._flights.get(key, stage.flights.start)
         try:
             if action.stage in self._incomplete and action.kind in COMPUTE:
-                self._states[action.stage].conditions.check_here(action, action.layers or (stage.start, stage.stop))
-                self._gathered[action.stage].check(action, range(*(action.layers or (stage.start, stage.stop))))
+                versions, layers = self._versions.get(action.stage), action.layers or (stage.start, stage.stop)
+                newest = versions is None or versions.goes_through_newest(action.microbatch)
+                self._states[action.stage].conditions.check_here(action, layers, newest=newest)
+                self._gathered[action.stage].check(action, range(*layers))
             moved: tuple[Subject, ...] = self._program.moved(action) if action.kind in COPIES else ()
             if moved and moved[0].what == "versions":
                 return self._move_versions(action, stage, moved)
@@ -161,7 +162,7 @@ class Ledger:
             self._flights[key], effect = stage.flights.apply(residency, action, moved, is_first=is_first)
         except UsageError as error:
             self._refuse(str(error))
-        if self._versions and action.kind in _AGAIN:
+        if self._versions and action.kind in _OF_VERSIONS:
             self._check_weights(action, action.microbatch, stage)
         if action.kind is Kind.BACKWARD:
             self._born.update(range(*(action.layers or (stage.start, stage.stop))))
@@ -170,19 +171,22 @@ class Ledger:
         return self._with_versions(action, stage, effect) if self._versions else effect
 
     def _with_versions(self, action: Action, stage: StageCost, found: Effect | None) -> Effect | None:
-        """The effect of an action on a microbatch, with the weights that it frees at the end of its backward."""
-        begins = action.layers is None or action.layers[0] == stage.start
-        if not begins or action.microbatch is None:
+        """The effect of an action on a microbatch, with the weights that it frees at the end of a backward."""
+        first = stage.start if action.layers is None else action.layers[0]
+        if action.microbatch is None:
             return found
-        if action.kind in FORWARDS:
-            self._versions[action.stage].forward(action.microbatch)
-        elif action.kind is Kind.BACKWARD and found is not None:
-            freed = self._versions[action.stage].backward(action.microbatch)
-            return freeing_versions(found, freed) if freed else found
+        try:
+            if action.kind in FORWARDS and first == stage.start:
+                self._versions[action.stage].forward(action.microbatch)
+            elif action.kind is Kind.BACKWARD and found is not None:
+                freed = self._versions[action.stage].backward(action.microbatch, first)
+                return freeing_versions(found, freed) if freed else found
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
         return found
 
     def _check_weights(self, action: Action, microbatch: int, stage: StageCost) -> None:
-        """Refuse a backward or a second forward whose weights are away."""
+        """Refuse a pass whose weights are away."""
         try:
             layers = range(*(action.layers or (stage.start, stage.stop)))
             self._versions[action.stage].check_present(microbatch, layers)
@@ -215,12 +219,23 @@ class Ledger:
             raise UsageError(f"{action} {error}") from error
         return None
 
-    def _stash(self, action: Action) -> Effect | None:
+    def _stash(self, action: Action, stage: StageCost) -> Effect | None:
         """A copy of the weights, or forwards that begin to use it."""
         versions = self._versions.get(action.stage)
         if versions is None:
             self._refuse(f"{action} keeps weights for later steps, but this program ends with its step")
-        return effect(versions=-versions.adopt() if action.wait else versions.stash())
+        self._check_here(action, action.layers or (stage.start, stage.stop))
+        try:
+            return effect(versions=-versions.adopt() if action.wait else versions.stash(action.layers))
+        except UsageError as error:
+            self._refuse(f"{action} {error}")
+
+    def _check_here(self, action: Action, layers: tuple[int, int]) -> None:
+        """Refuse an action if what it needs of the state of its stage is away."""
+        try:
+            self._states[action.stage].conditions.check_here(action, layers)
+        except UsageError as error:
+            self._refuse(str(error))
 
     def _is_later(self, action: Action, stage: StageCost) -> bool:
         """Whether all layers of this backward have gradients already."""
@@ -288,14 +303,14 @@ class Ledger:
         """
         if action.microbatch is not None and not self._program.endless:
             raise UsageError(f"{action} has a number, but this program is updated once, at its end: write it without")
-        if action.stage in self._versions:
-            try:
-                self._versions[action.stage].check_update()
-            except UsageError as error:
-                raise UsageError(f"{action} {error}: a STASH must come before it") from error
         start, stop = layers = action.layers or (stage.start, stage.stop)
         if not stage.start <= start < stop <= stage.stop:
             raise UsageError(f"{action} is outside its stage, which holds layers {stage.start} to {stage.stop - 1}")
+        if action.stage in self._versions:
+            try:
+                self._versions[action.stage].check_update(start, stop)
+            except UsageError as error:
+                raise UsageError(f"{action} {error}: a STASH must come before it") from error
         if action.place is not None:
             self._update_elsewhere(action, layers, stage)
             return None

@@ -78,7 +78,7 @@ class _Walk:
     def __init__(self, *, endless: bool, rooms: bool) -> None:
         self.held = self.inputs = 0
         self.early, self.gradients, self.rooms = endless, False, rooms
-        self.weights = StageVersions(1) if endless else None
+        self.weights = StageVersions(0, (1,)) if endless else None
 
     def through(self, steps: Iterable[Sequence[Action]]) -> Iterator[Surroundings]:
         """The surroundings of every compute action, and of every update while microbatches are in flight."""
