@@ -191,7 +191,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
 
     It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
     and so do the numbers. Where `old` was asked for a number of stages, there are no more of them, and stages have as
-    many replicas as were asked for, if there are devices for them.
+    many replicas and shards as were asked for, if there are devices for them.
 
     Raises:
         UsageError: the planner cannot answer for this cluster.
@@ -201,7 +201,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         return old
     made = old.provenance
     asked = made.options if made else {}
-    stages, data = asked.get("stages"), asked.get("data")
+    stages, data, shards = asked.get("stages"), asked.get("data"), asked.get("tensor")
     return plan(
         old.profile,
         cluster,
@@ -210,6 +210,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         planner=made.planner if made and made.planner in PLANNERS else "joint",
         stages=min(stages, len(cluster.devices)) if isinstance(stages, int) else None,
         data=data if isinstance(data, int) and data <= len(cluster.devices) else None,
+        tensor=shards if isinstance(shards, int) and shards <= len(cluster.devices) else None,
     )
 
 
