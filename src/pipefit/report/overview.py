@@ -39,9 +39,12 @@ def _head(overview: Overview) -> str:
         answer = f"Fits{tight}: {where}"
     lengths = plan.profile.fingerprint.lengths
     size = f"; samples of length {' and '.join(map(str, lengths))}" if lengths else ""
-    each = counted(plan.training.microbatches // row.devices, "microbatch")
+    counts = {one.one.plan.training.microbatches for one in overview.reaches}
+    fixed = counts == {plan.training.microbatches}
+    number = plan.training.microbatches if fixed else plan.training.microbatches // row.devices
+    each = counted(number, "microbatch") + ("" if fixed else " for each device")
     return (
-        f"{answer}\n{plan.training.schedule}, {each} for each device, {plan.training.precision}, kernels of "
+        f"{answer}\n{plan.training.schedule}, {each}, {plan.training.precision}, kernels of "
         f"{plan.profile.assumptions.target}{size}"
     )
 
