@@ -12,6 +12,7 @@ import pytest
 from divided import MODELS, divided, grid_plan
 from movable import movable
 from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
+from pipefit.errors import UsageError
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
@@ -91,6 +92,14 @@ def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW
 def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
     """The peaks of every device of random stages in grids, recomputed runs and moved tensors mixed in."""
     check_simulated(name, seed)
+
+
+def test_a_plan_whose_layers_were_divided_otherwise_is_refused() -> None:
+    """As by another release: its bytes would be those of other parts."""
+    plan = grid_plan(profiled("dropped", (12, 6), (2,)), [0, 3, 6], [(1, 2), (1, 1)])
+    others = tuple(replace(m, forms="0a" if m.tensor > 1 else "") for m in plan.profile.measurements)
+    with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
+        certify(divided("dropped"), replace(plan, profile=replace(plan.profile, measurements=others)))
 
 
 def test_a_stage_without_parameters_may_have_shards() -> None:

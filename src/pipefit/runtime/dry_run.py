@@ -37,7 +37,7 @@ from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
-from pipefit.runtime.replicas import Source, Sources, Wanted
+from pipefit.runtime.replicas import Source, Sources, Wanted, check_as_profiled
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.tensor_groups import without_peers
@@ -256,6 +256,7 @@ class _DryRun:
             if not wanted.group:
                 return Source.of(short.shortened(self._chain(fake, wanted.samples)))
             whole, alone = divided(wanted.samples, len(wanted.group)), without_peers(wanted.group, wanted.rank)
+            check_as_profiled(self.plan, wanted, whole)
             chain = whole.rank(alone)
             return Source.of(short.shortened(chain), RankShards.of(whole, chain, alone))
 

@@ -104,7 +104,7 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
         if not wanted.group:
             return Source.of(captured(wanted.samples, wanted.replica))
         group, divided = groups(wanted.group, wanted.rank), sharded(wanted.samples, len(wanted.group))
-        _check_as_profiled(plan, wanted, divided)
+        check_as_profiled(plan, wanted, divided)
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
@@ -115,7 +115,7 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
     return sources
 
 
-def _check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:
+def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:
     """Check that ranks divide the model as they did in its profile, and so that all workers divide it alike.
 
     Raises:
