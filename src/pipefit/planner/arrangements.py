@@ -30,7 +30,7 @@ from pipefit.planner.bounds import simple_bound, step_bound
 from pipefit.planner.degrees import SINGLE, Degree
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import least_seconds
-from pipefit.planner.joint import Search, Searched
+from pipefit.planner.joint import Search, Searched, exact_in_time
 from pipefit.planner.mixed import Mixed, mixed
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
@@ -159,7 +159,7 @@ class Trials:
                 return
             question = self.space.question_of(size, self._profile(size))
             self._least.append(least_seconds(question))
-            found = mixed(question)
+            found = mixed(question) if exact_in_time(question) else None
             self.mixed += [found] if found is not None else []
 
     def question(self, arrangement: Arrangement) -> Question:
