@@ -195,7 +195,7 @@ def test_a_model_is_planned_in_one_command(tmp_path: Path, capsys: pytest.Captur
     """It is profiled by itself, for the cluster's kernels; the plan is the one of its profile."""
     profile, plans = str(tmp_path / "profile.json"), [str(tmp_path / name) for name in ("one.json", "two.json")]
     model = ["zoo:mlp", "--set", "widths=(64, 32, 16, 8)"]
-    ask = ["--cluster", "4x-titan-rtx", "--stages", "2", "--batch-size", "16"]
+    ask = ["--cluster", "4x-titan-rtx", "--stages", "2", "--batch-size", "16", "--data", "1"]
     assert main(["profile", *model, "--microbatch-size", "4", "--target", "cuda", "-o", profile]) == 0
     assert main(["plan", profile, *ask, "-o", plans[0]]) == 0
     assert main(["plan", *model, "--microbatch-size", "4", *ask, "-o", plans[1]]) == 0
