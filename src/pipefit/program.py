@@ -76,7 +76,7 @@ class UncheckedProgram:
         """A line: all actions would be thousands."""
         actions = sum(map(len, self.actions))
         return (
-            f"<Program: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
+            f"<{type(self).__name__}: {counted(actions, 'action')} on {counted(len(self.actions), 'device')}, "
             f"{counted(self.microbatches, 'microbatch')}>"
         )
 
@@ -88,7 +88,7 @@ class UncheckedProgram:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program(UncheckedProgram):
     """A program of all devices, that can be carried out.
 
