@@ -84,6 +84,7 @@ def trace(
         program = export(stage, name, (*values, *targets), own_loss=False, autocast=dtype)
     graph = flatten(program, name, autocasts=dtype is not None)
     cuts = _without_marks(graph, program)
+    _without_casts_to_itself(graph)
     _made_anew(graph)
     inputs = {r.index: node for node in graph.nodes if (r := role(node)) and r.kind == "input"}
     return TracedStage(
@@ -242,6 +243,21 @@ def _layers(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
                 current = count
             found[node] = current
     return found
+
+
+def _without_casts_to_itself(graph: fx.Graph) -> None:
+    """Users of a `to` that changes nothing use its operand: it returns the same tensor, for which a trace would take it
+    in later blocks too.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
+            continue
+        source = node.args[0]
+        before, behind = value(source), value(node)
+        is_same = isinstance(before, Tensor) and (before.dtype, before.device) == (behind.dtype, behind.device)
+        if is_same and before.stride() == behind.stride() and True not in node.args and not node.kwargs.get("copy"):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _made_anew(graph: fx.Graph) -> None:
