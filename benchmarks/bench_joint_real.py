@@ -57,6 +57,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime.flight import Flight
+from pipefit.runtime.passes import Passes
 from pipefit.runtime.stage import StageRunner
 from pipefit.simulator import Simulation
 from pipefit.training import Training
@@ -264,35 +265,41 @@ def refusal(name: str, plan: Plan) -> str:
 def paced_task(name: str, plan: Plan) -> Task:
     """The task, in a worker whose computing is paced as the plan's profile says."""
     if mp.parent_process() is not None:
-        pace(StageRunner, layer_seconds(plan.measurement, plan.cluster.devices[0].kind, plan.training.dtype))
+        seconds = layer_seconds(plan.measurement, plan.cluster.devices[0].kind, plan.training.dtype)
+        pace(Passes, StageRunner, seconds)
     return task_of(name)
 
 
-def pace(runner: type[StageRunner], seconds: Sequence[Seconds]) -> None:
+def pace(passes: type[Passes], stage: type[StageRunner], seconds: Sequence[Seconds]) -> None:
     """Make passes and updates of layers take these seconds, the last of which are those of the loss."""
 
-    def loss(stage: StageRunner, end: int) -> Seconds:
-        return seconds[-1] if stage.last and end == stage.stop else Seconds(0.0, 0.0, 0.0)
+    def loss(passes: Passes, end: int) -> Seconds:
+        return seconds[-1] if passes.last and end == passes.stop else Seconds(0.0, 0.0, 0.0)
 
-    def ahead(stage: StageRunner, _: Flight, first: int, end: int) -> float:
-        return sum(one.forward for one in seconds[first:end]) + loss(stage, end).forward
+    def ahead(passes: Passes, _: Flight, first: int, end: int) -> float:
+        return sum(one.forward for one in seconds[first:end]) + loss(passes, end).forward
 
-    def back(stage: StageRunner, _: Flight, first: int, end: int) -> float:
-        return sum(one.backward for one in seconds[first:end]) + loss(stage, end).backward
+    def back(passes: Passes, _: Flight, first: int, end: int) -> float:
+        return sum(one.backward for one in seconds[first:end]) + loss(passes, end).backward
 
     def update(stage: StageRunner, action: Action) -> float:
         layers = range(*(action.layers or (stage.start, stage.stop)))
         return sum(seconds[number].update for number in layers) if action.place is None else 0.0  # else the host's
 
-    for names, least in (("forward checkpoint recompute", ahead), ("backward", back), ("step", update)):
-        for name in names.split():
-            setattr(runner, name, lasting(getattr(runner, name), least))
+    for name, runner, least in (
+        ("forward", passes, ahead),
+        ("checkpoint", passes, ahead),
+        ("recompute", passes, ahead),
+        ("backward", passes, back),
+        ("step", stage, update),
+    ):
+        setattr(runner, name, lasting(getattr(runner, name), least))
 
 
 def lasting(method: Callable[..., Any], least: Callable[..., float]) -> Callable[..., Any]:
     """The method, which ends no earlier than so many seconds after its start."""
 
-    def timed(self: StageRunner, *arguments: Any) -> Any:
+    def timed(self: Any, *arguments: Any) -> Any:
         until = time.monotonic() + least(self, *arguments)
         made = method(self, *arguments)
         time.sleep(max(0.0, until - time.monotonic()))

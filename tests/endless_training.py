@@ -18,7 +18,7 @@ from pipefit.cost.states import Layers
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
 from pipefit.runtime import updates as updating
-from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.passes import Passes
 from pipefit.runtime.updates import Updates
 from replay import Numbers
 from tiny import task_of
@@ -154,14 +154,14 @@ def trained(
     trainer = Trainer(task, plan, seed=SEED)
     watch = Gradients(trainer, patch)
     losses: dict[tuple[int, int], float] = {}
-    loss = StageRunner._loss
+    loss = Passes._loss
 
-    def noted(stage: StageRunner, flight: Any, values: Any, targets: Any) -> Any:
-        found = loss(stage, flight, values, targets)
+    def noted(passes: Passes, flight: Any, values: Any, targets: Any) -> Any:
+        found = loss(passes, flight, values, targets)
         losses.setdefault((flight.batch_number, flight.microbatch), found[0].item())
         return found
 
-    patch.setattr(StageRunner, "_loss", noted)
+    patch.setattr(Passes, "_loss", noted)
     for step, batch in enumerate(batches):
         trainer.step(batch)
         if step in drains:

@@ -75,7 +75,7 @@ def test_a_pass_takes_no_less_than_its_layers_say() -> None:
         return time.monotonic() - began
 
     seconds = [Seconds(*(unit * number for number in (1, 2, 3))) for unit in (5.0, 0.01, 0.02, 0.04)]
-    bench.pace(Runner, seconds)
+    bench.pace(Runner, Runner, seconds)
     stage = Runner()
     update = SimpleNamespace(layers=None, place=None)
     assert stage.forward(None, 1, 2) == "1 to 2"

@@ -15,21 +15,14 @@ import torch
 from torch import Tensor
 
 from pipefit.actions import COPIES, OF_ROWS, RECEIVES, SENDS, Action, Kind
-from pipefit.cost.communicators import members
 from pipefit.errors import OutOfMemory, UsageError
 from pipefit.meter import MemoryMeter
 from pipefit.meter.stopwatch import Stopwatch
 from pipefit.plans import Plan
 from pipefit.program import Program, shifted
+from pipefit.runtime.collectives import EXECUTED, Collectives, Resized
 from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
-from pipefit.runtime.gradients import (
-    Exchanged,
-    check_apart,
-    gathered_parameters,
-    others_freed,
-    summed_gradients,
-)
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
 from pipefit.runtime.out_of_memory import ran_out
@@ -78,6 +71,7 @@ class DeviceRunner:
         self.number, self._grid = number, plan.stages[min(stages)].grid
         self.transfers, self.mover = Transfers(transport), mover
         self._exchange = Exchange(plan, number, self.transfers)
+        self._collectives = Collectives(plan, number, self.transfers)
         self.meter, self.clock, self.on_action = meter, clock, on_action
         self.usual = Specialization.usual(plan, {n: stage.usual for n, stage in stages.items()})
         self.record = Record(stopwatch)
@@ -269,14 +263,14 @@ class DeviceRunner:
             self._tag(flight.values, Category.ACTIVATIONS)
             self._tag(flight.targets, Category.ACTIVATIONS)
         if self._training:
-            stage.take_weights(flight, first)
+            stage.passes.take_weights(flight, first)
             self.mover.check_weights(action, flight.luggage, range(first, end))
         if action.kind is Kind.FORWARD:
-            outputs = stage.forward(flight, first, end)
+            outputs = stage.passes.forward(flight, first, end)
         elif self._training:
-            outputs = stage.checkpoint(flight, first, end)
+            outputs = stage.passes.checkpoint(flight, first, end)
         else:
-            outputs = stage.evaluate(flight)
+            outputs = stage.passes.evaluate(flight)
             del self._flights[_key(action)]
         if end == stage.stop and not stage.last:
             self._tag(outputs, Category.BOUNDARY)
@@ -289,13 +283,13 @@ class DeviceRunner:
         if first in flight.pieces:
             self.mover.check_present(action, flight.luggage, range(0), flight.pieces[first].inputs)
         self.mover.check_weights(action, flight.luggage, range(first, end))
-        stage.recompute(flight, first, end)
+        stage.passes.recompute(flight, first, end)
 
     def _backward(self, action: Action) -> None:
         stage, flight = self.stages[action.stage], self._flight(action)
         first, end = action.layers or (stage.start, stage.stop)
         self.mover.check_present(action, flight.luggage, range(first, end))
-        outgoing = stage.backward(flight, first, end)
+        outgoing = stage.passes.backward(flight, first, end)
         if first == stage.start:
             del self._flights[_key(action)]
         if first == stage.start and action.stage > 0:
@@ -322,46 +316,19 @@ class DeviceRunner:
 
     # ---------------------------------------------------------------- the end of a step
 
-    def _agree(self, action: Action) -> None:
-        stage = self.stages[action.stage]
-        assert stage.agreement is not None
-        self._collect(action, Exchanged([stage.agreement.contribution(stage.device)], []))
-
-    def _agreed(self, action: Action) -> None:
-        agreement = self.stages[action.stage].agreement
-        assert agreement is not None
-        agreement.conclude(*(self.transfers.join(action) or ()))
-
-    def _reduce(self, action: Action) -> None:
-        exchanged = summed_gradients(self.stages[action.stage], action, self.plan.summed)
+    def _collect(self, action: Action) -> None:
         flying = (one for flight in self._flights.values() for one in flight.gradients if one is not None)
-        check_apart(action, exchanged, (*self.transfers.tensors, *flying))
-        self._collect(action, exchanged)
+        self._resized(self._collectives.start(self.stages[action.stage], action, flying))
 
-    def _reduced(self, action: Action) -> None:
-        """Gradients have been summed; where only owners keep them, the others are freed."""
-        self.transfers.join(action)
-        for storage in others_freed(self.stages[action.stage], action):
-            self.mover.resized(storage)
-
-    def _unshard(self, action: Action) -> None:
-        self._reshard(action)
-        self._collect(action, gathered_parameters(self.stages[action.stage], action))
-
-    def _unsharded(self, action: Action) -> None:
-        self.transfers.join(action)
-        self._reshard(action)
+    def _collected(self, action: Action) -> None:
+        self._resized(self._collectives.join(self.stages[action.stage], action))
 
     def _reshard(self, action: Action) -> None:
-        """Give parameters that another replica owns memory, or free it."""
-        stage = self.stages[action.stage]
-        for storage in stage.gathered.carry_out(action, action.layers or (stage.start, stage.stop)):
-            self.mover.resized(storage)
+        self._resized(self.stages[action.stage].gather(action))
 
-    def _collect(self, action: Action, exchanged: Exchanged) -> None:
-        devices = members(self.plan, action)
-        owners = [devices[owner] for owner in exchanged.owners]
-        self.transfers.collect(action, exchanged.tensors, devices, self.number, owners)
+    def _resized(self, storages: Resized) -> None:
+        for storage in storages:
+            self.mover.resized(storage)
 
     def _update(self, action: Action) -> None:
         stage = self.stages[action.stage]
@@ -402,27 +369,23 @@ _STARTS: Mapping[Kind, _Handler] = (
         Kind.FORWARD_ONLY: DeviceRunner._forward,
         Kind.RECOMPUTE: DeviceRunner._recompute,
         Kind.BACKWARD: DeviceRunner._backward,
-        Kind.REDUCE: DeviceRunner._reduce,
-        Kind.UNSHARD: DeviceRunner._unshard,
         Kind.RESHARD: DeviceRunner._reshard,
-        Kind.AGREE: DeviceRunner._agree,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stash,
     }
     | dict.fromkeys(COPIES, DeviceRunner._copy)
     | dict.fromkeys(SENDS, DeviceRunner._send)
+    | dict.fromkeys(EXECUTED, DeviceRunner._collect)
     | dict.fromkeys(RECEIVES, DeviceRunner._receive)
 )
 _JOINS: Mapping[Kind, _Handler] = (
     {
-        Kind.REDUCE: DeviceRunner._reduced,
-        Kind.UNSHARD: DeviceRunner._unsharded,
-        Kind.AGREE: DeviceRunner._agreed,
         Kind.STEP: DeviceRunner._update,
         Kind.STASH: DeviceRunner._stashed,
     }
     | dict.fromkeys(COPIES, DeviceRunner._copy)
     | dict.fromkeys(SENDS, DeviceRunner._sent)
+    | dict.fromkeys(EXECUTED, DeviceRunner._collected)
     | dict.fromkeys(RECEIVES, DeviceRunner._received)
 )
 

@@ -1,14 +1,13 @@
-"""Runs one stage: its layers, their optimizer, and the forward and backward of microbatches through them.
+"""One stage on one device: its layers, what it keeps for all microbatches, and the updates of its weights.
 
-Memory use is part of the interface, because `pipefit.cost` predicts it to the byte. A stage drops every reference to a
-tensor as early as possible, in an order that depends on the calls alone.
+What it keeps is parameters, versions of them, buffers, optimizer state and losses. How microbatches go through its
+layers is in `pipefit.runtime.passes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +15,16 @@ from torch import Tensor, nn
 from pipefit.actions import COMPUTE, Action, Kind
 from pipefit.capture.chain import ChainLayer
 from pipefit.capture.constants import constants
-from pipefit.capture.structure import Values
 from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
 from pipefit.cost.storages import StageStorages
 from pipefit.errors import UsageError
-from pipefit.meter.unsaved import saving_nothing
 from pipefit.runtime.agreement import Agreement
-from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
-from pipefit.runtime.draws import seed_layer, seed_update
-from pipefit.runtime.flight import Flight, Loss, Piece, gradients_to_send, naming_changes, take
+from pipefit.runtime.draws import seed_update
+from pipefit.runtime.flight import Flight, Loss
 from pipefit.runtime.gathering import GatheredParameters
+from pipefit.runtime.passes import Passes
 from pipefit.runtime.rank_shards import RankShards
-from pipefit.runtime.second_forward import fed_back_copies, working_copies
 from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
@@ -77,7 +73,7 @@ class StageRunner:
         seed: int,
         graph_dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        self.layers, self.storages, self.loss, self.shared = tuple(layers), storages, loss, shared
+        self.layers, self.storages, self.shared = tuple(layers), storages, shared
         self.shards, self.usual = shards, Specialized(self.layers, loss, shards)
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.device, self.seed, self.agreement = device, seed, agreement
@@ -89,15 +85,20 @@ class StageRunner:
         self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         self.losses = torch.zeros(microbatches, device=device) if self.last else None
-        self.weights = None if rooms is None else self._versions(rooms)
-        self._graph_dropped = graph_dropped
+        self.weights = None if rooms is None else Weights(self.layers, start=self.start, rooms=rooms, device=device)
         self.gathered = GatheredParameters(share, own, self.start)
         if states is not None:
             states.put_away(self.updates)
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
-
-    def _versions(self, rooms: Sequence[int]) -> Weights:
-        return Weights(self.layers, start=self.start, rooms=rooms, device=self.device)
+        self.passes = Passes(
+            self.layers,
+            storages,
+            losses=self.losses,
+            weights=self.weights,
+            agreement=agreement,
+            device=device,
+            seed=seed,
+            graph_dropped=graph_dropped,
+        )
 
     @property
     def held(self) -> list[Tensor]:
@@ -125,206 +126,6 @@ class StageRunner:
     def kept_losses(self) -> list[Tensor]:
         """On the last stage, the tensor for the losses of all microbatches."""
         return [] if self.losses is None else [self.losses]
-
-    # ---------------------------------------------------------------- forward
-
-    def forward(self, flight: Flight, first: int, end: int) -> Values:
-        """Run layers `first` to `end - 1` with a graph. Returns the stage's outputs, detached, if they end it.
-
-        Otherwise it returns nothing, and the values wait in `flight`.
-        """
-        piece = flight.pieces[first] = Piece(first, end)
-        with self._weights_of(flight):
-            values = self._with_graph(flight, piece, flight.values, flight.targets)
-        return self._leaving(flight, end, values)
-
-    def checkpoint(self, flight: Flight, first: int, end: int) -> Values:
-        """The same forward, which saves nothing; `flight` keeps what it starts from, to be recomputed from.
-
-        That is its inputs, and copies of the buffers that feed back.
-
-        Raises:
-            UsageError: a layer changed the inputs in place, which are still needed.
-        """
-        piece = flight.pieces[first] = Piece(first, end, inputs=list(take(flight.values)))
-        piece.targets = list(take(flight.targets)) if self._has_loss(end) else []
-        places = slice(first - self.start, end - self.start)
-        piece.copies = fed_back_copies(flight.layers[places], self.storages.costs[places])
-        versions = [value._version for value in piece.inputs]
-        copies = self.storages.costs[first - self.start].mutates_inputs
-        box = [value.clone() if copies else value for value in piece.inputs]
-        with self._weights_of(flight):
-            values = self._run_unsaved(flight, piece, box)
-        if versions != [value._version for value in piece.inputs]:
-            names = f"{self.layers[first - self.start].name} to {self.layers[end - 1 - self.start].name}"
-            raise UsageError(
-                f"layers {names} change their inputs in place, so the forward cannot be run again: keep them instead "
-                "of recomputing them, or use layers with inplace=False"
-            )
-        return self._leaving(flight, end, values)
-
-    def recompute(self, flight: Flight, first: int, end: int) -> None:
-        """Run the forward of a piece again, with a graph and the same random draws; buffers are left as they are.
-
-        Raises:
-            UsageError: the piece has a graph already, or has not run forward.
-        """
-        piece = flight.pieces.get(first)
-        if piece is None or piece.end != end or piece.has_graph:
-            raise UsageError(
-                f"layers {first} to {end - 1} of microbatch {flight.microbatch} cannot be recomputed: the program has "
-                "to run just these forward first, and once"
-            )
-        with (
-            self._weights_of(flight),
-            working_copies(flight.layers[first - self.start : end - self.start], piece.copies),
-        ):
-            self._with_graph(flight, piece, piece.inputs, piece.targets)
-
-    def evaluate(self, flight: Flight) -> Values:
-        """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
-        with torch.no_grad():
-            values = take(flight.values)
-            for layer in flight.layers:
-                values = layer(values)
-            if self.losses is None:
-                return values
-            self.losses[flight.microbatch].copy_(flight.loss(values, take(flight.targets)))
-            return ()
-
-    def take_weights(self, flight: Flight, first: int) -> None:
-        """The version of weights that a microbatch goes through is that of its first forward in the stage."""
-        if self.weights is not None and first == self.start:
-            flight.version = self.weights.take()
-            flight.luggage.weights = partial(self.weights.storages, flight.version)
-            flight.luggage.away = flight.version.away
-
-    def _weights_of(self, flight: Flight, *, backward: bool = False) -> AbstractContextManager[None]:
-        """Inside, the layers have the weights that the microbatch goes through."""
-        if self.weights is None or flight.version is None:
-            return nullcontext()
-        put = self.weights.going_backward if backward else self.weights.put
-        return put(flight.version, flight.layers)
-
-    def _has_loss(self, end: int) -> bool:
-        return self.last and end == self.stop
-
-    def _with_graph(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
-        """Run a piece on the values in `box`, between an `enter` and a `leave`. Empties `box` and `targets`."""
-        box[:] = self._enter(piece.graph, flight, piece.first, take(box))
-        values = self._run(flight, piece, box, targets)
-        leave(piece.graph, values)
-        piece.has_graph = True
-        return () if self._has_loss(piece.end) else values
-
-    def _enter(self, graph: GraphEnds, flight: Flight, number: int, values: Values) -> Values:
-        """`values` as the start of a graph before layer `number`; as they are if none requires a gradient."""
-        differentiable = tuple(value.requires_grad for value in flight.boundaries[number])
-        return enter(graph, values, differentiable, self._anchor) if any(differentiable) else values
-
-    def _run(self, flight: Flight, piece: Piece, box: list[Tensor], targets: list[Tensor]) -> Values:
-        """Run the layers of a piece in order, and after the model's last one the loss."""
-        values = take(box)
-        for number in range(piece.first, piece.end):
-            with flight.luggage.watching(number):
-                values = self._layer(flight, number, values)
-        return self._loss(flight, values, targets) if self._has_loss(piece.end) else values
-
-    def _run_unsaved(self, flight: Flight, piece: Piece, box: list[Tensor]) -> Values:
-        """The same with the graph of each layer dropped behind it."""
-        values = take(box)
-        with saving_nothing():
-            for number in range(piece.first, piece.end):
-                values = self._layer(flight, number, self._enter(GraphEnds(), flight, number, values))
-                values = self._dropped(values)
-            if self._has_loss(piece.end):
-                values = self._enter(GraphEnds(), flight, self.stop, values)
-                values = self._dropped(self._loss(flight, values, list(piece.targets)))
-        return values
-
-    def _dropped(self, values: Values) -> Values:
-        """`values` without the graph that made them."""
-        values = tuple(value.detach() for value in values)
-        self._graph_dropped()
-        return values
-
-    def _layer(self, flight: Flight, number: int, values: Values) -> Values:
-        self._seed(flight, number)
-        return flight.layers[number - self.start](self._given(number, values))
-
-    def _given(self, number: int, values: Values) -> Values:
-        """`values` as the layer of that number, or the loss, takes them."""
-        return apart(values) if self.storages.costs[number - self.start].mutates_inputs else values
-
-    def _loss(self, flight: Flight, values: Values, targets: list[Tensor]) -> Values:
-        """The loss alone; it is also kept for the step's mean."""
-        assert self.losses is not None
-        self._seed(flight, self.stop)
-        values = (flight.loss(self._given(self.stop, values), take(targets)),)
-        self.losses[flight.microbatch].copy_(values[0].detach())
-        return values
-
-    def _seed(self, flight: Flight, number: int) -> None:
-        seed_layer(self.device, self.seed, flight.batch_number, flight.slice_number, number)
-
-    def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
-        """Pass values on: to the next piece through the flight, or out of the stage."""
-        if self._has_loss(end):
-            return ()
-        if end == self.stop:
-            return tuple(value.detach() for value in values)
-        flight.values = [value.detach() for value in values]
-        return ()
-
-    # ---------------------------------------------------------------- backward
-
-    def backward(self, flight: Flight, first: int, end: int) -> list[Tensor]:
-        """Run all pieces from `first` to `end` backward. Returns the gradients to send, if they begin the stage.
-
-        Raises:
-            UsageError: these layers have no graph, or the backward of later layers must come first.
-        """
-        pieces = [piece for piece in flight.pieces.values() if piece.first >= first]
-        edges = [(piece.first, piece.end) for piece in pieces if piece.has_graph]
-        if len(edges) < len(pieces) or flight.values or not edges or (edges[0][0], edges[-1][1]) != (first, end):
-            raise UsageError(
-                f"microbatch {flight.microbatch} cannot go backward through layers {first} to {end - 1}: it has no "
-                "forward of just these layers, later ones come first, or it went backward already"
-            )
-        for piece in reversed(pieces):
-            self._backward_of(flight, piece)
-            del flight.pieces[piece.first]
-        del piece
-        pieces.clear()
-        if self.weights is not None and flight.version is not None:
-            self.weights.give_back(flight.version, range(first, end))
-        if first > self.start:
-            return []
-        flight.version = flight.luggage.weights = None
-        gradients, flight.gradients = flight.gradients, []
-        return gradients_to_send(gradients, flight.boundaries[self.start], self.layers[0].name, self.device)
-
-    def _backward_of(self, flight: Flight, piece: Piece) -> None:
-        """Run one piece backward: in `flight`, the gradients of its inputs replace those of its outputs."""
-        graph, flight_gradients = piece.graph, flight.gradients
-        if self._has_loss(piece.end):
-            flight_gradients = [self._loss_gradient(flight)]
-        flight.gradients = []
-        graph.incoming = flight_gradients
-        del flight_gradients
-        with naming_changes(flight, piece), self._weights_of(flight, backward=True):
-            backward(graph)
-        flight.gradients = list(graph.outgoing or (None,) * len(flight.boundaries[piece.first]))
-        graph.outgoing = ()
-
-    def _loss_gradient(self, flight: Flight) -> Tensor | None:
-        """The gradient from which the backward of a loss starts: the microbatch's weight, times the loss scale."""
-        loss = self.storages.costs[-1].outputs[0]
-        if not loss.requires_grad:
-            return None
-        scale = self.agreement.scale if self.agreement is not None else None
-        part = flight.weight * (scale.value if scale else 1.0)
-        return torch.full((), part, dtype=getattr(torch, loss.dtype), device=self.device)
 
     # ---------------------------------------------------------------- the step's end
 
@@ -360,6 +161,10 @@ class StageRunner:
             self.states.conditions.check_here(action, layers, newest=newest)
         if self.gathered and action.kind in _THROUGH_LAYERS:
             self.gathered.check(action, layers)
+
+    def gather(self, action: Action) -> list[torch.UntypedStorage]:
+        """An UNSHARD, the join of one, or a RESHARD, of the memory of parameters; the storages that were resized."""
+        return self.gathered.carry_out(action, action.layers or (self.start, self.stop))
 
     def move(self, action: Action) -> None:
         """An OFFLOAD or RELOAD of the stage's state, or the join of one."""

@@ -1,0 +1,63 @@
+"""The collectives of a device around an update: sums of gradients, parameters from their owners, and agreements.
+
+What they exchange is chosen in `pipefit.runtime.gradients`; the devices that take part are those that the plan's cost
+counts (`pipefit.cost.communicators`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipefit.actions import Action, Kind
+from pipefit.cost.communicators import members
+from pipefit.plans import Plan
+from pipefit.runtime.gradients import Exchanged, check_apart, gathered_parameters, others_freed, summed_gradients
+from pipefit.runtime.stage import StageRunner
+from pipefit.runtime.transfers import Transfers
+
+EXECUTED = frozenset({Kind.REDUCE, Kind.UNSHARD, Kind.AGREE})
+Resized = Sequence[torch.UntypedStorage]  # storages that have got or lost their memory
+
+
+class Collectives:
+    """The collectives of one device of `plan`."""
+
+    def __init__(self, plan: Plan, device: int, transfers: Transfers) -> None:
+        self._plan, self._device, self._transfers = plan, device, transfers
+
+    def start(self, stage: StageRunner, action: Action, needed: Iterable[Tensor]) -> Resized:
+        """Begin a collective of a stage; `needed` are gradients of values, which it must not change.
+
+        Raises:
+            UsageError: it would change one.
+        """
+        resized = stage.gather(action) if action.kind is Kind.UNSHARD else ()
+        exchanged = self._exchanged(stage, action)
+        if action.kind is Kind.REDUCE:
+            check_apart(action, exchanged, (*self._transfers.tensors, *needed))
+        devices = members(self._plan, action)
+        owners = [devices[owner] for owner in exchanged.owners]
+        self._transfers.collect(action, exchanged.tensors, devices, self._device, owners)
+        return resized
+
+    def join(self, stage: StageRunner, action: Action) -> Resized:
+        """Wait for the end of a collective, and let the stage have what it brought."""
+        tensors = self._transfers.join(action) or ()
+        if action.kind is Kind.REDUCE:
+            return others_freed(stage, action)
+        if action.kind is Kind.UNSHARD:
+            return stage.gather(action)
+        assert stage.agreement is not None
+        stage.agreement.conclude(*tensors)
+        return ()
+
+    def _exchanged(self, stage: StageRunner, action: Action) -> Exchanged:
+        if action.kind is Kind.REDUCE:
+            return summed_gradients(stage, action, self._plan.summed)
+        if action.kind is Kind.UNSHARD:
+            return gathered_parameters(stage, action)
+        assert stage.agreement is not None
+        return Exchanged([stage.agreement.contribution(stage.device)], [])
