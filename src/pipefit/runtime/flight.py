@@ -47,15 +47,16 @@ class Flight:
     """One microbatch in one stage.
 
     `microbatch` is its number in its own step, and `batch_number` that step's. Where replicas divide microbatches into
-    slices, `slice_number` counts these over the step; random draws depend on it and on the step. `samples` are those of
-    the slice, or of the whole microbatch. `layers` and `loss` are the stage's for microbatches of this size,
-    `boundaries` the values before every layer of the model and after the last, and `weight` is the factor on the
+    slices, `slice_number` counts these over the step; random draws depend on it, on the step and on `seed`. `samples`
+    are those of the slice, or of the whole microbatch. `layers` and `loss` are the stage's for microbatches of this
+    size, `boundaries` the values before every layer of the model and after the last, and `weight` is the factor on the
     microbatch's loss. `version` are the weights that it goes through, where stages are updated with microbatches in
     flight. `values` wait for the next piece. `gradients` has one gradient, or None, for each value at the boundary that
     the backward has reached. `luggage` are the saved tensors that the program moves away.
     """
 
     microbatch: int
+    seed: int
     batch_number: int
     slice_number: int
     samples: int

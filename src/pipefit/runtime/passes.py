@@ -35,7 +35,6 @@ class Passes:
         losses: on the last stage, where the losses of all microbatches are kept.
         weights: the versions of the layers' weights; None where microbatches need none.
         agreement: has the scale of losses, if there is one.
-        seed: on which all random draws depend.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
     """
 
@@ -48,13 +47,12 @@ class Passes:
         weights: Weights | None,
         agreement: Agreement | None,
         device: torch.device,
-        seed: int,
         graph_dropped: Callable[[], None],
     ) -> None:
         self.layers, self.storages = layers, storages
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
         self.losses, self.weights, self.agreement = losses, weights, agreement
-        self.device, self.seed, self._graph_dropped = device, seed, graph_dropped
+        self.device, self._graph_dropped = device, graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     # ---------------------------------------------------------------- forward
@@ -196,7 +194,7 @@ class Passes:
         return values
 
     def _seed(self, flight: Flight, number: int) -> None:
-        seed_layer(self.device, self.seed, flight.batch_number, flight.slice_number, number)
+        seed_layer(self.device, flight.seed, flight.batch_number, flight.slice_number, number)
 
     def _leaving(self, flight: Flight, end: int, values: Values) -> Values:
         """Pass values on: to the next piece through the flight, or out of the stage."""

@@ -304,6 +304,7 @@ class DeviceRunner:
             specialization, number = self._specializations[microbatch], microbatch - self._before
             flight = self._flights[key] = Flight(
                 number,
+                self.stages[stage].seed,
                 self.stages[stage].batch_number,
                 number * self._grid.data + self._grid.replica_of(self.number),
                 specialization.samples[stage],

@@ -96,7 +96,6 @@ class StageRunner:
             weights=self.weights,
             agreement=agreement,
             device=device,
-            seed=seed,
             graph_dropped=graph_dropped,
         )
 
