@@ -74,12 +74,25 @@ def by_hand() -> Task:
     )
 
 
+def in_place() -> Task:
+    """A chain by hand in which whole layers work in place on what the layers before hand on."""
+    model = nn.Sequential(
+        *(nn.Linear(8, 32), nn.SiLU(inplace=True), nn.Linear(32, 8), nn.Unflatten(-1, (2, 4)), nn.ReLU(inplace=True)),
+        *(nn.Flatten(), nn.Hardtanh(-0.5, 0.5, inplace=True), nn.Dropout(0.2, inplace=True), nn.Linear(8, 4)),
+        nn.ELU(inplace=True),
+    )
+    return Task(
+        model, batch=lambda n: (torch.randn(n, 8), torch.randn(n, 4)), loss=nn.MSELoss(), optimizer=torch.optim.SGD
+    )
+
+
 MODELS: dict[str, Callable[[], Task]] = {
     "gpt": lambda: build("gpt", layers=2, hidden=16, heads=2, vocabulary=11, sequence=8, dropout=0.1, tied=True),
     "bert": lambda: build("bert", layers=2, hidden=16, heads=2, vocabulary=12, sequence=8, dropout=0.0),
     "mlp": lambda: build("mlp", widths=(16, 32, 16), inputs=8, classes=4),
     "unet": lambda: build("unet", depth=1, width=4, convolutions=1, image_size=8, dropout=0.0),
     "by hand": by_hand,
+    "in place": in_place,
 }
 
 
@@ -99,13 +112,23 @@ def divided(
         return shard_chain(chain, ranks, values, targets, prices=CHEAP, like=like)
 
 
+def leaves(values: Values) -> Values:
+    """Copies of values, which need a gradient where these do."""
+    return tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values)
+
+
+def arrived(received: Values) -> Values:
+    """What a stage computes with of the leaves that it has received: no leaves, which may be changed in place."""
+    return tuple(v.clone() for v in received)
+
+
 def settled(chain: Chain, values: Values) -> Chain:
     """The chain with how values cross, as a profile finds it by running every layer once."""
     layers: list[ChainLayer] = []
     packing, orders = chain.layers[0].packing, ()
     for number, before in enumerate(chain.layers):
         is_last, layer = number + 1 == len(chain.layers), replace(before, packing=packing, orders=orders)
-        outputs = layer.outputs(tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values))
+        outputs = layer.outputs(arrived(leaves(values)))
         packing, found = packing_of(outputs), as_values(outputs, layer.name)
         orders = () if is_last else orders_of(found)
         layers.append(replace(layer, leaves=None if is_last else orders))
@@ -137,8 +160,8 @@ def stages(chains: Sequence[Chain], values: Values, targets: Values) -> tuple[fl
                 values = layer(values)
             if stop < len(chain.layers):
                 sent.append(values)
-                values = tuple(v.detach().clone().requires_grad_(v.requires_grad) for v in values)
-                received.append(values)
+                received.append(leaves(values))
+                values = arrived(received[-1])
         loss = chain.loss(values, targets)
     loss.backward()
     for gone, come in zip(reversed(sent), reversed(received), strict=True):

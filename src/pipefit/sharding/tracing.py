@@ -138,7 +138,7 @@ class _Stage(nn.Module):
         for number, layer in enumerate(self.layers):
             values, form = layer(values, form)
             if number + 1 in self._edges:
-                crossing.append(values)
+                crossing.append(_aliases(values))  # others than the next layer is given, which it may change in place
         return self._end(values, targets, form), tuple(crossing)
 
     def _end(self, values: Values, targets: Values, form: _Form) -> Values:
@@ -159,7 +159,7 @@ class _Form:
 class _Layer(nn.Module):
     """A layer that takes values as they cross, and hands them on so; the last one as it makes them.
 
-    Where it ends a block the trace has a mark for each value, an alias of it.
+    Where it ends a block it hands on an alias of each value, so that a parameter crosses as a value.
     """
 
     def __init__(self, layer: ChainLayer, *, ends_block: bool, is_last: bool) -> None:
@@ -178,7 +178,12 @@ class _Layer(nn.Module):
         if self._is_last:
             return found, form
         found = contiguous(found, form.orders)
-        return tuple(map(torch.ops.aten.alias.default, found)) if self._ends_block else found, form
+        return _aliases(found) if self._ends_block else found, form
+
+
+def _aliases(values: Values) -> Values:
+    """An alias of every value, an operation of its own in the trace."""
+    return tuple(map(torch.ops.aten.alias.default, values))
 
 
 @contextmanager
@@ -209,10 +214,17 @@ def _without_marks(graph: fx.Graph, program: ExportedProgram) -> list[fx.Node]:
     for marks in crossing:
         with graph.inserting_after(marks[-1]):
             found.append(graph.call_function(_crossing, tuple(marks)))
-    for mark in (mark for marks in crossing for mark in marks if not is_stored(mark.args[0])):
-        mark.replace_all_uses_with(mark.args[0])
-        graph.erase_node(mark)
+    for mark in (mark for marks in crossing for mark in marks):
+        handed_on = mark.args[0]
+        _replaced(mark, handed_on)
+        if not is_stored(handed_on.args[0]):
+            _replaced(handed_on, handed_on.args[0])
     return found
+
+
+def _replaced(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
 
 
 def _crossing(*values: Tensor) -> None:
