@@ -23,11 +23,11 @@ from pipefit.layer_costs import GradientOrigin, LayerCost, Origin, Parameter, Sa
 from pipefit.meter.kernels import Kernels
 from pipefit.meter.unsaved import saving_nothing
 from pipefit.profiler.arriving import Layouts, dense, gradients_in, layouts_of
-from pipefit.profiler.feedback import feedback
+from pipefit.profiler.feedback import Feedback, feedback
 from pipefit.profiler.gradients import BackwardPass, Gradients, gradients_of
 from pipefit.profiler.graph import nodes
 from pipefit.profiler.pass_meter import PassMeter
-from pipefit.profiler.plain import changed_name, plain_attributes
+from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
@@ -124,7 +124,7 @@ class LayerMeter:
             self._drop_gradients()
         self.layouts = later.layouts
         _check_buffer_shapes(shapes, _buffer_shapes(self.module))
-        second = feedback(self._forward, self.module, self.owner, attributes)
+        second = self._feedback(attributes)
         self.changed_buffers = second.changed
         held = held_storages(self.module).values()
         cost = LayerCost(
@@ -191,6 +191,17 @@ class LayerMeter:
         return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
 
     # ---------------------------------------------------------------- the runs
+
+    def _feedback(self, attributes: Plain) -> Feedback:
+        """Run a forward, and see what a second one would find changed.
+
+        Like every run it is under the meter, for results lie as those of the target's kernels only there: otherwise
+        views of them could fail, and values would leave the layer in other orders than where it is measured.
+        """
+        with self.meter:
+            found = feedback(self._forward, self.module, self.owner, attributes)
+            self.meter.forget_graphs()
+        return found
 
     def _forward(self) -> Values:
         """Run a forward."""
