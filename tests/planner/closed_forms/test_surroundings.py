@@ -10,6 +10,7 @@ import pytest
 
 from made_up import any_plan, any_training, hostile, layer, measurement, small_first, training, value
 from pipefit.errors import UsageError
+from pipefit.layer_costs import Span
 from pipefit.planner.closed_forms.bands import stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import surroundings
@@ -93,6 +94,21 @@ def test_a_stage_may_be_fullest_before_its_first_update() -> None:
     fullest = simulation.trace().devices[plan.stages[1].device].peak
     assert fullest
     assert Category.OPTIMIZER not in fullest.by_category or fullest.by_category[Category.OPTIMIZER] < 60
+
+
+def test_a_second_forward_counts_copies_of_the_buffers_that_it_leaves_as_they_are() -> None:
+    """Buffers are copied as a forward runs again, and not as it runs first: so the peak of a stage is in the second
+    forward, where that needs much for itself and the backward little.
+    """
+    one, little = (value(8),), (Span(peak_bytes=8),)
+    eager = layer(one, one, buffer_bytes=100, scratch_bytes=1000, checkpoint_peak_bytes=8, first=little, later=little)
+    model = measurement([eager], layer(one, (value(4),)))
+    plan = any_plan(Random(0), model, training("gpipe", 1), stages=1, recompute="always")
+    simulation = Simulation(plan, steps=2)
+    device = plan.stages[0].device
+    fullest = simulation.trace().devices[device].peak
+    assert fullest and fullest.action == "0R0"
+    assert predicted(plan, "always") == {device: simulation.peak_bytes[device]}
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
