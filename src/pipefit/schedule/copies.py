@@ -11,7 +11,7 @@ This rewriting follows communication, because an offload is joined after the sen
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -102,7 +102,6 @@ class Timeline:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = actions
         self.units = _units(actions)
-        self._starts = [first for first, _ in self.units]
         self._ends = [last for _, last in self.units]
         self.computes: dict[int, dict[int, list[int]]] = defaultdict(dict)  # positions, by stage and microbatch
         self.sends: dict[tuple[int, int | None, bool], int] = {}  # of outputs, by stage, microbatch and whether a WAIT
@@ -119,10 +118,6 @@ class Timeline:
     def unit(self, position: int) -> int:
         """The number of the unit (`_units`) that a position is in, or of the next one."""
         return bisect_left(self._ends, position)
-
-    def unit_before(self, position: int) -> int:
-        """The number of the unit that a position is in, or of the one before."""
-        return bisect_right(self._starts, position) - 1
 
     def before_waiting(self, number: int) -> int:
         """The position before the waits and the load that a compute action needs, and behind all that updates."""
