@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.texts import counted
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -50,6 +51,14 @@ class Grid:
             raise UsageError(
                 f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
             )
+
+    @property
+    def sharing(self) -> str:
+        """How its devices share the work, in words; empty for a single device."""
+        degrees = ((self.data, "replica"), (self.tensor, "shard"))
+        told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
+        told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
+        return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
 
     @property
     def divides_gradients(self) -> bool:

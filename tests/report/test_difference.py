@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from pipefit.cli import main
-from pipefit.decisions import Decision, Run, SavedTensors, State, What
+from pipefit.decisions import Decision, Microbatches, Run, SavedTensors, State, What
 from pipefit.files import save
+from pipefit.grids import Grid, Sharding, Stage
 from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
 from pipefit.simulator import simulate
 from pipefit.tables import plain
 from pipelines import equal_profile, make_plan, random_profile
+from profiles_in_slices import gridded
 
 PROFILE = random_profile(6)
 NAMES = PROFILE.layers
@@ -89,6 +92,46 @@ def test_what_moves_away_is_named_by_what_it_is_and_where_it_goes() -> None:
     ):
         (change,) = difference_of_plans(plan, replace(plan, decisions=(decision,))).changes
         assert change.after == words
+
+
+def test_how_devices_share_a_stage_is_told() -> None:
+    """On the same devices: other degrees, what replicas divide, and in how many buckets they sum."""
+    plan = gridded(2, 1, 1, 1, samples=12)
+    ways: dict[str, tuple[Sharding, int]] = {
+        "": ("none", 1),
+        " that divide gradients": ("gradients", 1),
+        ", summing in 3 buckets": ("none", 3),
+        " that divide optimizer state, summing in 2 buckets": ("optimizer", 2),
+    }
+    plans = {}
+    for words, (shard, buckets) in ways.items():
+        grid = Grid(devices=(0, 1), data=2, shard=shard, buckets=buckets)
+        plans[words] = replace(plan, stages=(Stage(start=0, stop=4, grid=grid),))
+    for (one, first), (two, second) in permutations(plans.items(), 2):
+        (change,) = difference_of_plans(first, second).changes
+        assert change.before == f"on devices 0 1 as 2 replicas{one}"
+        assert change.after == f"on devices 0 1 as 2 replicas{two}"
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "words"),
+    [(1, 1, ""), (1, 4, "4 shards"), (4, 1, "4 replicas"), (2, 2, "2 replicas of 2 shards")],
+)
+def test_replicas_and_shards_of_as_many_devices_have_other_words(data: int, tensor: int, words: str) -> None:
+    """Four devices may be either, or both."""
+    assert Grid(devices=tuple(range(data * tensor)), data=data, tensor=tensor).sharing == words
+
+
+def test_a_share_of_the_microbatches_is_another_treatment() -> None:
+    """Layers that are recomputed for half of the microbatches alone are not those that always are."""
+    plan = recomputing(make_plan(equal_profile(6), (4, 2)), 0, 3)
+    some = replace(plan.decisions[0], microbatches=Microbatches(taken=1, every=2))
+    told = [str(change) for change in difference_of_plans(plan, replace(plan, decisions=(some,))).changes]
+    first, last = plan.profile.layers[0], plan.profile.layers[2]
+    assert told == [
+        f"{first} .. {last}: no longer recomputed",
+        f"{first} .. {last}: recomputed for 1 of 2 microbatches",
+    ]
 
 
 def test_what_was_asked_otherwise_is_told() -> None:

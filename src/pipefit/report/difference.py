@@ -8,12 +8,13 @@ does to the memory of each device, by category, and to a step. Plans are simulat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.fingerprints import differences
+from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.simulator import simulate
 from pipefit.tables import Block, Table
@@ -115,16 +116,12 @@ def difference_of_plans(before: Plan, after: Plan) -> Difference:
         plan.training.batch_size / trace.step_seconds[-1] if trace.step_seconds and trace.step_seconds[-1] else None
         for plan, trace in zip((before, after), traces, strict=True)
     ]
-    return Difference(
+    return replace(
+        found,
         asked=tuple(_asked(before, after)),
         changes=(*_placed(before, after), *_treated(before, after)),
-        devices=found.devices,
-        before_seconds=found.before_seconds,
-        after_seconds=found.after_seconds,
         before_rate=rates[0],
         after_rate=rates[1],
-        before_busy=found.before_busy,
-        after_busy=found.after_busy,
     )
 
 
@@ -183,7 +180,7 @@ def _asked(before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _placed(before: Plan, after: Plan) -> Iterator[Change]:
-    """The layers that are on other devices."""
+    """The layers that are on other devices, or that these share otherwise."""
     ours, theirs = _places(before), _places(after)
     names = [name for name in before.profile.layers if name in theirs]
     pairs = [(name, ours[name], theirs[name]) for name in names]
@@ -194,12 +191,13 @@ def _placed(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _places(plan: Plan) -> dict[str, str]:
-    """The devices of every layer, in words."""
-    return {
-        name: f"device{'s' * (len(stage.devices) > 1)} {' '.join(map(str, stage.devices))}"
-        for stage in plan.stages
-        for name in plan.profile.layers[stage.start : stage.stop]
-    }
+    """The devices of every layer and how they share it, in words."""
+    return {name: _place(stage.grid) for stage in plan.stages for name in plan.profile.layers[stage.start : stage.stop]}
+
+
+def _place(grid: Grid) -> str:
+    devices = f"device{'s' * (len(grid.devices) > 1)} {' '.join(map(str, grid.devices))}"
+    return f"{devices} as {grid.sharing}" if grid.sharing else devices
 
 
 def _treated(before: Plan, after: Plan) -> Iterator[Change]:
@@ -224,6 +222,11 @@ def _treatments(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _treatment(decision: Decision) -> str:
+    taken, every, _ = decision.microbatches
+    return _done(decision) + (f" for {taken} of {every} microbatches" if taken < every else "")
+
+
+def _done(decision: Decision) -> str:
     match decision.what, decision.subject:
         case What.RECOMPUTE, _:
             return "recomputed"
