@@ -84,15 +84,13 @@ class Agreement:
     def contribution(self, device: torch.device) -> Tensor:
         """This stage's vector: norms of its gradients, and as the last element 1 if any of them overflowed, else 0."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        vector = torch.zeros(self._size, device=device)
+        vector = torch.zeros(self._size, dtype=torch.float32, device=device)
         unscaling = 1.0 if self.scale is None else 1.0 / self.scale.value
         if self.master_weights:
             self.gradient_factor, unscaling = unscaling, 1.0
         if self.scale is not None and gradients:
-            overflow = torch.zeros(1, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, overflow, torch.full((1,), unscaling, device=device)
-            )
+            overflow = torch.zeros_like(vector[-1:])
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.full_like(overflow, unscaling))
             vector[-1:].copy_(overflow)
         for place, parameter in self._own:
             if parameter.grad is not None:

@@ -72,7 +72,7 @@ def tell(plan: Plan, runners: Sequence[DeviceRunner], weights: Sequence[float], 
             grid = plan.stages[number].grid
             if stage.losses is not None and not grid.shard_of(runner.number):
                 losses = stage.losses[: len(weights)]
-                told[0] += losses @ torch.tensor(weights, device=losses.device) / grid.data
+                told[0] += losses @ torch.tensor(weights, dtype=losses.dtype, device=losses.device) / grid.data
     try:
         work = dist.all_reduce(told, async_op=True) if exchanged else None
     except RuntimeError as error:

@@ -84,7 +84,7 @@ class StageRunner:
         self.replica, self.share = replica, share
         self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
-        self.losses = torch.zeros(microbatches, device=device) if self.last else None
+        self.losses = torch.zeros(microbatches, dtype=torch.float32, device=device) if self.last else None
         self.weights = None if rooms is None else Weights(self.layers, start=self.start, rooms=rooms, device=device)
         self.gathered = GatheredParameters(share, own, self.start)
         if states is not None:
