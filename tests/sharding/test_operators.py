@@ -103,6 +103,11 @@ def in_place(x: Tensor) -> Tensor:
     return x.mul_(2).add_(1).relu_()
 
 
+def filled(x: Tensor) -> Tensor:
+    """A copy into a new value, whose gradient goes to what is copied."""
+    return torch.zeros_like(x).copy_(x).mul_(2).sin()
+
+
 def seen_elsewhere(x: Tensor) -> Tensor:
     """A change in place of a view, which the whole shows."""
     y = x * 2
@@ -220,6 +225,11 @@ def test_what_is_changed_in_place_and_seen_elsewhere_is_whole() -> None:
     """A view that is written into stays with the value that it shows, which is replicated."""
     stage = check(of(seen_elsewhere))
     assert {each.reason for each in stage.shares.whole} == {"it shares memory with what is changed in place"}
+
+
+def test_a_copy_into_a_new_value_is_whole() -> None:
+    """torch has a derivative of the copy in place alone, so that no new value is made instead."""
+    check(of(filled))
 
 
 def test_a_change_in_place_without_a_gradient_leaves_the_gradient() -> None:

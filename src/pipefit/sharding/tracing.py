@@ -31,6 +31,8 @@ from pipefit.capture.structure import Values
 from pipefit.errors import UsageError
 from pipefit.layer_costs import Packing
 
+_NOT_MADE_ANEW = (torch.ops.aten.copy_.default,)  # torch has no derivative of the operator that returns a new value
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStage:
@@ -292,6 +294,8 @@ def _out_of_place(node: fx.Node) -> torch._ops.OpOverload | None:
     target = node.target
     if not mutated_arguments(node) or not isinstance(target, torch._ops.OpOverload) or without_gradient(node):
         return None  # what is changed without a gradient keeps the one that it has; what is made anew has none
+    if target in _NOT_MADE_ANEW:
+        return None
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
