@@ -22,6 +22,7 @@ from pipefit.tables import plain
 from pipefit.trace import AllocatorPeaks, Stream, Trace
 from pipefit.units import format_bytes
 from pipelines import equal_profile, make_cluster, make_plan
+from profiles_in_slices import gridded
 
 AMPLE = 1 << 40
 
@@ -54,6 +55,16 @@ def test_one_of_a_kind_is_not_said_in_the_plural(planner: str, stages: int, batc
     nouns = "(stage|microbatch|sample|layer|split|arrangement)"
     assert not re.search(rf"(?<![-0-9.,])1 {nouns}e?s\b", shown), shown
     assert not re.search(rf"(?<![\w.])[0-9]*[02-9] {nouns}\b", shown), shown
+
+
+def test_how_devices_share_stages_is_said() -> None:
+    """Stages that share alike are said together; of one device each, nothing is."""
+    made = gridded(1, 2, 4, 2, samples=4)
+    assert "replica" not in said(gridded(1, 1))
+    assert "Stages 1 and 3 have 2 replicas. Stage 2 has 4 replicas." in said(made)
+    grid = replace(made.stages[1].grid, shard="optimizer", buckets=2)
+    made = replace(made, stages=(made.stages[0], replace(made.stages[1], grid=grid), *made.stages[2:]))
+    assert "Stage 1 has 2 replicas that divide optimizer state, summing in 2 buckets. Stage 2" in said(made)
 
 
 def test_every_stage_has_a_row_with_its_layers_peak_and_budget() -> None:

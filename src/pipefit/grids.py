@@ -6,6 +6,7 @@ computes a slice of every microbatch, or as shards, each of which holds a part o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,3 +126,11 @@ class Stage:
                 "plans with one device for each stage"
             )
         return self.devices[0]
+
+
+def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
+    """A sentence for every way in which devices share stages, with the numbers of these."""
+    for way in dict.fromkeys(stage.grid.sharing for stage in stages if stage.grid.sharing):
+        numbers = [str(number) for number, stage in enumerate(stages) if stage.grid.sharing == way]
+        which = f"Stages {', '.join(numbers[:-1])} and {numbers[-1]} have" if numbers[1:] else f"Stage {numbers[0]} has"
+        yield f"{which} {way}."

@@ -42,7 +42,7 @@ class StepLog:
         }
 
     def tell(self, report: StepReport, *, every: int | None = None) -> None:
-        """Write a line of a step on stderr, if it is one of `every` so many, the first, the last, or if it is time."""
+        """Write a line of a step on stderr: every `every` steps, or else every two seconds; and of the last step."""
         now, number = monotonic(), report.step + 1
         due = number % every == 0 if every else now - self._last >= _SECONDS
         if due or number == self._steps:
