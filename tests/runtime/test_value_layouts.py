@@ -34,12 +34,18 @@ def normalised(x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
+def convolved(x: Tensor) -> Tensor:
+    """A convolution, whose kernel takes other memory where strides say that channels are last."""
+    return F.conv2d(x, x.new_ones(8, 1, 3, 3), padding=1)
+
+
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "transposed": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous().tanh()),
     "transposed and kept so": (lambda x: x.transpose(1, 2), lambda x: x.exp().transpose(1, 2)),
     "every other row": (lambda x: x[:, ::2], lambda x: x.contiguous().repeat(1, 2, 1)),
     "a slice": (lambda x: x[:, :, 4:], lambda x: torch.cat([x.tanh(), x[:, :, :4].sin()], 2)),
     "expanded": (lambda x: x[:, :1].expand(x.shape), lambda x: x.cos()),
+    "one channel, last in memory": (lambda x: x.unsqueeze(-1).permute(0, 3, 1, 2), lambda x: convolved(x).mean(1)),
     "made contiguous by a kernel": (lambda x: normalised(x.transpose(1, 2)), lambda x: x.transpose(1, 2).contiguous()),
 }
 

@@ -6,6 +6,10 @@ next layer sees it as it was made. One that no order makes dense, as a slice or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
 from torch import Tensor
 
 from pipefit.capture.structure import Values
@@ -21,9 +25,25 @@ def orders_of(values: Values) -> Orders:
 
 
 def contiguous(values: Values, orders: Orders) -> Values:
-    """`values` with their dimensions in these orders, each contiguous."""
+    """`values` with their dimensions in these orders, each contiguous and with the strides of a new tensor."""
     ordered = values if not orders else tuple(v.permute(o) if o else v for v, o in zip(values, orders, strict=True))
-    return tuple(value.contiguous() for value in ordered)
+    return tuple(map(_as_new, ordered))
+
+
+def _as_new(value: Tensor) -> Tensor:
+    """`value`, contiguous, with the strides of a new tensor.
+
+    The strides of dimensions of size 1 may be any in a contiguous tensor, and kernels go by them: a value of one
+    channel may count as one whose channels are last. A value that is received has those of a new tensor.
+    """
+    value, strides = value.contiguous(), _new_strides(value.shape)
+    return value if value.stride() == strides else value.view(-1).view(value.shape)
+
+
+def _new_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
+    behind = (1, *(max(size, 1) for size in shape[:0:-1]))
+    return tuple(accumulate(behind[: len(shape)], mul))[::-1]
 
 
 def as_made(values: Values, orders: Orders) -> Values:
