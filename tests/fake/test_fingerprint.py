@@ -136,6 +136,94 @@ def test_it_is_the_same_for_every_size_and_device(make: Callable[[], Task]) -> N
     assert real == faked == (made.fingerprint, made.measurements[0].sizes)
 
 
+class Sized(nn.Module):
+    """Two layers with an operation between them and after them."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(self.last(self.operation(self.first(x))))
+
+
+def filled(x: Tensor) -> Tensor:
+    """Shifted to the right, as the inputs of a decoder."""
+    shifted = x.new_zeros(x.shape)
+    shifted[:, 1:] = x[:, :-1].clone()
+    shifted[:, 0] = 1.0
+    return shifted
+
+
+def among_all(x: Tensor) -> Tensor:
+    """Tokens of all samples in one row, of which some are chosen by number."""
+    rows = x.reshape(len(x) * 6, 8)
+    return torch.zeros_like(rows).index_add(0, torch.arange(6 * len(x)), rows).view(-1, 6, 8)
+
+
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous part": lambda x: x[:, 1:].contiguous().view(len(x), -1, 8),
+    "part by reshape": lambda x: x[:, 1:].reshape(-1).view(len(x), -1, 8),
+    "filled": filled,
+    "first of each": lambda x: x + x[:, 0].unsqueeze(1),
+    "among all": among_all,
+    "expanded": lambda x: x.mean(0, keepdim=True).expand(len(x), -1, -1),
+    "sizes in a list": lambda x: x + torch.full([len(x), 6, 8], 3.0),
+    "sizes as keywords": lambda x: x + torch.ones(size=(len(x), 1, 8)).repeat(1, x.shape[1], 1),
+    "a mean of its own": lambda x: x * (1 / len(x)) + x.sum(0, keepdim=True) / len(x),
+    "numbers of samples": lambda x: x[torch.arange(len(x)).flip(0)],
+    "rolled": lambda x: torch.roll(x, (len(x) + 1) // 2, 0),
+    "split": lambda x: torch.cat(x.split((2, 4), 1)[::-1], 1),
+    "time first": lambda x: x.transpose(0, 1).contiguous().tanh().transpose(0, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", SIZED.values(), ids=SIZED)
+def test_no_operation_depends_on_how_many_samples_there_are(operation: Callable[[Tensor], Tensor]) -> None:
+    """One sample, of which parts lie in one piece, or three: a profile may hold all sizes, with the same layers."""
+    made = profile(sized(partial(Sized, operation)), microbatch_size=[1, 2, 3])
+    assert [found.microbatch_size for found in made.measurements] == [1, 2, 3]
+
+
+def sized(module: Callable[[], nn.Module]) -> Task:
+    """Of a module on six vectors for each sample, without a target that it compares anything with."""
+    return replace(BASE, module=module, batch=partial(batch, inputs=(6, 8)), loss=lambda y, _: y.pow(2).mean())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "contiguous": lambda y, _: y[:, 1:].contiguous().view(-1).pow(2).mean(),
+    "reshape": lambda y, _: y[:, 1:].reshape(-1).pow(2).mean(),
+    "a mean of its own": lambda y, _: y.pow(2).sum() * (1 / len(y)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_no_loss_depends_on_how_many_samples_there_are(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Functions of torch that the loss calls are those of every size, whichever kernels they run."""
+    task = replace(sized(partial(Sized, torch.relu)), loss=loss)
+    assert len(profile(task, microbatch_size=[1, 2, 3]).measurements) == 3
+
+
+BY_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
+    "another function": lambda x: torch.tanh(x) if len(x) == 1 else torch.relu(x),
+    "no dropout": lambda x: F.dropout(x, 0.0 if len(x) == 1 else 0.5),
+    "a copy": lambda x: x.clone() * 2.0 if len(x) == 1 else x * 2.0,
+}
+
+
+@pytest.mark.parametrize("operation", BY_SIZE.values(), ids=BY_SIZE)
+def test_another_model_at_another_size_is_refused(operation: Callable[[Tensor], Tensor]) -> None:
+    """One that asks how many samples there are, and computes something else, in its layers or in its loss."""
+    tasks = (
+        sized(partial(Sized, operation)),
+        replace(sized(partial(Sized, torch.relu)), loss=lambda y, _: operation(y).pow(2).mean()),
+    )
+    for task, says in zip(tasks, ("other operations in layer", "another loss"), strict=True):
+        with pytest.raises(UsageError, match=rf"base is another model at 2 samples than at 1 \(.*{says}"):
+            profile(task, microbatch_size=[1, 2])
+
+
 @pytest.mark.parametrize("task", HAND_WRITTEN.values(), ids=HAND_WRITTEN)
 def test_modules_on_the_meta_device_have_that_of_real_ones(task: Task) -> None:
     """Tensors without bytes change nothing."""

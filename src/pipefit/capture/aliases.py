@@ -38,7 +38,7 @@ def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     first: dict[fx.Node, fx.Node] = {}
     storages: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        candidates = [first[source] for source in _sources(node)]
+        candidates = [first[source] for source in sources(node)]
         for storage in _storages(node.meta.get("val")):
             candidates.append(storages.setdefault(storage, candidates[0] if candidates else node))
         root = candidates[0] if candidates else node
@@ -51,7 +51,7 @@ def groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return first
 
 
-def _sources(node: fx.Node) -> Iterable[fx.Node]:
+def sources(node: fx.Node) -> Iterable[fx.Node]:
     """The arguments that the result may be a view of."""
     if node.op != "call_function":
         return

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture.changed_attributes import ChangedAttributes
+from pipefit.capture.contiguous_calls import RecordingContiguous
 from pipefit.capture.copying import copied
 from pipefit.capture.cuda_autocast import casting_for
 from pipefit.capture.custom_functions import call_them, kept_whole
@@ -86,6 +87,7 @@ def export(
                 refusing(traced=True),
                 _unchecked(),
                 RefusingStrangers(own),
+                RecordingContiguous(),
                 kept_whole() as calls,
             ):
                 program = torch.export.export(own, args, kwargs, strict=False)

@@ -17,10 +17,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from pipefit.capture.aliases import groups, mutated_arguments
+from pipefit.capture.aliases import groups, mutated_arguments, sources
 from pipefit.capture.flat import draws, nbytes, role, value
-from pipefit.capture.orders import dense_order
+from pipefit.capture.orders import is_dense
 from pipefit.capture.refusals import line_of, refuse_value
+
+_EXPANDING = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default, torch.ops.aten.broadcast_to.default)
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
 @dataclass(frozen=True)
@@ -215,8 +218,20 @@ def _repeatable(node: fx.Node) -> bool:
 
 
 def _can_cross(node: fx.Node) -> bool:
+    """Whether `node` is a tensor with all of its memory, and is one for any number of samples."""
     found = value(node)
-    return isinstance(found, Tensor) and (role(node) is not None or dense_order(found) is not None)
+    if not isinstance(found, Tensor) or role(node) is not None:
+        return isinstance(found, Tensor)
+    return node.target not in _EXPANDING and is_dense(found, of=_memory(node))
+
+
+def _memory(node: fx.Node) -> int:
+    """Bytes of the memory that `node` looks at; what is made contiguous counts as copied, as of several samples."""
+    at = node
+    while at.target is not _CONTIGUOUS and (viewed := next(iter(sources(at)), None)) is not None:
+        at = viewed
+    found = value(node)
+    return nbytes(at) if at.target is _CONTIGUOUS else found.untyped_storage().nbytes()
 
 
 def sums(count: int, ranges: Iterable[tuple[int, int, int]]) -> list[int]:

@@ -6,6 +6,7 @@ runs where its inputs are. Layers of the same code, parameter shapes and buffer 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,14 +22,20 @@ from pipefit.capture.structure import Values
 
 Entered = list[AbstractContextManager[Any]]
 
+_PERMUTE, _LAID_OUT = torch.ops.aten.permute.default, "laid_out"  # of values between layers; a name of no operator
+
 
 class GraphLayer(nn.Module):
-    """A piece of a traced model; takes and returns a tensor, or a tuple of several."""
+    """A piece of a traced model; takes and returns a tensor, or a tuple of several.
+
+    `operations` is its code without what lays values out between layers, which may depend on the number of samples.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
         code = graph.python_code("self")
         self.generated_code = code.src
+        self.operations = _without_layouts(graph).python_code("self").src
         names = dict(code.globals)
         exec(compile(code.src, "<pipefit layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
         self._run: Callable[..., Values] = names["forward"]
@@ -154,7 +161,7 @@ class _Writer:
     def _permuted(self, node: fx.Node, order: tuple[int, ...]) -> fx.Node:
         if order == tuple(range(len(order))):
             return node
-        return self.graph.call_function(torch.ops.aten.permute.default, (node, order))
+        return self.graph.create_node("call_function", _PERMUTE, (node, order), name=_LAID_OUT)
 
     def _repeat(self, node: fx.Node) -> None:
         """Writes the repeated operation `node` after those that it needs; not recursively, as masks are long chains."""
@@ -176,6 +183,18 @@ class _Writer:
         if isinstance(item, dict):
             return {key: self._mapped(part) for key, part in item.items()}
         return item
+
+
+def _without_layouts(graph: fx.Graph) -> fx.Graph:
+    """`graph` without the operations that lay values out between layers; itself where it has none."""
+    if not any(node.name.startswith(_LAID_OUT) for node in graph.nodes):
+        return graph
+    plain = copy.deepcopy(graph)
+    for node in list(plain.nodes):
+        if node.name.startswith(_LAID_OUT):
+            node.replace_all_uses_with(node.args[0])
+            plain.erase_node(node)
+    return plain
 
 
 def _order(node: fx.Node) -> tuple[int, ...]:

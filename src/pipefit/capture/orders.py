@@ -65,3 +65,15 @@ def dense_order(tensor: Tensor) -> Order | None:
                 return None
             expected *= tensor.shape[dimension]
     return tuple(range(tensor.ndim)) if tensor.is_contiguous() else tuple(order)
+
+
+def is_dense(tensor: Tensor, *, of: int) -> bool:
+    """Whether some order of dimensions makes `tensor` contiguous, and would if it were of more samples.
+
+    A part of each of several samples is not dense, and that of a single one lies in one piece. So a dimension of size 1
+    counts with its stride, as if more could follow, unless the tensor is all of the `of` bytes that it looks at.
+    """
+    if dense_order(tensor) is None or tensor.nbytes == of:
+        return dense_order(tensor) is not None
+    ends = {1, *(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)}
+    return all(stride in ends for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size == 1)

@@ -1,9 +1,9 @@
 """Makes the fingerprint of a task from the task and its chain.
 
 Layers that were written as modules are described by their class and settings, traced ones by their operations, and the
-loss by the operations of one forward over fake tensors. Whole numbers in traced operations depend on the microbatch
-size, so they are kept apart as `sizes`, which belong to a measurement. No tensor's values are read; a hundred layers
-take milliseconds.
+loss by the functions that one forward over fake tensors calls. Numbers in traced operations may depend on the
+microbatch size, as lengths and means over samples do, so they are kept apart as `sizes`, which belong to a measurement.
+No tensor's values are read; a hundred layers take milliseconds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
@@ -38,7 +38,7 @@ _DEEPEST = 3  # objects within objects among a module's settings
 
 
 class Fingerprinted(NamedTuple):
-    """A fingerprint, and a digest of the whole numbers in operations at the microbatch size of the chain."""
+    """A fingerprint, and a digest of the numbers in operations at the microbatch size of the chain."""
 
     fingerprint: Fingerprint
     sizes: str
@@ -103,23 +103,22 @@ def options(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _operations(layer: ChainLayer) -> tuple[str, list[str]]:
-    """What a layer does, without the whole numbers in its traced operations; and those."""
+    """What a layer does, without the numbers in its traced operations; and those."""
     module, sizes = layer.module, list[str]()
     if isinstance(module, GraphLayer):
-        what: object = (type(module).__qualname__, _without_whole_numbers(module.generated_code, sizes))
+        what: object = (type(module).__qualname__, _without_numbers(module.operations, sizes))
     else:
         what = _plain(module_settings(module, _described))
     return repr((layer.name, _plain(layer.autocast), what)), sizes
 
 
-def _without_whole_numbers(code: str, taken: list[str]) -> str:
-    """`code` with every whole number replaced, each of which is added to `taken`."""
+def _without_numbers(code: str, taken: list[str]) -> str:
+    """`code` with all numbers added to `taken` and replaced, but for `0.0`, the rate of a dropout that drops none."""
 
     def replaced(found: re.Match[str]) -> str:
-        if not found.group().isdigit():
-            return found.group()
         taken.append(found.group())
-        return "#"
+        is_nothing = not found.group().isdigit() and float(found.group()) == 0
+        return found.group() if is_nothing else "#"
 
     return _NUMBER.sub(replaced, code)
 
@@ -174,25 +173,30 @@ def _inner(value: Any, depth: int) -> object:
 # ---------------------------------------------------------------- the loss
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operation: its name, dtypes and settings; whole numbers and shapes apart."""
+class _Recorder(TorchFunctionMode):
+    """Writes down every function of torch that is called: its name, dtypes and settings; numbers and shapes apart.
+
+    The kernels that a function runs in turn depend on how its arguments lie: `contiguous` copies a part of each of
+    several samples, and not that of a single one.
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations: list[object] = []
         self.sizes: list[object] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append((str(func), [self._argument(leaf) for leaf in pytree.tree_leaves((args, kwargs))]))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = resolve_name(func) or getattr(func, "__qualname__", str(func))
+        self.operations.append((name, [self._argument(leaf) for leaf in pytree.tree_leaves((args, kwargs))]))
         return func(*args, **(kwargs or {}))
 
     def _argument(self, leaf: Any) -> object:
         if isinstance(leaf, Tensor):
             self.sizes.append(tuple(leaf.shape))
             return dtype_name(leaf.dtype), leaf.ndim
-        if isinstance(leaf, int) and not isinstance(leaf, bool):
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool):
             self.sizes.append(leaf)
-            return "#"
+            return "0" if leaf == 0 and isinstance(leaf, float) else "#"
         return _inner(leaf, 0)
 
 

@@ -21,7 +21,7 @@ def check_model(plan: Plan, task: Task, chain: Chain, samples: int | None = None
     now = with_loss(fingerprint(task, chain), chain, measurement)
     found = differences(profile.fingerprint, now.fingerprint, profile.layers)
     if not found and measurement.sizes != now.sizes:
-        found = ["operations of other sizes, such as another number of attention heads"]
+        found = ["operations of other sizes, such as another number of attention heads, or with other numbers"]
     if found:
         raise FileError(
             f"the plan of {profile.model} does not belong to this task: it was made for {'; '.join(found)}: "
