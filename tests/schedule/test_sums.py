@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate
+from random import Random
 
 import pytest
 
@@ -123,6 +126,40 @@ def test_users_of_a_parameter_and_recomputed_runs_stay_together() -> None:
     )
     whole = Decision(stage=0, subject=Run(start=0, stop=4), what=What.RECOMPUTE, microbatches=Microbatches())
     assert bucket_edges(replace(plan, decisions=(whole,)), 0) == []
+
+
+@pytest.mark.parametrize("buckets", [2, 3, 5, 8, 40])
+def test_a_cut_is_at_the_layer_nearest_to_an_equal_part(buckets: int) -> None:
+    """By trying all layers for every part; layers may have nothing, or almost all."""
+    rng = Random(buckets)
+    for _ in range(30):
+        plan = uneven([rng.choice((0, 1, 3, 7, 50)) for _ in range(6)], buckets)
+        ends = [*accumulate(cost.gradient_bytes for cost in plan.measurement.costs)]
+        parts = [Fraction(ends[-1] * part, buckets) for part in range(1, buckets)]
+        nearest = {min(range(5), key=lambda layer: abs(ends[layer] - part)) for part in parts}
+        assert bucket_edges(plan, 0) == sorted(layer + 1 for layer in nearest if 0 < ends[layer] < ends[-1])
+
+
+def test_more_buckets_than_layers_are_as_many_as_layers() -> None:
+    """However many a plan asks for."""
+    for buckets in (10**9, 10**30):
+        assert bucket_edges(uneven([1, 50, 0, 1, 1, 0], buckets), 0) == [1, 2, 4]
+
+
+def uneven(sizes: list[int], buckets: int) -> Plan:
+    """A stage of layers that have gradients of so many bytes, on two replicas."""
+    plan = gridded(2, *(1 for _ in sizes[1:]), samples=2)
+    grid = Grid(devices=(0, 1), data=2, buckets=buckets)
+    made = tuple(
+        replace(
+            one,
+            kinds=tuple(replace(one.costs[n], gradient_bytes=size) for n, size in enumerate(sizes)),
+            layers=tuple(range(len(sizes))),
+        )
+        for one in plan.profile.measurements
+    )
+    profile = replace(plan.profile, measurements=made)
+    return replace(plan, profile=profile, stages=(Stage(start=0, stop=len(sizes), grid=grid),))
 
 
 def test_no_bucket_is_refused() -> None:

@@ -116,17 +116,27 @@ def bucket_edges(plan: Plan, stage: int) -> list[int]:
     run that is recomputed as a whole.
     """
     place, measured = plan.stages[stage], plan.measured(stage)
-    if place.grid.buckets == 1:
-        return []
     at, before = 0, {place.start: 0}  # by layer, bytes of the layers before it
     for layer, cost in enumerate(measured.costs[place.start : place.stop], start=place.start):
         before[layer + 1] = at = at + (
             cost.parameter_bytes if place.grid.shard == "parameters" else cost.gradient_bytes
         )
     allowed = [layer for layer in range(place.start + 1, place.stop) if not _divides(plan, stage, layer)]
-    wanted = [at * number / place.grid.buckets for number in range(1, place.grid.buckets)]
-    nearest = {min(allowed, key=lambda layer: abs(before[layer] - size)) for size in wanted if allowed}
-    return sorted(layer for layer in nearest if 0 < before[layer] < at)
+    cuts = {before[layer]: layer for layer in reversed(allowed)}  # of layers without any bytes the first
+    nearest = _nearest(sorted(cuts), at, place.grid.buckets)
+    return [cuts[size] for size in nearest if 0 < size < at]
+
+
+def _nearest(sizes: Sequence[int], whole: int, parts: int) -> Iterator[int]:
+    """Of rising sizes those that are the nearest to an end of one of so many equal parts of a whole, however many."""
+    for number, size in enumerate(sizes):
+        first, last = 1, parts - 1  # the ends that are as near: part n ends at whole * n / parts
+        if number:
+            first = (sizes[number - 1] + size) * parts // (2 * whole) + 1
+        if number + 1 < len(sizes):
+            last = min(last, (size + sizes[number + 1]) * parts // (2 * whole))
+        if first <= last:
+            yield size
 
 
 def _divides(plan: Plan, stage: int, layer: int) -> bool:
