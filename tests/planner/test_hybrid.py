@@ -165,7 +165,7 @@ REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("data is 1 or more, not 0", {"data": 0}),
     ("schedule pipedream updates with microbatches in flight", {"data": 2, "schedule": "pipedream"}),
     ("has 4 devices, too few for 3 stages of 2 devices: ask for 2 or fewer", {"data": 2, "stages": 3}),
-    ("a stage of 5 replicas with 1 shards each needs 5 devices, and there are 4", {"data": 5}),
+    ("a stage of 5 replicas of 1 shard each needs 5 devices, and there are 4", {"data": 5}),
 )
 
 
@@ -176,6 +176,20 @@ def test_degrees_that_are_not_possible_are_refused() -> None:
         words, options = asked_for
         with pytest.raises(UsageError, match=words):
             plan(profile, cluster, batch_size=12, microbatch_size=6, planner=planner, **options)
+
+
+@pytest.mark.parametrize("planner", ["joint", "exact"])
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_sizes_that_the_replicas_that_are_asked_for_cannot_divide_are_left_out(planner: str, on_demand: bool) -> None:
+    """Where planners choose the size of microbatches, the smallest may be smaller than the number of replicas."""
+    whole = sized(plain(Random(3), 3), 4, 2, 1)
+
+    def at(size: int) -> ModelProfile:
+        return replace(whole, measurements=(whole.at(size),))
+
+    made = plan(at if on_demand else whole, devices(*[AMPLE] * 4), batch_size=16, planner=planner, data=2)
+    assert made.training.microbatch_size in (2, 4)
+    assert {stage.grid.data for stage in made.stages} == {2}
 
 
 def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:

@@ -23,6 +23,9 @@ class Degree(NamedTuple):
     data: int
     tensor: int
 
+    def __str__(self) -> str:
+        return f"{counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each"
+
     @property
     def devices(self) -> int:
         """Devices of a stage of this degree."""
@@ -53,8 +56,13 @@ def degrees_of(
     Raises:
         UsageError: those that are asked for are not possible; says what would be.
     """
-    _check_pins(profile, training, devices, data=data, tensor=tensor)
-    size = training.microbatch_size
+    size, asked = training.microbatch_size, Degree(data or 1, tensor or 1)
+    check_pins(profile, size, devices, data=data, tensor=tensor)
+    if training.endless and asked != SINGLE:
+        raise UsageError(
+            f"schedule {training.schedule} updates with microbatches in flight, which {asked.devices} devices of a "
+            "stage cannot do together yet: use schedule 1f1b, or one device for each stage"
+        )
     found = {Degree(size // one.microbatch_size, one.tensor) for one in profile.measurements if _divides(one, size)}
     most = 1 if training.endless else devices
     pins = Degree(data or 0, tensor or 0)
@@ -71,10 +79,8 @@ def _divides(one: Measurement, size: int) -> bool:
     return size % one.microbatch_size == 0
 
 
-def _check_pins(
-    profile: ModelProfile, training: Training, devices: int, *, data: int | None, tensor: int | None
-) -> None:
-    """Check that stages can have the degrees that were asked for.
+def check_pins(profile: ModelProfile, size: int, devices: int, *, data: int | None, tensor: int | None) -> None:
+    """Check that stages can have the degrees that were asked for with microbatches of so many samples.
 
     Raises:
         UsageError: they cannot.
@@ -85,18 +91,10 @@ def _check_pins(
     asked = Degree(data or 1, tensor or 1)
     if asked == SINGLE:
         return
-    if training.endless:
-        raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, which {asked.devices} devices of a "
-            "stage cannot do together yet: use schedule 1f1b, or one device for each stage"
-        )
     if asked.devices > devices:
-        raise UsageError(
-            f"a stage of {asked.data} replicas with {asked.tensor} shards each needs {asked.devices} devices, and "
-            f"there are {devices}: use fewer"
-        )
-    _check_slices(profile, training.microbatch_size, asked.data)
-    profile.at(training.microbatch_size // asked.data, asked.tensor)
+        raise UsageError(f"a stage of {asked} needs {asked.devices} devices, and there are {devices}: use fewer")
+    _check_slices(profile, size, asked.data)
+    profile.at(size // asked.data, asked.tensor)
 
 
 def _check_slices(profile: ModelProfile, size: int, data: int) -> None:

@@ -12,7 +12,7 @@ from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
 from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
-from pipefit.planner.degrees import Degree, divisors
+from pipefit.planner.degrees import Degree, check_pins, divisors
 from pipefit.planner.question import Options, Question
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training, Versions
@@ -145,6 +145,7 @@ def space_of(
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
         profiles = _with_slices(profile, len(cluster.devices), options.data)
+    profiles = _with_pins(profiles, len(cluster.devices), options)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
     question = Question(profile=made, cluster=cluster, training=training, options=options)
@@ -177,6 +178,17 @@ def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles
         kernels = tuple(dict.fromkeys(one for found in every for one in found.kernels.kernels))
         measurements = tuple(measurement for found in every for measurement in found.measurements)
         return replace(made, measurements=measurements, kernels=KernelMemory(kernels=kernels))
+
+    return at
+
+
+def _with_pins(profiles: Profiles, devices: int, options: Options) -> Profiles:
+    """Profiles of the sizes at which stages can have the degrees that are asked for; other sizes are refused."""
+
+    def at(size: int) -> ModelProfile:
+        made = profiles(size)
+        check_pins(made, size, devices, data=options.data, tensor=options.tensor)
+        return made
 
     return at
 
