@@ -109,7 +109,7 @@ def dumps(document: Document) -> str:
     Raises:
         FileError: a number in the document is not finite, or a text cannot be written as UTF-8.
     """
-    name = _kind_of(type(document))
+    name = name_of_kind(type(document))
     stored = _program_text(document) if isinstance(document, Program) else document
     kind = _KINDS[name]
     body = adapter(kind.stored).dump_python(stored, mode="python", warnings="none")
@@ -181,7 +181,7 @@ def load(path: str | os.PathLike[str], type_: type[Any] | None = None) -> Any:
         FileError: missing, too large, not JSON, of another version or kind, or not valid: what, and where.
     """
     source = _named(path)
-    expected = None if type_ is None else _kind_of(type_)
+    expected = None if type_ is None else name_of_kind(type_)
     content = _read(path, source)
     _text(content, source)  # and thrown away: the pieces that are read are bytes
     text = JsonText(content)
@@ -272,7 +272,12 @@ def _program(stored: ProgramText, source: str) -> Program:
 # ---------------------------------------------------------------- names and schemas
 
 
-def _kind_of(type_: type) -> str:
+def name_of_kind(type_: type) -> str:
+    """What a kind of document is called in files and messages: `plan`, of `Plan`.
+
+    Raises:
+        UsageError: it is no kind of document.
+    """
     for name, kind in _KINDS.items():
         if kind.document is type_:
             return name

@@ -41,10 +41,12 @@ class Grid:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.data < 1 or self.tensor < 1 or self.data * self.tensor != len(self.devices):
+        if self.data < 1 or self.tensor < 1:
+            raise UsageError(f"a grid has 1 replica or more of 1 shard or more, not {self.data} of {self.tensor}")
+        if self.data * self.tensor != len(self.devices):
             raise UsageError(
-                f"a grid of {self.data} replicas with {self.tensor} shards each has {self.data * self.tensor} devices, "
-                f"not {len(self.devices)}"
+                f"a grid of {counted(self.data, 'replica')} of {counted(self.tensor, 'shard')} each has "
+                f"{counted(self.data * self.tensor, 'device')}, not {len(self.devices)}"
             )
         if self.buckets < 1:
             raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
@@ -58,6 +60,8 @@ class Grid:
         """How its devices share the work, in words; empty for a single device."""
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
+        if self.data == 1:  # nothing is summed, and nothing divided
+            return told
         told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
         return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
 
@@ -123,7 +127,7 @@ class Stage:
         if len(self.devices) != 1:
             raise UsageError(
                 f"the stage of layers {self.start} to {self.stop - 1} is on devices {list(self.devices)}: this is for "
-                "plans with one device for each stage"
+                "plans with one device for each stage, as --data 1 --tensor 1 makes them"
             )
         return self.devices[0]
 

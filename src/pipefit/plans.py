@@ -23,7 +23,7 @@ from pipefit.profiles import Measurement, ModelProfile
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
 from pipefit.tables import Table, html, plain
-from pipefit.texts import counted
+from pipefit.texts import counted, numbered
 from pipefit.training import Training
 from pipefit.units import format_bytes, format_number, format_seconds
 from pipefit.validation import check_types
@@ -288,7 +288,7 @@ def _row(plan: Plan, number: int, stage: Stage, *, whole: bool) -> tuple[str, ..
     percent = "-" if full is None else f"{100 * full:.1f} %"
     bar = "" if full is None else _bar(full)
     sizes = format_bytes(parameters), peak, format_bytes(budget)
-    return (str(number), " ".join(map(str, stage.devices)), span, str(len(names)), *sizes, percent, bar)
+    return (str(number), numbered(stage.devices), span, str(len(names)), *sizes, percent, bar)
 
 
 def _fullest(plan: Plan, stage: Stage) -> int:

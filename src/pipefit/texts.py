@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ def shortened(text: str) -> str:
 def first_to_last(names: Sequence[str]) -> str:
     """Consecutive names in short: `conv1`, or `conv1 to fc`."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def numbered(numbers: Sequence[int]) -> str:
+    """Numbers in their order, three or more that follow each other in short: `0 1`, `0-3`, `0-3 8`."""
+    parts = list[str]()
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        own = [number for _, number in run]
+        parts += [f"{own[0]}-{own[-1]}"] if len(own) > 2 else map(str, own)
+    return " ".join(parts)
 
 
 def counted(count: int, noun: str) -> str:

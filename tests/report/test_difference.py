@@ -166,4 +166,4 @@ def test_the_command_prints_text_or_json_and_refuses_two_kinds(
     assert main(["diff", "trace.json", "trace.json"]) == 0
     capsys.readouterr()
     assert main(["diff", "one.json", "trace.json"]) == 2
-    assert "one.json a plan and trace.json a trace" in capsys.readouterr().err
+    assert "one.json is a plan and trace.json is a trace" in capsys.readouterr().err

@@ -152,6 +152,16 @@ def test_replicas_that_no_plan_can_have_are_refused() -> None:
         replace(plan, stages=stages, profile=sizes, training=Training(batch_size=6, microbatches=1))
 
 
+def test_degrees_that_are_no_grid_are_refused() -> None:
+    """Numbers below one, also where they multiply to the number of devices, and too few or many devices."""
+    with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not -1 of -1"):
+        Grid(devices=(0,), data=-1, tensor=-1)
+    with pytest.raises(UsageError, match="a grid has 1 replica or more of 1 shard or more, not 0 of 1"):
+        Grid(devices=(), data=0)
+    with pytest.raises(UsageError, match="a grid of 1 replica of 3 shards each has 3 devices, not 2"):
+        Grid(devices=(0, 1), tensor=3)
+
+
 def test_a_buffer_that_is_computed_with_and_changed_is_refused() -> None:
     """It would become another in every replica, and nobody could say which is the model's."""
     plan = gridded(2, 1)

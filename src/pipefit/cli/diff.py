@@ -24,7 +24,7 @@ def command(
     every device and to a step. How far a prediction is from what was measured tells pipefit compare.
     """
     from pipefit.errors import UsageError
-    from pipefit.files import load
+    from pipefit.files import load, name_of_kind
     from pipefit.plans import Plan
     from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
     from pipefit.tables import write
@@ -36,7 +36,7 @@ def command(
     elif isinstance(one, Trace) and isinstance(two, Trace):
         found = difference_of_traces(one, two)
     else:
-        kinds = " and ".join(f"{path} a {type(it).__name__.lower()}" for path, it in ((first, one), (second, two)))
+        kinds = " and ".join(f"{path} is a {name_of_kind(type(it))}" for path, it in ((first, one), (second, two)))
         raise UsageError(f"{kinds}: name two plans or two traces; pipefit simulate makes a trace of a plan")
     if as_json:
         print(json.dumps(found.as_json()))

@@ -35,9 +35,9 @@ def command(
     from pipefit.report.page import page
     from pipefit.trace import Trace
 
+    document = load(file)  # first, for what is no file may have no name that the page's could be made of
     target = file.with_suffix(".html") if output is None else output
     check_output(target, file, measured)
-    document = load(file)
     if not isinstance(document, Plan | Trace):
         raise UsageError(f"{file} is neither a plan nor a trace: pipefit show prints it")
     beside = None if measured is None else load(measured, Trace)

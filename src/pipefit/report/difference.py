@@ -18,7 +18,7 @@ from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.simulator import simulate
 from pipefit.tables import Block, Table
-from pipefit.texts import counted
+from pipefit.texts import counted, numbered
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
@@ -196,7 +196,7 @@ def _places(plan: Plan) -> dict[str, str]:
 
 
 def _place(grid: Grid) -> str:
-    devices = f"device{'s' * (len(grid.devices) > 1)} {' '.join(map(str, grid.devices))}"
+    devices = f"device{'s' * (len(grid.devices) > 1)} {numbered(grid.devices)}"
     return f"{devices} as {grid.sharing}" if grid.sharing else devices
 
 
