@@ -17,6 +17,9 @@ from pipefit.planner import Options, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
+from pipefit.training import Training
+from pipefit.units import format_bytes
+from slice_sizes import sized
 from tight import Case, cluster, random_case
 
 AMPLE = 1 << 40
@@ -90,6 +93,23 @@ def test_the_number_of_devices_that_would_fit_fits_and_one_less_does_not(budget:
         asked(exact, chain, devices(*[budget] * (count - 1)), how)
 
 
+@pytest.mark.parametrize("asked", [{"data": 2}, {"data": 4}, {}])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_would_fit_has_the_replicas_that_are_asked_for(seed: int, asked: dict[str, int]) -> None:
+    """Memory, taken literally, fits, and a byte less does not; numbers of devices are true too."""
+    chain, how = sized(plain(Random(seed), 5, size=50), 8, 4, 2), Training(batch_size=16, microbatches=2)
+    text = refusal(chain, devices(*[90] * 4), how, **asked)
+    needed = int(re.search(r"the same devices with .* each \((\d+) bytes\)", text)[1])
+    assert max(peaks(plan(chain, devices(*[needed] * 4), how, **asked))) == needed
+    refusal(chain, devices(*[needed - 1] * 4), how, **asked)
+    if "do not help" in text:
+        refusal(chain, devices(*[90] * 20), how, **asked)
+    else:
+        count = int(re.search(r"(\d+) devices of", text)[1])
+        plan(chain, devices(*[90] * count), how, **asked)
+        refusal(chain, devices(*[90] * (count - 1)), how, **asked)
+
+
 def test_no_number_of_devices_helps_where_one_layer_is_too_large() -> None:
     """It says so instead of naming a number."""
     assert "More devices of 8.79 KiB do not help, up to 30 of them" in refusal(
@@ -160,6 +180,10 @@ def test_a_baseline_that_does_not_fit_points_to_the_exact_planner() -> None:
     cluster = devices(*[enough] * 4)
     assert refusal(chain, cluster, how, planner="uniform").endswith(
         "What would fit: another split; use the joint or the exact planner"
+    )
+    less = devices(*[enough - 1] * 4)
+    assert f"What would fit by the exact planner: the same devices with {format_bytes(enough)} each" in refusal(
+        chain, less, how, planner="uniform", stages=4
     )
     over = asked(uniform, chain, cluster, how, Options(allow_infeasible=True))
     assert max(peaks(over)) > enough

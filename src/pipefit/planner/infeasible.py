@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from pipefit.planner.minmax_search import solve
-from pipefit.planner.peaks import fits, stage_peaks
-from pipefit.planner.question import Found, Question, Split
+from pipefit.errors import UsageError
+from pipefit.planner.exact import exact
+from pipefit.planner.question import Found, Question
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
@@ -66,7 +66,8 @@ def _remedies(question: Question, planner: str, judge: Judge) -> str:
     """Changes with which the model fits, the cheapest first; or that more devices would not make it fit."""
     if planner not in _BEST and _fullest(question) is not None:
         return "What would fit: another split; use the joint or the exact planner"
-    most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks)
+    widest = max(degree.devices for degree in question.degrees)
+    most = min(_MORE_DEVICES * len(question.cluster.devices), question.blocks * widest)
     if question.training.schedule == "pipedream-2bw":  # a step needs a microbatch for every stage
         most = min(most, question.training.microbatches)
     size = format_bytes(max(device.memory_bytes for device in question.cluster.devices))
@@ -77,7 +78,8 @@ def _remedies(question: Question, planner: str, judge: Judge) -> str:
         useless = "" if count else _useless(size, most, exactly=judge is _fullest)
     memory = _more_memory(question) if judge is _fullest else _less_memory(question, judge)
     changes = filter(None, (*_free(question, judge), more, memory))
-    return f"What would fit: {'; '.join(changes)}{useless}"
+    by = "" if planner in _BEST or judge is not _fullest else " by the exact planner"
+    return f"What would fit{by}: {'; '.join(changes)}{useless}"
 
 
 def _useless(size: str, most: int, *, exactly: bool) -> str:
@@ -135,13 +137,11 @@ def _with_devices(question: Question, count: int) -> Question:
 
 def _more_memory(question: Question) -> str:
     """The memory that the same number of devices would need."""
-    split = solve(question).split
-    peaks = stage_peaks(question, split)
+    value = exact(question).value
     if question.equal_budgets:
-        each = max(peaks) + max(question.cluster.reserves)
+        each = int(value) + max(question.cluster.reserves)
         return f"the same devices with {format_bytes(each)} each ({each} bytes)"
-    more = question.value(peaks, split.devices) - 1
-    return f"{ceil(1000 * more) / 10} % more memory on every device"
+    return f"{ceil(1000 * (value - 1)) / 10} % more memory on every device"
 
 
 def _less_memory(question: Question, judge: Judge) -> str:
@@ -149,8 +149,7 @@ def _less_memory(question: Question, judge: Judge) -> str:
 
     All devices get more in the same proportion.
     """
-    split = solve(question).split
-    low, high = 1.0, max(_shares(question, split, stage_peaks(question, split)))
+    low, high = 1.0, _share(question)
     if high <= low:
         return ""
     for _ in range(_BISECTIONS):
@@ -172,15 +171,20 @@ def _with_memory(question: Question, times: float) -> Question:
     return replace(question, cluster=replace(cluster, devices=devices))
 
 
-def _shares(question: Question, split: Split, peaks: tuple[int, ...]) -> list[float]:
-    """What stages need as parts of their devices' budgets."""
-    budgets = question.cluster.budgets
-    return [peak / budgets[device] for peak, device in zip(peaks, split.devices, strict=True)]
+def _share(question: Question) -> float:
+    """The lowest peak of all plans without compaction, as a part of its device's budget.
+
+    Raises:
+        UsageError: there is no plan of the degrees that are asked for.
+    """
+    value = exact(question).value
+    return value / question.cluster.budgets[0] if question.equal_budgets else value
 
 
 def _fullest(question: Question) -> float | None:
-    """How full the fullest device of the best split is; None where it does not fit."""
-    split = solve(question).split
-    peaks = stage_peaks(question, split)
-    fullest = max(_shares(question, split, peaks))
-    return fullest if fits(question, split, peaks) else None
+    """How full the fullest device of the plan with the lowest peak is; None where it does not fit, or there is none."""
+    try:
+        share = _share(question)
+    except UsageError:
+        return None
+    return share if share <= 1 else None
