@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gallery
+from huggingface_models import TINY
 from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import in_mode, sample
 from pipefit.errors import FileError, UsageError
@@ -29,6 +30,7 @@ from pipefit.profiler.trimmed import profile_trimmed
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify
 from pipefit.training import Training
+from pipefit.zoo.huggingface import hf
 from tiny import plan_of
 
 
@@ -203,6 +205,21 @@ def test_no_loss_depends_on_how_many_samples_there_are(loss: Callable[[Tensor, T
     """Functions of torch that the loss calls are those of every size, whichever kernels they run."""
     task = replace(sized(partial(Sized, torch.relu)), loss=loss)
     assert len(profile(task, microbatch_size=[1, 2, 3]).measurements) == 3
+
+
+HF = {
+    "gpt2": {**TINY["gpt2"], "n_layer": 1, "sequence": 8},
+    "t5": {**TINY["t5"], "num_layers": 1, "num_decoder_layers": 1},
+    "mixtral": {**TINY["llama"], "num_hidden_layers": 1, "num_local_experts": 4, "sequence": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.gallery) for name in ("t5", "mixtral"))]
+)
+def test_models_of_transformers_are_the_same_for_one_sample_and_two(name: str) -> None:
+    """They shift words within each sample, make parts contiguous and look at them in other shapes."""
+    assert len(profile(hf(name, **HF[name]), microbatch_size=[1, 2]).measurements) == 2
 
 
 BY_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
