@@ -17,17 +17,17 @@ from range_account import range_account
 
 
 def assert_band_is_the_account(
-    model: Measurement, width: int, first: int, last: int, *, blocks: Sequence[int] = ()
+    model: Measurement, width: int, first: int, last: int, *, blocks: Sequence[int] = (), microbatches: int = 3
 ) -> None:
     """Every field of a band, for every range in it; of blocks of so many layers, by default one."""
     edges = [0, *accumulate(blocks or [1] * len(model.layers))]
-    band = Ranges(model, edges if blocks else None, microbatches=3).band(width, first=first, last=last)
+    band = Ranges(model, edges if blocks else None, microbatches=microbatches).band(width, first=first, last=last)
     count = len(edges) - 1
     for (row, column), valid in np.ndenumerate(band.valid):
         start, stop = first + int(column), first + int(column) + int(row) + 1
         assert valid == (stop <= count)
         if valid:
-            expected = range_account(model, edges[start], edges[stop], microbatches=3)
+            expected = range_account(model, edges[start], edges[stop], microbatches=microbatches)
             assert {name: int(getattr(band, name)[row, column]) for name in expected} == expected
 
 
@@ -36,6 +36,14 @@ def test_every_range_costs_what_the_account_of_it_says(seed: int) -> None:
     """All fields of a full band, for layers that do whatever a layer can."""
     count = small_first(seed, largest=6)
     assert_band_is_the_account(hostile(Random(seed), count), count, 0, count - 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_remembered_of_a_measurement_holds_for_any_number_of_microbatches(seed: int) -> None:
+    """Ranges that were computed one by one for a step of three microbatches are right for one of seven, too."""
+    model = hostile(Random(seed), 5)
+    for microbatches in (3, 7, 3):
+        assert_band_is_the_account(model, 5, 0, 4, microbatches=microbatches)
 
 
 def test_the_account_knows_every_field_of_a_band() -> None:

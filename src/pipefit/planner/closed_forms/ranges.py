@@ -15,13 +15,14 @@ simulator's.
     weights         parameters that are trained, of which there may be several versions
 
 A band of 1,000 blocks of a layer each and width 100 takes about 20 ms and 100 bytes per range. Ranges for which sums
-over layers are not enough are computed one by one, some 60 microseconds for each of their layers, and remembered; a
-band that is only to be `estimated` has the sums for them too.
+over layers are not enough are computed one by one, some 60 microseconds for each of their layers, and remembered for
+all `Ranges` of an equal measurement; a band that is only to be `estimated` has the sums for them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,6 @@ class Ranges:
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
-        self._whole: dict[tuple[int, int], dict[str, int]] = {}
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -130,21 +130,11 @@ class Ranges:
 
     def whole_stage(self, start: int, stop: int) -> dict[str, int]:
         """The arrays of a band for which sums may not be enough: the range of these layers as a stage by itself."""
-        if (start, stop) not in self._whole:
-            stage = WholeStage(self.measurement, start, stop)
-            rest = StageRest(stage.storages, self.microbatches)
-            self._whole[start, stop] = {
-                "static": rest.parameter_bytes + rest.loss_bytes,
-                "gradients": rest.gradient_bytes,
-                "state": rest.state_bytes,
-                "weights": rest.weight_bytes,
-                "early": rest.early_state_bytes,
-                "update_first_peak": rest.early_state_bytes + rest.first_update.peak_bytes,
-                "backward_first_peak": stage.backward(is_first=True).peak_bytes,
-                "backward_later_peak": stage.backward(is_first=False).peak_bytes,
-                "input_gradients": stage.storages.sent_gradient_bytes,
-            }
-        return self._whole[start, stop]
+        known = _whole_stages(self.measurement)
+        if (start, stop) not in known:
+            known[start, stop] = _whole_stage(self.measurement, start, stop)
+        found = known[start, stop]
+        return found | {"static": found["static"] + (self.loss_bytes if stop == self.layers else 0)}
 
     def owned(self) -> tuple[Ints, Ints]:
         """Two rising sums: lower bounds of what ranges hold for a whole step, without gradients, and of the gradients.
@@ -172,6 +162,31 @@ class Ranges:
         np.add.at(saved, stop, nbytes)
         np.add.at(born, birth + 1, nbytes)
         return np.cumsum(saved)[self.edges], np.cumsum(born)[self.edges]
+
+
+@lru_cache(maxsize=64)
+def _whole_stages(measurement: Measurement) -> dict[tuple[int, int], dict[str, int]]:
+    """The ranges of layers that were computed one by one, for all `Ranges` of equal measurements: a search over
+    microbatch sizes, replicas and schedules meets each measurement many times.
+    """
+    return {}
+
+
+def _whole_stage(measurement: Measurement, start: int, stop: int) -> dict[str, int]:
+    """What `Ranges.whole_stage` says of these layers, without the losses of a step."""
+    stage = WholeStage(measurement, start, stop)
+    rest = StageRest(stage.storages, microbatches=0)
+    return {
+        "static": rest.parameter_bytes,
+        "gradients": rest.gradient_bytes,
+        "state": rest.state_bytes,
+        "weights": rest.weight_bytes,
+        "early": rest.early_state_bytes,
+        "update_first_peak": rest.early_state_bytes + rest.first_update.peak_bytes,
+        "backward_first_peak": stage.backward(is_first=True).peak_bytes,
+        "backward_later_peak": stage.backward(is_first=False).peak_bytes,
+        "input_gradients": stage.storages.sent_gradient_bytes,
+    }
 
 
 class _BandMaker:
