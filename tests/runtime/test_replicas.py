@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit.capture import Task
+from pipefit.capture import Chain, Task
+from pipefit.capture.sample import Sample
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime import Trainer, certify, dry_run, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
@@ -86,6 +89,21 @@ def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profi
     """The peaks of every device in both steps, to the byte."""
     found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))
     assert found.dry == found.metered == found.allocated == found.simulated
+
+
+def test_a_dry_run_captures_a_model_once_for_each_number_of_samples(
+    profiles: dict[str, ModelProfile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six replicas of two stages take three captures: of whole microbatches, of halves and of quarters."""
+    sizes = list[int]()
+
+    def counted(task: Task, fake: FakeTarget, given: Sample) -> Chain:
+        sizes.append(len(given[0]))
+        return fake_chain(task, fake, given)
+
+    monkeypatch.setattr(dry_run, "fake_chain", counted)
+    certify(replicated("normed"), sliced_plan(profiles["normed"], [0, 3, 6], [2, 4], microbatches=2))
+    assert sizes == [12, 6, 3]
 
 
 def test_decisions_about_memory_hold_for_every_replica(profiles: dict[str, ModelProfile]) -> None:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipefit.capture import Chain, capture
+from pipefit.capture.copying import copied
 from pipefit.capture.refused_modules import copy_of, refuse_module
 from pipefit.capture.sample import Sample, in_mode
 from pipefit.capture.task import Task
@@ -24,6 +25,16 @@ def fake_chain(
     An existing module is copied, not changed. `target` is where the chain will run, by default that of `fake`.
     """
     return capture(faked(task, fake, training=training), *sample, target=target or fake.target)
+
+
+def chain_again(chain: Chain, fake: FakeTarget) -> Chain:
+    """`chain`, of which no layer has run, with tensors of its own: as if it were made again, in a tenth of the time.
+
+    Call it inside `fake`.
+    """
+    own = copied(nn.ModuleList(layer.module for layer in chain.layers), fake.again).children()
+    layers = zip(chain.layers, own, strict=True)
+    return replace(chain, layers=tuple(replace(layer, module=module) for layer, module in layers))
 
 
 def faked(task: Task, fake: FakeTarget, *, training: bool = True) -> Task:

@@ -113,6 +113,18 @@ class FakeTarget:
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
+    def again(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of a model: like `fake`, with what is known of a fake number; real values stay real."""
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.detach().clone()
+        made = self.fake(tensor)
+        if tensor.constant is not None:
+            with _disable_current_modes():
+                known = tensor.constant.detach().clone()
+            self._know(made, known)
+        return made
+
     @contextmanager
     def assuming_nothing(self) -> Iterator[None]:
         """Inside, an operation whose result depends on values raises an exception, instead of what `by_value` says."""
@@ -131,6 +143,9 @@ class FakeTarget:
         """Give one fake number a value, for models that read it; what is computed from it alone has values too."""
         with _disable_current_modes():
             known = torch.full(tensor.shape, value, dtype=tensor.dtype)
+        self._know(tensor, known)
+
+    def _know(self, tensor: Tensor, known: Tensor) -> None:
         assert isinstance(tensor, FakeTensor)
         tensor.constant = known
         self._mode.fake_tensor_converter.add_constant_storage_mapping(tensor)

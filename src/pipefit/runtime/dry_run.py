@@ -20,7 +20,7 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.chain import fake_chain
+from pipefit.fake.chain import chain_again, fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
@@ -244,7 +244,14 @@ class _DryRun:
         return runners, meters
 
     def _sources(self, fake: FakeTarget, short: Shortened) -> Sources:
-        """The chains of the stages; the peers of a rank of a tensor group are not there."""
+        """The chains of the stages; the peers of a rank of a tensor group are not there.
+
+        A model is traced once for each number of samples, and every replica has a copy.
+        """
+
+        @cache
+        def undivided(samples: int) -> Chain:
+            return self._chain(fake, samples)
 
         @cache
         def divided(samples: int, ranks: int) -> ShardedChain:
@@ -254,7 +261,7 @@ class _DryRun:
 
         def make(wanted: Wanted) -> Source:
             if not wanted.group:
-                return Source.of(short.shortened(self._chain(fake, wanted.samples)))
+                return Source.of(short.shortened(chain_again(undivided(wanted.samples), fake)))
             whole, alone = divided(wanted.samples, len(wanted.group)), without_peers(wanted.group, wanted.rank)
             check_as_profiled(self.plan, wanted, whole)
             chain = whole.rank(alone)
