@@ -26,7 +26,6 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
-from pipefit.simulator import simulate
 from slices import Plain, batches, equal
 from tiny import batch_of
 
@@ -332,20 +331,3 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
     with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
         Trainer(task, replace(plan, profile=replace(plan.profile, measurements=other)))
-
-
-@pytest.mark.parametrize("kind", ["optimizer", "gradients", "parameters"])
-def test_replicas_of_shards_divide_state_too(kind: Any, tmp_path: Path) -> None:
-    """Owners of layers update their own shards, and what is stored is whole."""
-    task = divided("dropped", optimizer=MOMENTUM)
-    plan = grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 2)], clip_norm=1.0)
-    stages = (replace(plan.stages[0], grid=replace(plan.stages[0].grid, shard=kind)), plan.stages[1])
-    kept, shared = Trainer(task, plan), Trainer(task, replace(plan, stages=stages))
-    for one in batches(task, plan, 2):
-        assert shared.step(one) == pytest.approx(kept.step(one), rel=1e-6)
-    assert equal(shared.state_dict(optimizer=True), kept.state_dict(optimizer=True), relative=1e-9)
-    assert certify(task, shared.plan).peak_bytes == shared.trace.peak_bytes == simulate(shared.plan).peak_bytes
-    shared.save(tmp_path)
-    shared.finish()
-    assert kept.load(tmp_path) == 2
-    assert equal(kept.state_dict(optimizer=True), shared.state_dict(optimizer=True), relative=0)
