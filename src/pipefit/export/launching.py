@@ -12,6 +12,7 @@ from collections import Counter
 
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
+from pipefit.texts import counted
 
 _PORT = 29500
 
@@ -96,7 +97,7 @@ def _hosts(plan: Plan) -> tuple[int, int]:
     if len(set(counts.values())) > 1:
         raise UsageError(
             "the plan has "
-            + ", ".join(f"{count} devices on host {host}" for host, count in sorted(counts.items()))
+            + ", ".join(f"{counted(count, 'device')} on host {host}" for host, count in sorted(counts.items()))
             + ": a launch file starts as many processes on every host; plan with another number of --stages"
         )
     return len(counts), next(iter(counts.values()))

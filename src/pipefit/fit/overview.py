@@ -28,6 +28,7 @@ from pipefit.profiler import Progress
 from pipefit.profiler.on_demand import on_demand
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.simulator import simulate
+from pipefit.texts import counted
 from pipefit.trace import Category
 from pipefit.training import Precision, Training
 
@@ -112,7 +113,9 @@ class _Look:
         """The plan of so many devices and microbatches of so many samples."""
         key = devices, size, how
         if key not in self.known:
-            self.say(len(self.known), len(self.known) + 1, f"{devices} devices, microbatches of {size}, {how}")
+            self.say(
+                len(self.known), len(self.known) + 1, f"{counted(devices, 'device')}, microbatches of {size}, {how}"
+            )
             self.known[key] = attempt(size, self._plan(self.profiles(size), devices, how))
         return self.known[key]
 

@@ -202,7 +202,9 @@ class DeviceRunner:
         self.stages[action.stage].check_here(action, self._flights.get((action.stage, action.microbatch)))
         handler = (_JOINS if action.wait else _STARTS).get(action.kind)
         if handler is None or (action.part is not None and action.kind not in OF_ROWS):
-            raise UsageError(f"the runtime cannot execute {action} yet: simulate such plans, and train others")
+            raise UsageError(
+                f"the runtime cannot execute {action} yet, and the simulator neither: lower the plan again"
+            )
         handler(self, action)
 
     # ---------------------------------------------------------------- data and messages
