@@ -22,18 +22,16 @@ all `Ranges` of an equal measurement; a band that is only to be `estimated` has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pipefit.cost.rest import StageRest
-from pipefit.cost.stage import WholeStage
 from pipefit.cost.storages import StageStorages, gradient_bytes
 from pipefit.planner.closed_forms.bands import Band, Ints
 from pipefit.planner.closed_forms.lifetimes import NEVER, lifetimes
+from pipefit.planner.closed_forms.one_by_one import one_by_one
 from pipefit.planner.closed_forms.tables import (
     NOTHING,
     Events,
@@ -60,6 +58,7 @@ class Ranges:
 
     def __init__(self, measurement: Measurement, edges: Sequence[int] | None = None, *, microbatches: int = 1) -> None:
         self.measurement, self.microbatches = measurement, microbatches
+        self._one_by_one = one_by_one(measurement)
         model = lifetimes(measurement)
         costs = model.layers
         self.layers = len(costs) - 1
@@ -130,10 +129,7 @@ class Ranges:
 
     def whole_stage(self, start: int, stop: int) -> dict[str, int]:
         """The arrays of a band for which sums may not be enough: the range of these layers as a stage by itself."""
-        known = _whole_stages(self.measurement)
-        if (start, stop) not in known:
-            known[start, stop] = _whole_stage(self.measurement, start, stop)
-        found = known[start, stop]
+        found = self._one_by_one.of(start, stop)
         return found | {"static": found["static"] + (self.loss_bytes if stop == self.layers else 0)}
 
     def owned(self) -> tuple[Ints, Ints]:
@@ -162,31 +158,6 @@ class Ranges:
         np.add.at(saved, stop, nbytes)
         np.add.at(born, birth + 1, nbytes)
         return np.cumsum(saved)[self.edges], np.cumsum(born)[self.edges]
-
-
-@lru_cache(maxsize=64)
-def _whole_stages(measurement: Measurement) -> dict[tuple[int, int], dict[str, int]]:
-    """The ranges of layers that were computed one by one, for all `Ranges` of equal measurements: a search over
-    microbatch sizes, replicas and schedules meets each measurement many times.
-    """
-    return {}
-
-
-def _whole_stage(measurement: Measurement, start: int, stop: int) -> dict[str, int]:
-    """What `Ranges.whole_stage` says of these layers, without the losses of a step."""
-    stage = WholeStage(measurement, start, stop)
-    rest = StageRest(stage.storages, microbatches=0)
-    return {
-        "static": rest.parameter_bytes,
-        "gradients": rest.gradient_bytes,
-        "state": rest.state_bytes,
-        "weights": rest.weight_bytes,
-        "early": rest.early_state_bytes,
-        "update_first_peak": rest.early_state_bytes + rest.first_update.peak_bytes,
-        "backward_first_peak": stage.backward(is_first=True).peak_bytes,
-        "backward_later_peak": stage.backward(is_first=False).peak_bytes,
-        "input_gradients": stage.storages.sent_gradient_bytes,
-    }
 
 
 class _BandMaker:
