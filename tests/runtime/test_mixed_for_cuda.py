@@ -18,7 +18,7 @@ from pipefit.planner import plan
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
-from pipefit.runtime.specializations import Specializations, boundaries
+from pipefit.runtime.specializations import Specialization, Specializations, Specialized, boundaries
 from pipefit.simulator import simulate
 from pipefit.trace import Trace
 from pipefit.training import Precision
@@ -130,5 +130,6 @@ def test_smaller_microbatches_have_the_types_of_the_plan(module: Callable[[], nn
     expected = [[value.dtype for value in values] for values in boundaries(found.measurement)]
     assert ["float32"] in expected[1:]
     assert ["bfloat16"] in expected
-    smaller = Specializations(task, found, {0: ()}, traced=False).of(1, training=True)
+    usual = Specialization(stages={0: Specialized((), None)}, boundaries={}, samples={})
+    smaller = Specializations(task, found, usual, traced=False).of(1, training=True)
     assert [[value.dtype for value in values] for values in smaller.boundaries[0]] == expected

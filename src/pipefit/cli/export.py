@@ -27,9 +27,10 @@ def command(
     to: Annotated[
         Format,
         typer.Option(
+            metavar="TOOL",
             help="perfetto: a trace for ui.perfetto.dev. memory-viz: one for pytorch.org/memory_viz. pipelining: "
             "torch.distributed.pipelining's CSV. megatron: arguments. torchtitan, deepspeed: a configuration. slurm, "
-            "kubernetes: a launch file."
+            "kubernetes: a launch file.",
         ),
     ],
     output: Annotated[
