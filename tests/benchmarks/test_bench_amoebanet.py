@@ -26,6 +26,7 @@ from bench_amoebanet import (
     summarised,
     summary_table,
 )
+from often import OFTEN
 from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, outcome, plan_at, splitters
 from pipefit.actions import Kind
 from pipefit.capture import Task
@@ -67,7 +68,7 @@ def found(recompute: Recompute) -> Comparison:
     return compare(JOB, 40, recompute, splitters(lambda _: FRONT_HEAVY), costs, once=("time",))
 
 
-@pytest.mark.parametrize("recompute", SCHEDULES)
+@pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     """No partitioner has a lower peak at one F, nor a larger F, than ours; all are there, ours first."""
     balance, largest, _ = found(recompute)
@@ -79,7 +80,7 @@ def test_ours_is_the_emptiest_and_the_largest(recompute: Recompute) -> None:
     assert any(row.ours_to_this > 1 for row in largest)
 
 
-@pytest.mark.parametrize("recompute", SCHEDULES)
+@pytest.mark.parametrize("recompute", OFTEN)
 def test_the_edges_are_certified(recompute: Recompute) -> None:
     """Every largest F fits in its dry run and the next one does not; the plans had said so, to the byte."""
     for row in found(recompute).largest:
@@ -152,7 +153,7 @@ def test_a_single_measuring_is_split_by_torchgpipe() -> None:
     assert fits == [True, False]
 
 
-@pytest.mark.parametrize("recompute", SCHEDULES)
+@pytest.mark.parametrize("recompute", OFTEN)
 def test_ratios_are_to_torchgpipe_and_to_the_best_baseline(recompute: Recompute) -> None:
     """The best baseline is no further behind ours than torchgpipe is, and is not before it."""
     of = summarised(found(recompute))

@@ -14,8 +14,9 @@ import torch
 
 from amoebanet_job import Job
 from bench_largest import Largest, Run, Runs, Timed, compare, parameters_of, ratios, run, small_job, table, totals
+from often import OFTEN
 from oracle import measured_peaks
-from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
+from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.runtime import certify
@@ -61,7 +62,7 @@ def found(recompute: Recompute) -> list[Largest]:
     return compare(JOB, splitters(lambda _: FRONT_HEAVY), recompute, RUNS)
 
 
-@pytest.mark.parametrize("recompute", SCHEDULES)
+@pytest.mark.parametrize("recompute", OFTEN)
 def test_ours_trains_the_largest(recompute: Recompute) -> None:
     """Under no partitioner does a larger F train than under ours; all are there, ours first."""
     rows = found(recompute)
@@ -74,7 +75,7 @@ def test_ours_trains_the_largest(recompute: Recompute) -> None:
         assert row.ours_to_this == rows[0].parameters / row.parameters
 
 
-@pytest.mark.parametrize("recompute", SCHEDULES)
+@pytest.mark.parametrize("recompute", OFTEN)
 def test_a_plan_fits_if_and_only_if_it_trains(recompute: Recompute) -> None:
     """Of all plans that the searches tried, those said to fit trained, with the very peaks of their plans and of the
     dry run; the others ran out of memory.

@@ -41,7 +41,7 @@ def lowest_peak(devices: int, size: int) -> int:
     return max(made.prediction.peak_bytes)
 
 
-@pytest.mark.parametrize("kib", [96, 160])
+@pytest.mark.parametrize("kib", [96, pytest.param(160, marks=pytest.mark.gallery)])
 def test_the_largest_microbatch_of_which_all_is_kept_fits_and_its_double_does_not(kib: int) -> None:
     """Held against plans for the lowest peak; on one device and on two."""
     for row in seen(kib).reaches:

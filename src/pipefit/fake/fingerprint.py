@@ -210,7 +210,7 @@ def _loss(chain: Chain, measurement: Measurement) -> tuple[str, str]:
             torch.empty(v.shape, dtype=getattr(torch, v.dtype), requires_grad=v.requires_grad)
             for v in measurement.loss.inputs
         ]
-        with _Recorder() as recorder, torch.enable_grad():
+        with torch.enable_grad(), _Recorder() as recorder:  # the mode around is no part of it
             try:
                 chain.measured(measurement).loss(tuple(values[:count]), tuple(values[count:]))
             except Exception as error:  # noqa: BLE001 - another loss may fail on these shapes in any way
