@@ -266,7 +266,7 @@ def test_stages_that_agree_are_folded_in_every_precision(precision: Any) -> None
     [
         build("gpt", layers=5, hidden=32, heads=2, sequence=8, vocabulary=32),
         hf("gpt2", **{**TINY["gpt2"], "n_layer": 5}, sequence=8),
-        hf("llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8),
+        pytest.param(hf("llama", **{**TINY["llama"], "num_hidden_layers": 5}, sequence=8), marks=pytest.mark.gallery),
     ],
     ids=["gpt", "gpt2", "llama"],
 )
