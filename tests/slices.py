@@ -26,6 +26,23 @@ from tiny import batch_of
 CPU = torch.device("cpu")
 
 
+def random_grids(rng: Random, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The edges of the stages of six layers, and their degrees: replicas somewhere, and at most eight devices.
+
+    There are as many stages as one of `counts` says.
+    """
+    count = rng.choice(counts)
+    degrees = [9]
+    while sum(degrees) > 8 or max(degrees) == 1:
+        degrees = [rng.choice([1, 2, 3, 4]) for _ in range(count)]
+    return [0, *sorted(rng.sample(range(1, 6), count - 1)), 6], degrees
+
+
+def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a state; of buffers, every replica has its own."""
+    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
+
+
 def sliced_plan(
     profiled: ModelProfile,
     edges: Sequence[int],

@@ -102,3 +102,12 @@ def alone(task: Task, plan: Plan, steps: int = 1) -> tuple[list[float], dict[str
             optimizer.step()
             optimizer.zero_grad()
     return losses, dict(chain.state_dict())
+
+
+def in_one_process(task: Task, plan: Plan, steps: int) -> tuple[Trainer, list[float]]:
+    """All stages in this process, fed with the batches that workers make; and their losses."""
+    trainer, losses = Trainer(task, plan), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        losses.append(trainer.step(task.batch(plan.training.batch_size)))
+    return trainer, losses

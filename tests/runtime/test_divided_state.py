@@ -29,8 +29,9 @@ from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, plain_task, precise, replicated
-from slices import Plain, batches, equal, sliced_plan
+from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
+from tiny import in_one_process
 
 SIZES = (12, 6, 4, 3)
 DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
@@ -48,13 +49,9 @@ def profiles() -> dict[str, ModelProfile]:
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     """One to three stages of random degrees, each of which divides something at random, or nothing, in some buckets."""
     rng = Random(seed)
-    count = rng.choice([1, 2, 2, 3])
-    degrees = [9]
-    while sum(degrees) > 8 or max(degrees) == 1:
-        degrees = [rng.choice([1, 2, 3, 4]) for _ in range(count)]
-    edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
+    edges, degrees = random_grids(rng, [1, 2, 2, 3])
     shard = [rng.choice((*DIVIDED, *DIVIDED, "none")) for _ in degrees]
-    if found.measurements[0].shared and count > 1:  # the first and the last stage have a copy each
+    if found.measurements[0].shared and len(degrees) > 1:  # the first and the last stage have a copy each
         shard[0] = shard[-1] = rng.choice(["none", "optimizer"])
     return sliced_plan(
         found,
@@ -67,11 +64,6 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
         buckets=[rng.choice([1, 2, 4]) for _ in degrees],
         **training,
     )
-
-
-def parameters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of a state; of buffers, every replica has its own."""
-    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -181,10 +173,7 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tm
     task = replicated("dropped")
     plan = sliced_plan(profiles["dropped"], [0, 3, 6], [2, 2], clip_norm=1.0, shard=(DIVIDED[-1], "optimizer"))
     losses, trace = train(partial(replicated, "dropped"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
-    alone, expected = Trainer(task, plan), []
-    for step in range(2):
-        torch.manual_seed(step)
-        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    alone, expected = in_one_process(task, plan, 2)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert trace.peak_bytes == certify(task, plan).peak_bytes
     after = Trainer(task, sliced_plan(profiles["dropped"], [0, 6], [1]))

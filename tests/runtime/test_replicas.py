@@ -24,12 +24,11 @@ from pipefit.runtime import Trainer, certify, dry_run, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
-from slices import Plain, batches, equal, sliced_plan
+from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks
-from tiny import batch_of, task_of
+from tiny import batch_of, in_one_process, task_of
 
 SIZES = (12, 6, 4, 3)
-DEGREES = (1, 2, 3, 4)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,18 +42,9 @@ def profiles() -> dict[str, ModelProfile]:
 def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     """Two or three stages of random degrees on at most eight devices, dealt out at random."""
     rng = Random(seed)
-    count = rng.choice([2, 2, 3])
-    degrees = [9]
-    while sum(degrees) > 8 or max(degrees) == 1:
-        degrees = [rng.choice(DEGREES) for _ in range(count)]
-    edges = [0, *sorted(rng.sample(range(1, 6), count - 1)), 6]
+    edges, degrees = random_grids(rng, [2, 2, 3])
     schedule = rng.choice(["gpipe", "1f1b"])
     return sliced_plan(found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training)
-
-
-def parameters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of a state; of buffers, every replica has its own."""
-    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,10 +163,7 @@ def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile]) ->
     """Three workers over gloo, two of them replicas: the same losses, and the peaks of the dry run."""
     task, plan = replicated("tied"), sliced_plan(profiles["tied"], [0, 3, 6], [2, 1], clip_norm=1.0)
     losses, trace = train(partial(replicated, "tied"), plan, steps=2)
-    alone, expected = Trainer(task, plan), []
-    for step in range(2):
-        torch.manual_seed(step)
-        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    _, expected = in_one_process(task, plan, 2)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert trace.peak_bytes == certify(task, plan).peak_bytes
 

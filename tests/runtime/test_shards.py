@@ -27,7 +27,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
 from slices import Plain, batches, equal
-from tiny import batch_of
+from tiny import batch_of, in_one_process
 
 SIZES = (12, 6, 4)
 GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 4), (2, 2)]
@@ -266,10 +266,7 @@ def test_workers_train_and_save_as_one_process_does(tmp_path: Path) -> None:
     found = profile(task, microbatch_size=(4, 2), tensor=(1, 2))
     plan = grid_plan(found, [0, 3, 6], [(1, 2), (1, 2)], clip_norm=1.0)
     losses, trace = train(partial(divided, "tied"), plan, steps=2, saving=Saving(directory=str(tmp_path)))
-    alone, expected = Trainer(task, plan), []
-    for step in range(2):
-        torch.manual_seed(step)
-        expected.append(alone.step(task.batch(plan.training.batch_size)))
+    alone, expected = in_one_process(task, plan, 2)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert trace.peak_bytes == alone.trace.peak_bytes == certify(task, plan).peak_bytes
     assert equal(load_state_dict(tmp_path), alone.state_dict(), relative=1e-12)
