@@ -8,10 +8,8 @@ from random import Random
 
 import pytest
 
-from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
-from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.program import parse_program
 from pipefit.schedule import lower, lower_evaluation
@@ -122,15 +120,11 @@ def test_random_degrees_make_programs_that_end(seed: int) -> None:
     assert len(program.actions) == sum(degrees)
 
 
-MOVE = Decision(stage=0, subject=State(start=0, stop=1, kind="optimizer"), what=What.OFFLOAD, place=parse_place("host"))
-
-
 @pytest.mark.parametrize(
     ("plan", "last", "message"),
     [
         (gridded(2, 1, schedule="pipedream"), None, "stage 0 has 2 replicas, and schedule pipedream updates with"),
         (gridded(2, 1), 3, "stage 0 has 2 replicas, which cannot divide the 3 samples .* leave out 1 of them"),
-        (gridded(2, 1, decisions=(MOVE,)), None, "stage 0 has 2 replicas, whose parameters, .* cannot be moved yet"),
     ],
 )
 def test_what_replicas_cannot_do_is_refused(plan: Plan, last: int | None, message: str) -> None:

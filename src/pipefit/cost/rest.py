@@ -116,14 +116,16 @@ class StageRest:
         return self.storages.costs[place].trained_bytes - sum(one.nbytes for one in repeated if one.gradient_bytes)
 
     def state_bytes_of(self, subject: Subject) -> int:
-        """A state of one layer, as actions name it; of the optimizer, from the first step on.
+        """A state of one layer, as actions name it; of the optimizer, from the first step on. Nothing moves of a layer
+        that another replica owns.
 
         Raises:
             UsageError: it is no state that moves.
         """
         for kind in ("parameters", "gradients", "optimizer"):
             if subject.what == kind:
-                return self.bytes_of(kind, subject.layer, subject.layer + 1)
+                is_owned = self.share is None or self.share.owns(subject.layer)
+                return self.bytes_of(kind, subject.layer, subject.layer + 1) if is_owned else 0
         raise UsageError(f"{subject} cannot be moved as a state: that is a layer's parameters, gradients or optimizer")
 
     def update_room_bytes(self, start: int, stop: int) -> int:

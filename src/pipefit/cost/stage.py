@@ -89,8 +89,8 @@ class StageCost:
             UsageError: the host's memory bandwidth is not known.
         """
         first, end = action.layers or (self.start, self.stop)
-        costs = self.storages.costs[first - self.start : end - self.start]
-        return sum(host_update_seconds(cost, host) for cost in costs)
+        owned = (n for n in range(first, end) if self.share is None or self.share.owns(n))
+        return sum(host_update_seconds(self.storages.costs[n - self.start], host) for n in owned)
 
     def collective_bytes(self, action: Action) -> int:
         """Bytes that every member of a collective contributes: of a REDUCE, gradients of the stage's own parameters, or

@@ -248,7 +248,7 @@ _COPIES = {  # by kind and whether it is a WAIT: the condition that a copy needs
 }
 assert {kind for kind, _ in _COPIES} == COPIES
 _NEEDS = {  # by kind of action, the states that it needs on the device
-    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH), ("parameters",)),
+    **dict.fromkeys((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.RECOMPUTE, Kind.STASH, Kind.UNSHARD), ("parameters",)),
     Kind.BACKWARD: ("parameters", "gradients"),
     **dict.fromkeys((Kind.REDUCE, Kind.AGREE), ("gradients",)),
     Kind.STEP: ("parameters", "gradients", "optimizer"),
@@ -297,7 +297,8 @@ class StageStates:
         """
         home = home_of(action)
         kept = self._moves.homes[home]
-        if kept.kind == "gradients" and not action.wait and not born.issuperset(range(*kept.layers)):
+        own = (n for n in range(*kept.layers) if self._rest.share is None or self._rest.share.owns(n))
+        if kept.kind == "gradients" and not action.wait and not born.issuperset(own):
             raise UsageError(f"{action} has no gradients: the backward of every layer must come before it")
         self.conditions.of[home] = self.conditions.behind(action)
         if action.wait != (action.kind is Kind.OFFLOAD):

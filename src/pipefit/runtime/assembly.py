@@ -120,24 +120,28 @@ def _agreement(site: Site, device: int) -> Agreement:
     )
 
 
-def _state_mover(moves: StateMoves, plan: Plan, storages: StageStorages, mover: Mover) -> StateMover | None:
-    """What moves the state of a stage; None where none is moved."""
+def _state_mover(
+    moves: StateMoves, plan: Plan, storages: StageStorages, share: Share | None, mover: Mover
+) -> StateMover | None:
+    """What moves the state of a stage, or the `share` of a replica; None where none is moved."""
     if not moves.homes:
         return None
-    rest, host = StageRest(storages, plan.training.microbatches), plan.cluster.devices[mover.number].host
+    rest = StageRest(storages, plan.training.microbatches, share=share)
+    host = plan.cluster.devices[mover.number].host
     paced = plan.cluster.backend == "emulated" and mover.copier.beside
-    return StateMover(moves, rest, mover, host, _update_seconds(moves, plan, storages, host) if paced else {})
+    return StateMover(moves, rest, mover, host, _update_seconds(moves, plan, rest, host) if paced else {})
 
 
-def _update_seconds(moves: StateMoves, plan: Plan, storages: StageStorages, near: int) -> dict[Layers, float]:
+def _update_seconds(moves: StateMoves, plan: Plan, rest: StageRest, near: int) -> dict[Layers, float]:
     """What updates on a host take, by their layers, where its memory is of known speed; `near` is the device's host."""
     found = {}
     for (_, layers), place in moves.updates.items():
         number = place.members[0].number
         host = plan.cluster.hosts[near if number is None else number]
         if host.memory_bandwidth is not None:
-            costs = storages.costs[layers[0] - storages.start : layers[1] - storages.start]
-            found[layers] = sum(host_update_seconds(cost, host) for cost in costs)
+            owned = (n for n in range(*layers) if rest.share is None or rest.share.owns(n))
+            start, costs = rest.storages.start, rest.storages.costs
+            found[layers] = sum(host_update_seconds(costs[n - start], host) for n in owned)
     return found
 
 
@@ -177,8 +181,8 @@ def assemble(site: Site, number: int, *, device: torch.device, meter: MemoryMete
             agreement=agreement,
             rooms=list(map(storages.room_bytes, range(place.start, place.stop))) if plan.training.endless else None,
             replica=place.grid.replica_of(number),
-            share=share_of(plan, stage, number),
-            states=_state_mover(moves.of_stage(stage), plan, storages, mover),
+            share=(share := share_of(plan, stage, number)),
+            states=_state_mover(moves.of_stage(stage), plan, storages, share, mover),
             device=device,
             seed=site.seed,
             graph_dropped=meter.drop_graph if meter is not None else lambda: None,

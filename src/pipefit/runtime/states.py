@@ -59,7 +59,7 @@ class StateMover:
     def __init__(
         self, moves: StateMoves, rest: StageRest, mover: Mover, host: int, seconds: Mapping[Layers, float]
     ) -> None:
-        self._moves, self._mover, self._seconds = moves, mover, seconds
+        self._moves, self._share, self._mover, self._seconds = moves, rest.share, mover, seconds
         self.conditions = Conditions(moves)
         self._contents: dict[Home, _Content] = {}
         for home, kept in moves.homes.items():
@@ -80,8 +80,8 @@ class StateMover:
         found: dict[nn.Parameter, nn.Parameter | None] = {}
         for home, content in self._contents.items():
             if content.kept.kind == "parameters" and self._moves.updated_elsewhere(content.kept.layers):
-                first, end = content.kept.layers
-                parameters = [parameter for of_layer in own[first - start : end - start] for parameter in of_layer]
+                owned = (n for n in range(*content.kept.layers) if self._share is None or self._share.owns(n))
+                parameters = [parameter for layer in owned for parameter in own[layer - start]]
                 self._write(home, parameters)
                 for parameter, copy in zip(parameters, self._views(content, parameters), strict=True):
                     found[parameter] = None if copy is None else nn.Parameter(copy, parameter.requires_grad)
@@ -181,7 +181,7 @@ class StateMover:
     def _tensors(self, kept: Kept, updates: Updates) -> list[Tensor]:
         if kept.kind == "optimizer":
             return updates.state(kept.layers)
-        parameters = updates.parameters(kept.layers)
+        parameters = updates.owned(kept.layers)
         if kept.kind == "parameters":
             return [*parameters]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -193,7 +193,7 @@ class StateMover:
         """
         layers = content.kept.layers
         if content.kept.kind == "gradients" and self._moves.updated_elsewhere(layers):
-            own = [parameter for parameter in updates.parameters(layers) if parameter.grad is not None]
+            own = [parameter for parameter in updates.owned(layers) if parameter.grad is not None]
             views = self._views(content, [p.grad for p in own if p.grad is not None])
             there = {p: view for p, view in zip(own, views, strict=True) if view is not None}
             self._sent[layers] = Gradients(there, partial(self._mover.settle, content.copy))
@@ -255,7 +255,7 @@ class StateMover:
                 self._free(content)
                 continue
             if kind == "parameters" and condition is not Condition.HERE:
-                content.storages = storages_of(updates.parameters(content.kept.layers))
+                content.storages = storages_of(updates.owned(content.kept.layers))
                 self._copy_at_once(content, outward=False)
             content.storages = []
         self.conditions.reset()

@@ -85,10 +85,14 @@ class Updates:
         """The parameters of these layers, trained or not, each with the first layer of the stage that has it."""
         return [p for own in self._own[layers[0] - self._start : layers[1] - self._start] for p in own]
 
-    def updated(self, layers: Layers) -> list[nn.Parameter]:
-        """Those of these layers that this replica updates: the trained ones of the layers that it owns."""
+    def owned(self, layers: Layers) -> list[nn.Parameter]:
+        """Those of these layers that this replica owns, trained or not."""
         own = [layer for layer in range(*layers) if self._share is None or self._share.owns(layer)]
-        return [p for layer in own for p in self.parameters((layer, layer + 1)) if p.requires_grad]
+        return [parameter for layer in own for parameter in self.parameters((layer, layer + 1))]
+
+    def updated(self, layers: Layers) -> list[nn.Parameter]:
+        """Those of these layers that this replica updates: the trained ones that it owns."""
+        return [parameter for parameter in self.owned(layers) if parameter.requires_grad]
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether a parameter is of a layer that this replica owns."""
@@ -137,7 +141,7 @@ class Updates:
         """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
         if kept.kind == "parameters":
             return True
-        trained = [p for p in self.parameters(kept.layers) if p.requires_grad]
+        trained = self.updated(kept.layers)
         if kept.kind == "gradients":
             return all(p.grad is not None for p in trained)
         known = self.optimizer.state if self.optimizer else {}
@@ -167,7 +171,7 @@ class Updates:
 
         None where nothing is to be done.
         """
-        copies = [copy for p in self.parameters(layers) if p.requires_grad and (copy := self._elsewhere[p]) is not None]
+        copies = [copy for p in self.updated(layers) if (copy := self._elsewhere[p]) is not None]
         if self.optimizer is None or not copies or self._skipped:
             return None
         for parameter, gradient in gradients.there.items():

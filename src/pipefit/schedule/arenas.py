@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from pipefit.actions import COPIES, Action, Kind
 from pipefit.cost.rest import StageRest
+from pipefit.cost.shares import share_of
 from pipefit.cost.storages import StageStorages
 from pipefit.places import Member, Place
 from pipefit.plans import Plan
@@ -38,16 +39,16 @@ class Arena(NamedTuple):
 
 
 def arenas(
-    devices: Sequence[Sequence[Action]], moved_bytes: Callable[[Action], int], hosts: Sequence[int]
+    devices: Sequence[Sequence[Action]], moved: Sequence[Callable[[Action], int]], hosts: Sequence[int]
 ) -> tuple[Arena, ...]:
     """The arenas that every member of the cluster lends to each device.
 
     Args:
         devices: the actions of every device; only OFFLOADs, RELOADs and updates at a place matter.
-        moved_bytes: how many bytes an OFFLOAD or RELOAD moves, and an update keeps and needs at its place.
+        moved: of every device, how many bytes an OFFLOAD or RELOAD moves, and an update keeps and needs at its place.
         hosts: the host of every device.
     """
-    return tuple(chain(*(arenas_for(n, actions, moved_bytes, hosts[n]) for n, actions in enumerate(devices))))
+    return tuple(chain(*(arenas_for(n, actions, moved[n], hosts[n]) for n, actions in enumerate(devices))))
 
 
 def arenas_for(
@@ -102,23 +103,33 @@ def arenas_of_copies(plan: Plan, program: Program) -> tuple[Arena, ...]:
 
 
 def _arenas(plan: Plan, program: Program, devices: Sequence[Sequence[Action]]) -> tuple[Arena, ...]:
-    storages = [StageStorages.of(plan, stage) for stage in range(len(plan.stages))]
     hosts = [device.host for device in plan.cluster.devices]
-    return arenas(devices, moved_bytes(program, storages), hosts)
+    return arenas(devices, moved_by_devices(plan, program), hosts)
 
 
-def moved_bytes(
-    program: UncheckedProgram, stages: Sequence[StageStorages] | Mapping[int, StageStorages]
-) -> Callable[[Action], int]:
-    """The bytes of the storages that an OFFLOAD or RELOAD moves, by action; what has been computed is kept.
+def moved_by_devices(plan: Plan, program: Program) -> list[Callable[[Action], int]]:
+    """For every device, the `moved_bytes` of its actions."""
+    storages = [StageStorages.of(plan, stage) for stage in range(len(plan.stages))]
+
+    def rests(device: int) -> dict[int, StageRest]:
+        """What the device has of its stages."""
+        shares = {stage: share_of(plan, stage, device) for stage in plan.stages_of(device)}
+        return {n: StageRest(storages[n], program.microbatches, share=share) for n, share in shares.items()}
+
+    return [moved_bytes(program, rests(device)) for device in range(len(program.actions))]
+
+
+def moved_bytes(program: UncheckedProgram, rests: Mapping[int, StageRest]) -> Callable[[Action], int]:
+    """The bytes of the storages that an OFFLOAD or RELOAD of a device moves, by action; what has been computed is kept.
+    The device has stages with these `rests`.
 
     Of an update at a place it is what that place needs for it, beside gradients and parameters, which are moved.
     """
-    rest_of = cache(lambda stage: StageRest(stages[stage], program.microbatches))
     known: dict[object, int] = {}
 
     def of(action: Action) -> int:
-        storages, rest = stages[action.stage], rest_of(action.stage)
+        rest = rests[action.stage]
+        storages = rest.storages
         if action.kind is Kind.STEP:
             return rest.update_room_bytes(*(action.layers or (storages.start, storages.stop)))
         subjects = program.moved(action)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipefit.actions import SENDS, Action, Kind, Subject
-from pipefit.decisions import State
+from pipefit.decisions import Decision, State, What
 from pipefit.errors import UsageError
+from pipefit.grids import Sharding
 from pipefit.layer_costs import LayerCost
 from pipefit.places import Member, Place, Share
 from pipefit.plans import Plan
@@ -162,11 +163,27 @@ def _check_replicas(plan: Plan, number: int, last: int | None) -> None:
                 "(shard='optimizer'), or put the layers that share it into one stage"
             )
     for decision in plan.decisions:
-        if decision.stage == number and isinstance(decision.subject, State):
-            raise UsageError(
-                f"{decision}: {where}, whose parameters, gradients and optimizer state cannot be moved yet; move saved "
-                "tensors, or recompute"
-            )
+        if decision.stage == number and isinstance(decision.subject, State) and stage.grid.shard != "none":
+            _check_state(decision, decision.subject, stage.grid.shard, where)
+
+
+def _check_state(decision: Decision, moved: State, shard: Sharding, where: str) -> None:
+    """Check that a state that moves is one of which every replica keeps a part alone, from one update to the next."""
+    if decision.what is What.UPDATE and shard == "optimizer":
+        raise UsageError(
+            f"{decision}: {where} that divide the optimizer state alone, and each of them has all gradients: divide "
+            "these too (shard='gradients'), so that each sends the host its own"
+        )
+    if moved.kind == "gradients":
+        raise UsageError(
+            f"{decision}: {where} that divide {shard}, whose gradients are summed or dealt out when they have been "
+            "computed, and cannot be moved; leave them, or have the host update the layers"
+        )
+    if moved.kind == "parameters" and shard != "parameters":
+        raise UsageError(
+            f"{decision}: {where} that divide {shard} and have all parameters, which an update brings to all of them: "
+            "divide these too (shard='parameters'), so that each moves its own"
+        )
 
 
 def _costs(plan: Plan, number: int) -> tuple[LayerCost, ...]:

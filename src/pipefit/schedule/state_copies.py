@@ -16,6 +16,8 @@ the next run come while this one computes.
 Between two uses where nothing else is computed while the state is away, it stays. Forwards and backwards have been cut
 at the edges of the layers (`pipefit.schedule.recomputation`), so that only those in use are there.
 
+Where replicas divide parameters, their owners send them to the others from an UNSHARD to its join, and need them there.
+
 Under an endless schedule gradients move so from the first backward behind an update to the next update
 (`gradient_moves`), and parameters within every step (`weights_copied`): those that updates change, which forwards use
 but for the time from a STASH to its join, and backwards only where no update has come since their forward.
@@ -150,7 +152,7 @@ class StateCopies:
                 yield number
                 return
             copied = action.kind is Kind.STASH and not action.wait
-            if action.stage != decision.stage or not (copied or _computes(action)):
+            if action.stage != decision.stage or not (copied or action.kind is Kind.UNSHARD or _computes(action)):
                 continue
             if number in self.without if not gradients else action.kind not in (Kind.BACKWARD, Kind.STEP):
                 continue
@@ -167,6 +169,8 @@ class StateCopies:
         missing = layers if decision.subject.kind == "gradients" else frozenset()
         for one, following in pairwise(self._uses(decision)):
             action = self.actions[one]
+            if action.kind is Kind.UNSHARD and not action.wait:
+                continue  # it reads them until its join
             if action.kind is Kind.BACKWARD:
                 missing = missing.difference(range(*action.layers) if action.layers else layers)
             elif action.kind is Kind.STEP and decision.subject.kind == "gradients":

@@ -94,7 +94,7 @@ class Parts:
         changes = ((n, position, effect) for n, effects in enumerate(read.effects) for position, effect in effects)
         every = [programs[min(step, len(programs) - 1)] for step in range(steps)]
         actions = in_a_row(every, device) if last.endless else last.actions[device]
-        nbytes = moved_bytes(last, {number: stage.storages for number, stage in stages.items()})
+        nbytes = moved_bytes(last, {number: stage.rest for number, stage in stages.items()})
         placed = read.placed
         if last.endless:
             placed = [a for program in programs for a in program.actions[device] if a.place is not None]

@@ -278,8 +278,9 @@ class Ledger:
     def _gather(self, action: Action, stage: StageCost) -> Effect | None:
         """Parameters come from their owners, or are freed where others own them."""
         try:
-            layers = range(*(action.layers or (stage.start, stage.stop)))
-            changed = self._gathered[action.stage].carry_out(action, layers)
+            first, end = action.layers or (stage.start, stage.stop)
+            self._states[action.stage].conditions.check_here(action, (first, end))
+            changed = self._gathered[action.stage].carry_out(action, range(first, end))
         except UsageError as error:
             self._refuse(str(error))
         nbytes = sum(stage.rest.whole_bytes_of("parameters", layer, layer + 1) for layer in changed)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from pipefit.actions import Action
 from pipefit.cost.messages import message_sizes
+from pipefit.cost.rest import StageRest
 from pipefit.cost.stage import Costs, StageCost
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.places import Member
@@ -83,7 +84,7 @@ class Simulation:
             for number, there in enumerate(self.program.placement)
         ]
         self._storages = [next(iter(of_devices.values())).storages for of_devices in self._stages]
-        self._moved_bytes = moved_bytes(self.program, self._storages)
+        self._moved_bytes = [moved_bytes(self.program, self._rests_of(device)) for device in self._devices]
 
     @property
     def actions(self) -> int:
@@ -153,13 +154,17 @@ class Simulation:
         # The steps of an endless schedule overlap, so that they are one program to the clock
         whole = joined([*map(self._of_step, range(self.steps))]) if self.program.endless else self.program
         cluster, placement = self.plan.cluster, self.program.placement
-        readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes) for n in self._devices)
+        readers = (DeviceReader(n, whole, cluster, self._of_device(n), self._moved_bytes[n]) for n in self._devices)
         timed = [reader.read(actions) for reader, actions in zip(readers, whole.actions, strict=True)]
         return TimedProgram(timed, cluster, message_sizes(self.plan, placement, self._storages))
 
     def _of_device(self, device: int) -> dict[int, StageCost]:
         """The costs of the stages of a device."""
         return {n: of_devices[device] for n, of_devices in enumerate(self._stages) if device in of_devices}
+
+    def _rests_of(self, device: int) -> dict[int, StageRest]:
+        """What a device has of its stages, whatever is in flight."""
+        return {number: stage.rest for number, stage in self._of_device(device).items()}
 
     def _of_step(self, step: int) -> Program:
         """The program of a step."""

@@ -11,7 +11,7 @@ from pipefit.cost.storages import StageStorages
 from pipefit.places import Member
 from pipefit.plans import Plan
 from pipefit.schedule import step_programs
-from pipefit.schedule.arenas import moved_bytes
+from pipefit.schedule.arenas import moved_by_devices
 
 
 class Stretch(NamedTuple):
@@ -28,7 +28,7 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
     The step is the last of those that differ. A device's own bytes in two stages of its own do not travel.
     """
     program, storages = step_programs(plan)[-1], [StageStorages.of(plan, n) for n in range(len(plan.stages))]
-    moved, sizes = moved_bytes(program, storages), message_sizes(plan, program.placement, storages)
+    moved, sizes = moved_by_devices(plan, program), message_sizes(plan, program.placement, storages)
     found = Counter[Stretch]()
     for device, actions in enumerate(program.actions):
         for action in actions:
@@ -39,7 +39,7 @@ def traffic(plan: Plan) -> dict[Stretch, int]:
                 stretch = Stretch(Member.device(device), Member.device(message.target), "messages")
                 found[stretch] += sizes(message)
             elif action.kind in COPIES and action.place is not None:
-                _add_copy(found, plan, device, action, moved(action))
+                _add_copy(found, plan, device, action, moved[device](action))
     return {stretch: nbytes for stretch, nbytes in found.items() if nbytes and stretch.source != stretch.target}
 
 
