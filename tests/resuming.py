@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from pipefit.actions import Action
+from pipefit.actions import SENDS, Action, Message
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.grids import Grid, Stage
@@ -28,6 +29,7 @@ from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, checkpointing, saver
 from pipefit.runtime.runner import DeviceRunner
+from pipefit.runtime.transport import Network
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.trace import Stream
 from pipefit.training import Training
@@ -206,6 +208,16 @@ def named(name: str) -> Task:
     return FEATURES[name].task()
 
 
+def undisturbed(steps: int) -> list[float]:
+    """The losses of a training in one process that saves nothing."""
+    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", (3, 3)), seed=SEED)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(SEED + step)
+        losses.append(trainer.step(trainer.task.batch(8)))
+    return losses
+
+
 def killed(worker: int, step: int) -> Task:
     """A task with dropout, of which one worker is killed as it makes the batch of a step."""
 
@@ -260,8 +272,11 @@ def mortal(folder: str) -> Task:
 
 
 def faulty(fault: str, place: str, worker: int, step: int) -> Task:
-    """A task with dropout, one of whose workers has a fault: at its `start`, or in a step, at `batch` or an action."""
+    """A task with dropout, one of whose workers has a fault: at its `start`, or in a step, at `batch` or an action, or
+    as it `save`s after one.
+    """
     here, now, original = mp.current_process().name == f"pipefit-worker-{worker}", -1, DeviceRunner._timed
+    copied = saver.copied
     if here and place == "start":
         happen(fault)
 
@@ -277,8 +292,39 @@ def faulty(fault: str, place: str, worker: int, step: int) -> Task:
             happen(fault)
         original(self, done, text, stream)
 
+    def snapshot(*arguments: Any) -> Any:
+        if (place, now) == ("save", step):
+            happen(fault)
+        return copied(*arguments)
+
     if here:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
+        mock.patch.object(saver, "copied", snapshot).start()
+    return replace(FEATURES["dropout"].task(), batch=batch)
+
+
+def slow_link(worker: int, message: str, step: int, seconds: float) -> Task:
+    """A task with dropout, one of whose workers has a link on which a message of a step takes so long."""
+    now, original, sender = -1, Network.start, ThreadPoolExecutor(1)
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        nonlocal now
+        now = torch.initial_seed() - SEED
+        return FEATURES["dropout"].task().batch(size)
+
+    def send(network: Network, action: Action, tensors: list[Tensor], to: Message, late: float) -> None:
+        time.sleep(late)
+        network.join(action.join, original(network, action, tensors, to))
+
+    def start(self: Network, action: Action, tensors: list[Tensor], to: Message) -> Any:
+        if action.kind not in SENDS:
+            return original(self, action, tensors, to)
+        late = seconds if (str(action), now) == (message, step) else 0.0
+        sending = sender.submit(send, self, action, tensors, to, late)
+        return [mock.Mock(wait=lambda timeout: sending.result())]
+
+    if mp.current_process().name == f"pipefit-worker-{worker}":
+        mock.patch.object(Network, "start", start).start()
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 

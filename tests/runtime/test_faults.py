@@ -16,11 +16,11 @@ import pytest
 
 from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
-from pipefit.errors import FileError, WorkerFailed
+from pipefit.errors import FileError, PipefitWarning, WorkerFailed
 from pipefit.files import save
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.saving import Saving
-from resuming import SEED, faulty, named, plan_for
+from resuming import SEED, faulty, named, plan_for, slow_link, undisturbed
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 STEP, EVERY, TIMEOUT = 5, 2, 3  # the step of the fault, those between checkpoints, the seconds an action may take
@@ -39,15 +39,16 @@ PLACES = {
     "F1": ("in a forward", "at {worker}F1"),
     "B1": ("in a backward", "at {worker}B1"),
     "STEP": ("in the update", "at {worker}STEP"),
+    "save": ("as it saves", "while it saved a checkpoint"),
 }
-SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "STEP", 1), ("stands still (SIGSTOP)", "F1", 1)]
+SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "save", 1), ("stands still (SIGSTOP)", "F1", 1)]
 OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p, w)) not in SAMPLE]
 
 
 def assert_named(folder: Path, fault: str, place: str, worker: int) -> None:
     """The worker, where it was, how far training came and what is saved; and no process is left."""
     where, began = PLACES[place][1].format(worker=worker), time.monotonic()
-    at = place if place in ("start", "batch") else f"{worker}{place}"
+    at = place if place in ("start", "batch", "save") else f"{worker}{place}"
     with pytest.raises(WorkerFailed) as caught:
         train(
             partial(faulty, HAPPENS[fault], at, worker, STEP),
@@ -61,7 +62,8 @@ def assert_named(folder: Path, fault: str, place: str, worker: int) -> None:
         )
     said = str(caught.value)
     assert said.startswith(f"worker {worker} (device {worker}, ") and FAULTS[fault].format(where=where) in said
-    reached = "steps done: 0, last saved: none" if place == "start" else rf"steps done: {STEP}, last saved: [24]; go on"
+    done = 0 if place == "start" else STEP + (place == "save")
+    reached = rf"steps done: {done}, last saved: {'none' if place == 'start' else '[24]; go on'}"
     assert re.search(f"; {reached}", said), said
     assert mp.active_children() == []
     assert time.monotonic() - began < 60  # on a loaded machine
@@ -78,6 +80,38 @@ def test_the_culprit_the_step_and_what_is_saved_are_told(fault: str, place: str,
 def test_the_culprit_is_told_wherever_it_is(fault: str, place: str, worker: int, tmp_path: Path) -> None:
     """Every fault of every worker in every phase."""
     assert_named(tmp_path, fault, place, worker)
+
+
+# -------------------------------------------------------------------- links
+
+LINKS = [(0, "0SEND_F1", "[01]WAIT_(SEND|RECV)_F1"), (1, "1SEND_B0", "[01]WAIT_(SEND|RECV)_B0")]
+SLOW = (
+    r"has waited [23] s at {0} for device [01], which has begun that too: the link between them is slow. Training goes"
+)
+
+
+def through_a_link(worker: int, message: str, seconds: float) -> list[float]:
+    """The losses of a training in which a message takes so long."""
+    task = partial(slow_link, worker, message, STEP, seconds)
+    return train(task, plan_for("dropout", "1f1b", SPLIT), steps=7, seed=SEED, numbers=False, timeout_seconds=TIMEOUT)[
+        0
+    ]
+
+
+@pytest.mark.parametrize(("worker", "message", "place"), LINKS)
+def test_a_slow_link_is_told_and_training_goes_on(worker: int, message: str, place: str) -> None:
+    """After half of the time that an action may take: between whom, and at which message; the losses are the same."""
+    with pytest.warns(PipefitWarning, match=SLOW.format(place)):
+        assert through_a_link(worker, message, 2.4) == undisturbed(7)
+
+
+def test_a_link_that_loses_a_message_is_named() -> None:
+    """Beside the worker that waits at its end, which may stand still itself, as far as anybody can see."""
+    hangs = (
+        r"^worker ([01]) \(device .*\), or its link with device (?!\1)[01], hangs at [01]WAIT_(SEND|RECV)_F1: no sign"
+    )
+    with pytest.warns(PipefitWarning, match="the link between them is slow"), pytest.raises(WorkerFailed, match=hangs):
+        through_a_link(0, "0SEND_F1", 60.0)
 
 
 # -------------------------------------------------------------------- files

@@ -15,30 +15,19 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 import pipefit
 from pipefit.checkpoints import folders
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
-from pipefit.runtime import Trainer, train
+from pipefit.runtime import train
 from pipefit.runtime.saving import Saving
 from pipefit.schedule import lower
-from resuming import SEED, mortal, named, plan_for
+from resuming import SEED, mortal, named, plan_for, undisturbed
 
 SPLIT = (3, 3)
 ROOT = Path(__file__).parents[2]
-
-
-def undisturbed(steps: int) -> list[float]:
-    """The losses of a training in one process that saves nothing."""
-    trainer = Trainer(named("dropout"), plan_for("dropout", "1f1b", SPLIT), seed=SEED)
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(SEED + step)
-        losses.append(trainer.step(trainer.task.batch(8)))
-    return losses
 
 
 def disturbed(folder: Path, deaths: list[str], steps: int, **options: Any) -> tuple[list[float], list[str]]:

@@ -99,7 +99,7 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
 ) -> None:
     """A worker that waits for a slow disk does not hang, as long as bytes are written; then it does."""
     signs: list[int] = []
-    trainer = trained(on_wait=lambda: signs.append(1))
+    trainer = trained(on_save=lambda waits: signs.append(1))
     opened, usual = threading.Event(), saver.write_shard
 
     def slow(path: Path, tensors: Any, progress: Any) -> Any:
@@ -111,9 +111,10 @@ def test_a_save_that_waits_gives_signs_of_life_while_the_disk_does(
 
     monkeypatch.setattr(saver, "write_shard", slow)
     trainer.save(tmp_path)
+    signs.clear()
     threading.Timer(3.5, opened.set).start()
     trainer.finish()
-    assert 1 <= len(signs) <= 4  # fewer on a busy machine
+    assert 2 <= len(signs) <= 5  # one as it begins to wait, and fewer of the others on a busy machine
 
 
 def test_the_bytes_of_a_snapshot_are_told(tmp_path: Path) -> None:

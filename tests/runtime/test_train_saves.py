@@ -21,7 +21,7 @@ from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import forks, start
 from pipefit.runtime.saver import Saved
 from pipefit.runtime.saving import Saving
-from pipefit.runtime.worker import SAVING, Heartbeat
+from pipefit.runtime.worker import SAVES_TOGETHER, SAVING, Heartbeat
 from pipefit.schedule import lower, lower_drain
 from resuming import SEED, crowded, killed, killed_while_it_writes, limited, named, plan_for, remembered
 
@@ -213,5 +213,6 @@ def test_the_parent_knows_at_which_action_a_worker_is(schedule: str) -> None:
         heartbeat.at(number)
         assert supervisor._place(0) == f"at {action}"
     heartbeat.at(SAVING)
-    assert supervisor._place(0) == "while it saved a checkpoint"
-    assert supervisor._waits(0)
+    assert (supervisor._place(0), supervisor._waits(0)) == ("while it saved a checkpoint", False)
+    heartbeat.at(SAVES_TOGETHER)
+    assert (supervisor._place(0), supervisor._waits(0)) == ("while it waited for the others to save", True)

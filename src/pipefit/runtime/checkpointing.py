@@ -23,7 +23,7 @@ from pipefit.runtime.host import free_bytes
 from pipefit.runtime.naming import Names
 from pipefit.runtime.restoring import check_task, check_weight, restore, state_of, whole_likes
 from pipefit.runtime.runner import DeviceRunner
-from pipefit.runtime.saver import Saved, Saver, Target
+from pipefit.runtime.saver import OnSave, Saved, Saver, Target
 from pipefit.runtime.snapshot import snapshot
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
@@ -44,7 +44,7 @@ class Checkpointing:
         names: under which tensors are stored.
         workers: how many processes train together.
         rank: of this one.
-        on_wait: called again and again while a save waits for the one before.
+        on_save: called with whether this process waits for others, again and again in a save.
         on_failed_save: called with what kept a checkpoint from being written; unless given, it is told in a warning.
     """
 
@@ -56,7 +56,7 @@ class Checkpointing:
         *,
         workers: int,
         rank: int,
-        on_wait: Callable[[], None],
+        on_save: OnSave,
         on_failed_save: OnFailedSave | None,
     ) -> None:
         self.plan, self.runners, self.names = plan, runners, names
@@ -64,7 +64,7 @@ class Checkpointing:
         self._ranks = _by_replica(runners)
         self._alone = workers == 1
         device = self._all[0].device if workers > 1 else torch.device("cpu")
-        self._rank, self._saver = rank, Saver(rank, workers, device, on_wait)
+        self._rank, self._saver = rank, Saver(rank, workers, device, on_save)
         self._on_failed_save = on_failed_save or _warn
         self._beside = int(os.environ.get("LOCAL_WORLD_SIZE", workers)) if workers > 1 else 1  # workers on this host
 

@@ -29,12 +29,23 @@ from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.interrupts import interrupts_held
 from pipefit.runtime.lending import check_lending, lending_trace
+from pipefit.runtime.links import Position, waited_for
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import Inherited, Passed, forks, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
-from pipefit.runtime.worker import BETWEEN_STEPS, BUILDING, RENDEZVOUS, SAVING, STARTING, Assignment, Heartbeat, work
+from pipefit.runtime.worker import (
+    BETWEEN_STEPS,
+    BUILDING,
+    RENDEZVOUS,
+    SAVES_TOGETHER,
+    SAVING,
+    STARTING,
+    Assignment,
+    Heartbeat,
+    work,
+)
 from pipefit.schedule import Entered, whole_run
 from pipefit.schedule.arenas import arenas_of
 from pipefit.trace import DeviceTrace, Trace
@@ -50,6 +61,7 @@ _PHASES = {
     BUILDING: "while it built its layers",
     BETWEEN_STEPS: "while it made its batch",
     SAVING: "while it saved a checkpoint",
+    SAVES_TOGETHER: "while it waited for the others to save",
 }
 
 
@@ -134,6 +146,7 @@ class _Supervisor:
     on_saved: OnSaved | None
     workers: list[_Worker] = field(default_factory=list)
     meeting: int | None = None  # the file through which the workers find each other
+    slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
 
     def start(self, task: bytes) -> None:
         """Start all workers.
@@ -174,7 +187,8 @@ class _Supervisor:
         """
         while waiting := [worker for worker in self.workers if worker.result is None]:
             heard = wait([worker.pipe for worker in waiting], timeout=_POLL_SECONDS)
-            hangs = hanging(list(self._sightings(heard, time.monotonic())))  # before `on_step`, which may take any time
+            seen = list(self._sightings(heard, time.monotonic()))  # before `on_step`, which may take any time
+            hangs = hanging(seen)
             for worker in waiting:
                 if worker.pipe in heard:
                     self._hear(worker)
@@ -182,6 +196,8 @@ class _Supervisor:
                 self._raise_cause()
             if hangs is not None:
                 raise self._hang(hangs)
+            for one in seen:
+                self._look_at_link(one)
 
     def stop(self) -> None:
         """Stop all workers, and close their file. No worker outlives the call."""
@@ -295,12 +311,12 @@ class _Supervisor:
         """
         number, actions = self.workers[rank].heartbeat.action, self._actions(rank)
         if not 0 <= number < len(actions):
-            return number in (RENDEZVOUS, SAVING) or number >= len(actions)
+            return number in (RENDEZVOUS, SAVES_TOGETHER) or number >= len(actions)
         return actions[number].wait and actions[number].kind not in COPIES
 
     def _limit(self, rank: int) -> tuple[float, str]:
         """How many seconds a worker may be silent where it is, and the argument of `train` that says so."""
-        if self.workers[rank].heartbeat.action < BETWEEN_STEPS:
+        if self.workers[rank].heartbeat.action in (STARTING, RENDEZVOUS, BUILDING):
             return self.start_seconds, "start_seconds"
         return self.timeout_seconds, "timeout_seconds"
 
@@ -316,11 +332,37 @@ class _Supervisor:
                     waits=self._waits(rank),
                 )
 
+    def _link(self, rank: int) -> tuple[int, ...]:
+        """The devices at the other ends of what a worker waits for, if all of them have begun it."""
+        beats = {self.plan.workers[n]: (worker.heartbeat, n) for n, worker in enumerate(self.workers)}
+        positions = {
+            device: Position(step=beat.step, number=beat.action, actions=self._actions(n))
+            for device, (beat, n) in beats.items()
+        }
+        return waited_for(self.plan, self.plan.workers[rank], positions)
+
+    def _look_at_link(self, seen: Sighting) -> None:
+        """Tell, once for the same devices, where a worker waits for long and nobody computes what it waits for."""
+        if not seen.waits or seen.silent_seconds < seen.limit_seconds / 2 or not (others := self._link(seen.rank)):
+            return
+        ends = frozenset((self.plan.workers[seen.rank], *others))
+        if ends not in self.slow:
+            self.slow.add(ends)
+            warnings.warn(
+                f"{self._name(seen.rank)} has waited {seen.silent_seconds:.0f} s {self._place(seen.rank)} for device "
+                f"{' or '.join(map(str, others))}, which has begun that too: the link between them is slow. Training "
+                f"goes on, unless no worker gets on for {seen.limit_seconds:g} s ({self._limit(seen.rank)[1]})",
+                PipefitWarning,
+                stacklevel=2,
+            )
+
     def _together(self, rank: int) -> str:
         """Who else may hang where a worker seems to: those that compute its layers with it, in the middle of which it
-        waits for them.
+        waits for them; and links over which it waits for what others have begun.
         """
         device = self.plan.workers[rank]
+        if ends := self._link(rank):
+            return f", or its link with device {' or '.join(map(str, ends))},"
         others = {one for group in tensor_groups(self.plan) if device in group for one in group} - {device}
         return f", or device {' or '.join(map(str, sorted(others)))} of its tensor group," if others else ""
 

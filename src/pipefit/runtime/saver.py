@@ -30,6 +30,7 @@ _PAUSE_SECONDS = 0.02  # between two looks for the parts of other workers
 _LEAVING_SECONDS = 30.0  # how long a process that wants to end waits for them
 
 Join = Callable[[list[Part]], Manifest]
+OnSave = Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,12 @@ class Saver:
         rank: of this worker; the first makes checkpoints whole.
         workers: how many save together.
         device: of the numbers that they exchange.
-        on_wait: called again and again while a save waits for the one before, as long as that makes progress.
+        on_save: called with whether this process waits for others, as a part of a save begins, and again and again as
+            long as it makes progress.
     """
 
-    def __init__(self, rank: int, workers: int, device: torch.device, on_wait: Callable[[], None]) -> None:
-        self.rank, self.workers, self.device, self.on_wait = rank, workers, device, on_wait
+    def __init__(self, rank: int, workers: int, device: torch.device, on_save: OnSave) -> None:
+        self.rank, self.workers, self.device, self.on_save = rank, workers, device, on_save
         self.last: Saved | None = None
         self._writing: _Writing | None = None
         self._untold: list[FileError] = []
@@ -82,6 +84,7 @@ class Saver:
         """
         self.wait()
         began = time.perf_counter()
+        self.on_save(False)
         error: PipefitError | None = None
         at_once = False
         hold: folders.Hold | None = None
@@ -102,7 +105,7 @@ class Saver:
             raise error
         if failures:
             return
-        tensors = found.tensors if at_once else copied(found.tensors)
+        tensors = found.tensors if at_once else copied(found.tensors, lambda: self.on_save(False))
         self._writing = _Writing(self, target, partial, hold, tensors, found, join)
         self._writing.start()
         if at_once:  # the tensors are those that the next step changes
@@ -119,6 +122,7 @@ class Saver:
         writing = self._writing
         if writing is None:
             return
+        self.on_save(False)
         self._join(writing, writing.done)
         failures = self._which(writing.failure is not None)
         if failures and writing.failure is None:
@@ -147,7 +151,7 @@ class Saver:
         before = -1
         while not event.wait(0.5):
             if writing.written_bytes != before or writing.done.is_set():
-                self.on_wait()
+                self.on_save(False)
             before = writing.written_bytes
 
     def _which(self, this_one: bool) -> list[int]:
@@ -155,10 +159,12 @@ class Saver:
         numbers = torch.zeros(self.workers, dtype=torch.float64, device=self.device)
         numbers[self.rank] = float(this_one)
         if self.workers > 1:
+            self.on_save(True)
             try:
                 dist.all_reduce(numbers)
             except RuntimeError as error:
                 raise PeerLost(f"another worker is gone while a checkpoint is saved ({first_line(error)})") from error
+            self.on_save(False)
         return [rank for rank, number in enumerate(numbers.tolist()) if number]
 
 

@@ -6,7 +6,7 @@ memory as the tensors have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,9 +105,13 @@ def snapshot(
     )
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors in the host's memory."""
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+def copied(tensors: Mapping[str, Tensor], progress: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    """Copies of tensors in the host's memory; `progress` is called before each."""
+    found = dict[str, Tensor]()
+    for key, tensor in tensors.items():
+        progress()
+        found[key] = tensor.detach().to("cpu", copy=True)
+    return found
 
 
 def named_parameters(stage: StageRunner, names: Names) -> dict[Tensor, str]:

@@ -51,7 +51,7 @@ from pipefit.runtime.programs import Programs
 from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
 from pipefit.runtime.results import Result, tell
-from pipefit.runtime.saver import Saved
+from pipefit.runtime.saver import OnSave, Saved
 from pipefit.runtime.specializations import Specializations
 from pipefit.runtime.stage import StageRunner
 from pipefit.runtime.state import StageState
@@ -81,7 +81,7 @@ class Trainer:
         on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
         on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
             ends the training; unless given, it warns.
-        on_wait: called again and again while a save waits for the one before; for supervision.
+        on_save: called with whether this worker waits for others, again and again in a save; for supervision.
         on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
 
     Warns (`PipefitWarning`) where the profile was made on another processor, torch release or number of threads than
@@ -108,7 +108,7 @@ class Trainer:
         cap: bool = True,
         on_action: Callable[[int], None] | None = None,
         on_failed_save: OnFailedSave | None = None,
-        on_wait: Callable[[], None] = lambda: None,
+        on_save: OnSave = lambda waits: None,
         on_weights: OnWeights = lambda waits: None,
     ) -> None:
         seed_number(seed)
@@ -159,7 +159,7 @@ class Trainer:
         self.chain = replace(chain, layers=())  # so that layers of other workers' stages are freed
         count = len(workers) if self.distributed else 1
         self._checkpoints = Checkpointing(
-            plan, self.runners, names, workers=count, rank=self.rank, on_wait=on_wait, on_failed_save=on_failed_save
+            plan, self.runners, names, workers=count, rank=self.rank, on_save=on_save, on_failed_save=on_failed_save
         )
         self._began = time.perf_counter()
         self._step_seconds: list[float] = []

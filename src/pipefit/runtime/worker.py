@@ -50,7 +50,7 @@ from pipefit.trace import DeviceTrace
 
 # What a heartbeat says while the worker is at no action. Actions are numbered from 0; their count stands for the end of
 # a step, where losses are exchanged.
-SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -5, -4, -3, -2, -1
+SAVES_TOGETHER, SAVING, STARTING, RENDEZVOUS, BUILDING, BETWEEN_STEPS = -6, -5, -4, -3, -2, -1
 
 _FOREVER = timedelta(days=1000)  # a worker waits for others as long as its parent lets it: the parent knows who hangs
 
@@ -157,7 +157,7 @@ def _train(assignment: Assignment, pipe: Connection, heartbeat: Heartbeat) -> tu
             cap=orders.cap,
             on_action=heartbeat.at,
             on_failed_save=told.failed_save,
-            on_wait=lambda: heartbeat.at(SAVING),
+            on_save=lambda waits: heartbeat.at(SAVES_TOGETHER if waits else SAVING),
             on_weights=lambda waits: heartbeat.at(RENDEZVOUS if waits else BUILDING),
             callbacks=[told.hear],
         )
