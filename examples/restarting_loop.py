@@ -36,7 +36,7 @@ def main() -> None:
 
     task = pipefit.Task(make_module, batch=make_batch, loss=nn.functional.mse_loss, optimizer=torch.optim.Adam)
     profile = pipefit.profile(task, microbatch_size=8)
-    plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=BATCH_SIZE)
+    plan = pipefit.plan(profile, pipefit.load_cluster("emulated:3x1MiB"), batch_size=BATCH_SIZE, stages=3)
     trainer = pipefit.Trainer(task, plan)
     if whole(given.folder):
         trainer.load(given.folder)

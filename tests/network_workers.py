@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit.actions import message_of, parse_action
+from pipefit.errors import PeerLost
 from pipefit.plans import Plan
 from pipefit.runtime.host_buffers import HostBuffers
+from pipefit.runtime.token import TOKEN, check_members
 from pipefit.runtime.transport import connect
 from pipefit.schedule import lower
 
@@ -59,3 +62,16 @@ def talk(rank: int, plan: Plan, store: str, pipe: Connection, by_way_of_the_host
 def what_is_sent(rank: int, word: str, microbatch: int) -> float:
     """What stage `rank` sends: it tells stage, direction and microbatch."""
     return 1000.0 * rank + 100.0 * (word[-1] == "B") + microbatch
+
+
+def show(rank: int, token: str, store: str, pipe: Connection) -> None:
+    """Join one other, show it this token, and tell the parent what is made of it."""
+    os.environ[TOKEN] = token
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
+    try:
+        check_members(None, "both")
+    except PeerLost as error:
+        pipe.send(str(error))
+    else:
+        pipe.send("welcome")
+    os._exit(0)

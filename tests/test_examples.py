@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipefit.checkpoints import find
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -24,6 +26,19 @@ def test_five_lines_make_a_plain_loop_a_pipeline(capsys: pytest.CaptureFixture[s
     plain, piped = losses("plain_loop.py", capsys), losses("pipefit_loop.py", capsys)
     assert len(plain) == len(piped) == 50
     assert piped == pytest.approx(plain, rel=1e-3, abs=2e-5)
+
+
+def test_the_restarting_loop_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three steps, of which two are saved, and five in all: the third again, and its loss; on three devices."""
+    printed = []
+    for steps in ("3", "5"):
+        monkeypatch.setattr("sys.argv", ["it", str(tmp_path), "--steps", steps, "--every", "2"])
+        printed.append(losses("restarting_loop.py", capsys))
+    assert [len(one) for one in printed] == [3, 3]
+    assert printed[0][2] == printed[1][0]
+    assert [stage.device for stage in find(tmp_path).manifest.stages] == [0, 1, 2]
 
 
 def test_five_lines_is_five_lines() -> None:

@@ -124,6 +124,14 @@ def test_what_has_to_be_cleared_away_is(number: signal.Signals) -> None:
         signal.signal(signal.SIGINT, usual)
 
 
+def test_a_signal_that_comes_as_the_process_ends_has_its_code(folder: Path) -> None:
+    """The interpreter may take seconds for its end, with all that it has imported."""
+    ending = "import os, signal, sys; from pipefit.cli import main; sys.argv = ['pipefit', 'clusters']; main()"
+    done = run(folder, "-c", f"{ending}; os.kill(os.getpid(), signal.SIGQUIT)")
+    assert (done.returncode, done.stderr) == (131, word(signal.SIGQUIT))
+    assert "dgx1-v100" in done.stdout
+
+
 def test_what_a_parent_has_ignored_is_ignored() -> None:
     """A command under nohup survives its terminal."""
     usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)

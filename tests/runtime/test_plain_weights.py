@@ -6,6 +6,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -20,6 +21,7 @@ from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
+from pretrained_models import PRETRAINED
 from resuming import ADAMW
 from tiny import batch_of, plan_of
 
@@ -188,6 +190,47 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             trainer.load_weights(tmp_path / name)
 
 
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 600])
+def test_a_folder_is_written_as_hugging_face_does(saved: Path, tmp_path: Path, shard_bytes: int) -> None:
+    """One file, or several with an index, none larger than asked for: a model in such a folder trains from it."""
+    nbytes = export(saved, tmp_path / "model", shard_bytes=shard_bytes)
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    if shard_bytes == 600:
+        index = json.loads((tmp_path / "model" / files.pop()).read_text())
+        assert index["metadata"] == {"total_size": nbytes}
+        assert sorted(set(index["weight_map"].values())) == files
+        assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    else:
+        assert files == ["model.safetensors"]
+    found = [safetensors.torch.load_file(tmp_path / "model" / file) for file in files]
+    assert all(sum(tensor.nbytes for tensor in own.values()) <= shard_bytes for own in found)
+    assert sum(tensor.nbytes for own in found for tensor in own.values()) == nbytes
+    other = Trainer(TASK, split_in(3), seed=9, numbers=False)
+    other.load_weights(tmp_path / "model")
+    assert dict.fromkeys(other.state_dict(), True) == {
+        name: torch.equal(tensor, other.state_dict()[name]) for name, tensor in load_state_dict(saved).items()
+    }
+    with pytest.raises(FileError, match="is there already: name a new folder"):
+        export(saved, tmp_path / "model")
+
+
+@pytest.mark.gallery
+def test_transformers_takes_up_an_exported_folder(tmp_path: Path) -> None:
+    """A GPT-2 of transformers, trained and exported, is what `from_pretrained` finds beside its configuration."""
+    build = PRETRAINED["gpt2"].build
+    task = Task(build, batch=lambda size: (PRETRAINED["gpt2"].inputs(size), None), loss=None, optimizer=ADAMW)
+    costs = profile(task, microbatch_size=2, threads=torch.get_num_threads())
+    plan = plan_of(task, [2, len(costs.layers) - 2], profiled=costs)
+    trainer = Trainer(task, plan, numbers=False)
+    trainer.step(batch_of(task, plan, 0))
+    trainer.save(tmp_path / "runs", background=False)
+    export(tmp_path / "runs", tmp_path / "model", shard_bytes=1 << 12)
+    original: Any = build()
+    original.config.save_pretrained(tmp_path / "model")
+    found = type(original).from_pretrained(tmp_path / "model")
+    assert all(torch.equal(tensor, trainer.state_dict()[name]) for name, tensor in found.state_dict().items())
+
+
 def test_an_export_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the file is flushed to the disk."""
 
@@ -202,6 +245,6 @@ def test_an_export_that_is_stopped_leaves_nothing(saved: Path, tmp_path: Path, m
 
 def test_an_export_to_another_kind_of_file_is_refused(saved: Path, tmp_path: Path) -> None:
     """The two kinds are named, and nothing is written."""
-    with pytest.raises(UsageError, match=r"is neither a .safetensors nor a .pt file"):
+    with pytest.raises(UsageError, match=r"is neither a .safetensors nor a .pt file, nor a folder"):
         export(saved, tmp_path / "model.bin")
     assert not (tmp_path / "model.bin").exists()

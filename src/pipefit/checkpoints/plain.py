@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoints.folders import find
+from pipefit.checkpoints.model_folders import INDEX, LARGEST_SHARD_BYTES, remove_model, write_model
 from pipefit.checkpoints.shards import write_tensors
 from pipefit.errors import FileError, UsageError
 from pipefit.texts import printable, shortened
 
-_INDEX = "model.safetensors.index.json"
 _LARGEST_INDEX = 64 << 20
 
 
@@ -41,33 +40,43 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return tensors | {name: tensors[stored] for name, stored in manifest.aliases if stored in tensors}
 
 
-def export(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
-    """Write the parameters and buffers of a checkpoint to one plain safetensors file, or to a `.pt` file; their bytes.
+def export(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], *, shard_bytes: int = LARGEST_SHARD_BYTES
+) -> int:
+    """Write the parameters and buffers of a checkpoint for others; their bytes.
 
-    A tied parameter is written to a safetensors file once, under its first name.
+    `output` is a `.safetensors` file, a `.pt` file, or a new folder, which gets Hugging Face's layout, in files of at
+    most `shard_bytes`.
+
+    A tied parameter is written to safetensors files once, under its first name.
 
     Raises:
         FileError: the checkpoint cannot be read, or the output cannot be written.
-        UsageError: the output is neither.
+        UsageError: the output is none of these.
     """
     target = Path(output)
-    if target.suffix not in (".safetensors", ".pt"):
-        raise UsageError(f"{printable(str(target))} is neither a .safetensors nor a .pt file: name one of these")
+    if target.suffix not in (".safetensors", ".pt", ""):
+        raise UsageError(
+            f"{printable(str(target))} is neither a .safetensors nor a .pt file, nor a folder: name one of these"
+        )
+    if not target.suffix and os.path.lexists(target):
+        raise FileError(f"{printable(str(target))} is there already: name a new folder for the model")
     tensors = load_state_dict(path)
-    once = list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1]
+    once = dict(list({id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}.values())[::-1])
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:
         if target.suffix == ".pt":
             torch.save({name: tensor.clone() for name, tensor in tensors.items()}, temporary)
+        elif target.suffix:
+            write_tensors(temporary, once)
         else:
-            write_tensors(temporary, dict(once))
+            write_model(temporary, once, shard_bytes)
         temporary.replace(target)
     except (OSError, RuntimeError) as error:
         raise FileError(f"{printable(str(target))} cannot be written: {getattr(error, 'strerror', error)}") from None
     finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return sum(tensor.nbytes for _, tensor in once)
+        remove_model(temporary)
+    return sum(tensor.nbytes for tensor in once.values())
 
 
 def load_weights(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, Tensor]:
@@ -86,7 +95,7 @@ def _files(path: Path, wanted: set[str]) -> Sequence[Path]:
     """The files that hold some of the tensors `wanted`."""
     if os.path.isdir(path):
         single = path / "model.safetensors"
-        path = single if os.path.isfile(single) else path / _INDEX
+        path = single if os.path.isfile(single) else path / INDEX
     if path.name.endswith(".index.json"):
         return [path.parent / file for file in dict.fromkeys(f for n, f in _index(path).items() if n in wanted)]
     return [path]
@@ -117,7 +126,7 @@ def _is_file_name(name: object) -> bool:
 def _read(path: Path, wanted: set[str]) -> dict[str, Tensor]:
     source = printable(str(path))
     if not os.path.isfile(path):
-        raise FileError(f"there is no file {source}; weights are a .safetensors file, or a folder with {_INDEX}")
+        raise FileError(f"there is no file {source}; weights are a .safetensors file, or a folder with {INDEX}")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if name in wanted}  # noqa: SIM118

@@ -80,8 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = words or ["--help"]
     if words[:1] == ["--version"]:
         return _print_version()
+    own = arguments is None
     try:
-        with stoppable(at_once=arguments is None), _warnings_on_stderr():
+        with stoppable(at_once=own, to_the_end=own), _warnings_on_stderr():
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         if code == STOPPED:  # typer has made an exit code of the interrupt

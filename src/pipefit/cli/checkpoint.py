@@ -31,13 +31,16 @@ def command(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the weights to a .safetensors or .pt file."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write the weights to a .safetensors or .pt file, or to a folder."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a checkpoint of train, and show what it holds.
 
-    With -o its parameters and buffers become one file for plain PyTorch, by the names of the original module.
+    With -o its parameters and buffers become one file for plain PyTorch, by the names of the original module, or a
+    folder in Hugging Face's layout.
     """
     from pipefit.cli.output import check_output
     from pipefit.cli.progress import progress

@@ -30,9 +30,9 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def stoppable(*, at_once: bool) -> Iterator[None]:
-    """Inside, signals stop the command: at once, or by an exception."""
-    with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None):
+def stoppable(*, at_once: bool, to_the_end: bool = False) -> Iterator[None]:
+    """Inside, signals stop the command: at once, or by an exception; `to_the_end` also while the process ends."""
+    with _handled(lambda number: signal.getsignal(number) in _USUAL, _end if at_once else None, stays=to_the_end):
         yield
 
 
@@ -44,8 +44,12 @@ def cleared_away() -> Iterator[None]:
 
 
 @contextmanager
-def _handled(chosen: Callable[[int], bool], handler: Callable[[int, object], None] | None) -> Iterator[None]:
-    """Inside, `handler` handles the signals that are chosen; without one, each raises its exception."""
+def _handled(
+    chosen: Callable[[int], bool], handler: Callable[[int, object], None] | None, *, stays: bool = False
+) -> Iterator[None]:
+    """Inside, and afterwards if it `stays`, `handler` handles the signals that are chosen; without one, each raises its
+    exception.
+    """
     ours = threading.current_thread() is threading.main_thread()
     usual = {number: signal.getsignal(number) for number in _SIGNALS if ours and chosen(number)}
     for number in usual:
@@ -54,7 +58,8 @@ def _handled(chosen: Callable[[int], bool], handler: Callable[[int, object], Non
         yield
     finally:
         for number, before in usual.items():
-            signal.signal(number, before)
+            if not stays:
+                signal.signal(number, before)
 
 
 def _raise(number: int, frame: object) -> None:

@@ -39,6 +39,7 @@ from pipefit.fake.chain import built_without_bytes, faked
 from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
 from pipefit.runtime.out_of_memory import unless_ran_out
+from pipefit.runtime.token import check_members
 from pipefit.runtime.transport import advice
 
 _PIECE_BYTES = 64 << 20  # between two signs of life
@@ -203,6 +204,7 @@ def _between_workers() -> Iterator[dist.ProcessGroup]:
     """
     try:
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        check_members(group, "weights")
         yield group
         dist.destroy_process_group(group)
     except RuntimeError as error:

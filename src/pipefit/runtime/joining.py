@@ -16,6 +16,7 @@ from pipefit.program import Program
 from pipefit.runtime.hardware import backend_of, check_hosts, local_device
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.tensor_groups import TensorGroups, Together
+from pipefit.runtime.token import check_members
 from pipefit.runtime.transport import Network, Transport, connect
 
 # Workers that torchrun has started again are given the addresses of those before them (pytorch issue 135712).
@@ -37,6 +38,7 @@ def joins_workers(plan: Plan, timeout_seconds: float, *, share_device: bool) -> 
         except RuntimeError as error:
             raise PeerLost(f"the workers did not find each other ({in_one_line(error)}){_ADVICE}") from error
         atexit.register(_part)
+        check_members(None, "all")
     if not dist.is_initialized():
         return False
     count = len(plan.workers)

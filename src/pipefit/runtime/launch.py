@@ -35,6 +35,7 @@ from pipefit.runtime.processes import Inherited, Passed, forks, start
 from pipefit.runtime.programs import Programs
 from pipefit.runtime.root_cause import Sighting, died, hanging, root_cause
 from pipefit.runtime.saver import Saved
+from pipefit.runtime.token import new_token
 from pipefit.runtime.worker import (
     BETWEEN_STEPS,
     BUILDING,
@@ -145,6 +146,7 @@ class _Supervisor:
     on_step: OnStep
     on_saved: OnSaved | None
     workers: list[_Worker] = field(default_factory=list)
+    token: str = field(default_factory=new_token)  # by which the workers know each other
     meeting: int | None = None  # the file through which the workers find each other
     slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
 
@@ -166,7 +168,9 @@ class _Supervisor:
         if self.meeting is None:
             self.meeting = _nameless()
         meeting, context = Passed(self.meeting), forks()
-        assignment = Assignment(task=task, plan=self.plan, rank=rank, orders=self.orders, meeting=meeting)
+        assignment = Assignment(
+            task=task, plan=self.plan, rank=rank, orders=self.orders, meeting=meeting, token=self.token
+        )
         ours, theirs = context.Pipe(duplex=False)
         heartbeat = Heartbeat(context)
         process = context.Process(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from pipefit.plans import Plan
 from pipefit.program import Program
 from pipefit.runtime.out_of_memory import unless_ran_out
 from pipefit.runtime.tensor_groups import BetweenWorkers
+from pipefit.runtime.token import check_members
 from pipefit.sharding import Collectives, ProcessGroupCollectives
 
 Owners = Sequence[int]  # of the tensors of a collective, the device that each belongs to; empty where none does
@@ -264,8 +266,11 @@ def connect(plan: Plan, program: Program, device: torch.device, timeout: timedel
     # that hangs. So on GPUs its default of ten minutes stays; the launcher finds the process that hangs earlier.
     patience = None if on_gpu else timeout
 
+    numbers = count()
+
     def group(devices: Iterable[int]) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group([workers[device] for device in devices], timeout=patience)
+        check_members(made, f"group {next(numbers)}")
         return made
 
     try:

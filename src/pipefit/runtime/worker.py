@@ -45,6 +45,7 @@ from pipefit.runtime.orders import Orders
 from pipefit.runtime.out_of_memory import ran_out
 from pipefit.runtime.processes import Inherited, Passed
 from pipefit.runtime.saving import Saving
+from pipefit.runtime.token import TOKEN, check_members
 from pipefit.runtime.trainer import Trainer
 from pipefit.trace import DeviceTrace
 
@@ -67,6 +68,7 @@ class Assignment:
     rank: int
     orders: Orders
     meeting: Passed  # an empty file, through which the workers find each other
+    token: str  # by which they know each other
 
 
 class Heartbeat:
@@ -274,7 +276,7 @@ class _Rendezvous:
         plan = assignment.plan
         count = str(self.world)  # whatever we have inherited
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(plan.workers[self.rank])}
-        os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        os.environ |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, TOKEN: assignment.token}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine
         backend = backend_of(plan, share_device=assignment.orders.share_device)
         self.wait("here")
@@ -282,6 +284,7 @@ class _Rendezvous:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=_FOREVER)
         except RuntimeError as error:
             raise PeerLost(f"the workers did not find each other ({in_one_line(error)})") from error
+        check_members(None, "all")
 
     def wait(self, name: str) -> None:
         """Return when every worker has come to this point."""

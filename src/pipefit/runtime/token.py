@@ -1,0 +1,66 @@
+"""Proof that whoever has connected to a worker is a worker of the same training: it knows the training's token.
+
+gloo takes for another worker whoever connects first and says its number. So before anything is exchanged, the members
+of a process group tell each other a digest of the token, of the group, and of who tells it to whom. A stranger cannot
+make it, and what it hears is of no use elsewhere. `pipefit train` makes a token for every start. Under `torchrun` it is
+the environment's `PIPEFIT_TOKEN`, the same text for all workers; without one the digests keep nobody out. It costs one
+message of 32 bytes to each other member as a group is made. NCCL's groups are not checked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PeerLost, first_line
+
+TOKEN = "PIPEFIT_TOKEN"  # noqa: S105 - the name of a variable
+_PATIENCE = timedelta(seconds=60)  # members of a group tell it right after they have made it
+
+
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def check_members(group: dist.ProcessGroup | None, name: str) -> None:
+    """Check that all members of a group know the token; every member has to call it, with one `name` for the group.
+
+    Raises:
+        PeerLost: one does not, or is silent.
+    """
+    mine, members = dist.get_rank(), dist.get_process_group_ranks(group)  # type: ignore[no-untyped-call]
+    if mine not in members or dist.get_backend(group) != "gloo":
+        return
+    others = [rank for rank in members if rank != mine]
+    told = {rank: torch.zeros(32, dtype=torch.uint8) for rank in others}
+    sent = [torch.frombuffer(bytearray(_digest(name, mine, rank)), dtype=torch.uint8) for rank in others]
+    begun = [dist.isend(tensor, rank, group=group) for tensor, rank in zip(sent, others, strict=True)]
+    for rank, tensor in told.items():
+        try:
+            work = dist.irecv(tensor, rank, group=group)
+            assert work is not None, "this worker is in the group"
+            work.wait(_PATIENCE)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"worker {rank} has connected and does not show the token of this training: it is gone, or a stranger "
+                f"has taken its place ({first_line(error)}); start again, as --restarts does"
+            ) from error
+        if not hmac.compare_digest(bytes(tensor.tolist()), _digest(name, rank, mine)):
+            raise PeerLost(
+                f"what has connected as worker {rank} does not know the token of this training: a stranger has taken "
+                f"its place, or workers were started with different {TOKEN}s; start again, as --restarts does"
+            )
+    for work in begun:
+        assert work is not None, "this worker is in the group"
+        work.wait()
+
+
+def _digest(name: str, teller: int, hearer: int) -> bytes:
+    token = os.environ.get(TOKEN, "").encode()
+    return hmac.digest(token, f"{name} {teller} {hearer}".encode(), "sha256")
