@@ -34,7 +34,7 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
     Raises:
         PeerLost: one does not, or is silent.
     """
-    mine, members = dist.get_rank(), dist.get_process_group_ranks(group)  # type: ignore[no-untyped-call]
+    mine, members = dist.get_rank(), dist.get_process_group_ranks(group)
     if mine not in members or dist.get_backend(group) != "gloo":
         return
     others = [rank for rank in members if rank != mine]
