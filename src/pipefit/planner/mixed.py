@@ -1,7 +1,8 @@
 """The fastest of plans with any degrees that keep everything on their devices: those estimated fastest are simulated.
 
 Costs: the exact search once (`planner.hybrid`), and a simulation for every number of stages, from the one of the
-fewest estimated seconds on, until estimates are longer than what was simulated, or actions enough were.
+fewest estimated seconds on, until estimates are longer than what was simulated, or actions enough were. Then
+plans beside them are simulated (`planner.nearby`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from pipefit.planner.driver import plan_of
 from pipefit.planner.hybrid import fastest
+from pipefit.planner.nearby import Timed, nearby
 from pipefit.planner.question import Question, Split
 from pipefit.simulator import Simulation
 
@@ -38,4 +40,5 @@ def mixed(question: Question) -> Mixed | None:
         seconds, actions = simulation.step_seconds[-1], actions + simulation.actions
         if best is None or seconds < best.seconds:
             best = Mixed(question, found.split, seconds, 0)
-    return None if best is None else best._replace(actions=actions)
+    near = nearby(question, None if best is None else Timed(best.split, best.seconds))
+    return None if near is None else Mixed(question, near.split, near.seconds, actions)

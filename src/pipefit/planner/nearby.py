@@ -1,0 +1,119 @@
+"""Plans beside those that are estimated to be fast, simulated: estimates leave out what messages take.
+
+They are the plans of `uniform`, `parameters` and `time` with the same degree for all stages, on as many stages as the
+devices are enough for; and what comes of moving a cut of the fastest plan by one block, as long as that is faster. So
+an answer is never slower than what Megatron and DeepSpeed do by such splits, as long as the budget lasts.
+
+Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
+budget of actions in their programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from pipefit.cost.time import layer_seconds
+from pipefit.errors import UsageError
+from pipefit.planner.driver import plan_of
+from pipefit.planner.parameters import parameters
+from pipefit.planner.question import Planner, Question, Split
+from pipefit.planner.replicas import in_replicas
+from pipefit.planner.time import time
+from pipefit.planner.uniform import uniform
+from pipefit.simulator import Simulation
+
+_ACTIONS = 60_000  # in the programs of plans after which no other is simulated
+_PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
+
+
+class Timed(NamedTuple):
+    """A split that fits and keeps everything, with its seconds by simulation."""
+
+    split: Split
+    seconds: float
+
+
+def nearby(question: Question, best: Timed | None) -> Timed | None:
+    """The fastest of a plan and of those beside it that fit; None if none does."""
+    search = _Search(question)
+    best = search.first(alike(question), best, following=True)
+    while best is not None:
+        found = search.first(_moved(best.split), best)
+        if found is best:
+            break
+        best = found
+    return best
+
+
+def alike(question: Question) -> Iterator[Split]:
+    """The splits of simple planners whose stages all have one degree, for every degree; the most devices first."""
+    devices = len(question.cluster.devices)
+    for degree in sorted(question.degrees, key=lambda degree: -degree.devices):
+        stages = question.options.stages or min(question.blocks, devices // degree.devices)
+        options = replace(question.options, data=degree.data, tensor=degree.tensor, stages=stages)
+        for planner in _PLANNERS:
+            with suppress(UsageError):
+                yield in_replicas(planner)(replace(question, options=options)).split
+
+
+def _moved(split: Split) -> Iterator[Split]:
+    """The splits with one cut moved by a block."""
+    edges = split.edges
+    for number in range(1, len(edges) - 1):
+        for cut in (edges[number] - 1, edges[number] + 1):
+            if edges[number - 1] < cut < edges[number + 1]:
+                yield split._replace(edges=(*edges[:number], cut, *edges[number + 1 :]))
+
+
+class _Search:
+    """Simulations for one question, within a budget."""
+
+    def __init__(self, question: Question) -> None:
+        self._question, self._spent = question, 0
+        self._before: Callable[[int, int], Sequence[float]] = cache(self._seconds_before)
+
+    def first(self, splits: Iterator[Split], best: Timed | None, *, following: bool = False) -> Timed | None:
+        """The first of these splits that fits and is faster than the best; or the fastest, those `following` too."""
+        for split in splits:
+            found = self._timed(split, best)
+            if found is not None and not following:
+                return found
+            best = found or best
+        return best
+
+    def _timed(self, split: Split, best: Timed | None) -> Timed | None:
+        """A split that fits and is faster than the best."""
+        if self._spent > _ACTIONS or (best is not None and self._least(split) >= best.seconds):
+            return None
+        try:
+            simulation = Simulation(plan_of(self._question, split))
+            self._spent += simulation.actions
+            full = (p > b for p, b in zip(simulation.peak_bytes, self._question.cluster.budgets, strict=True))
+        except UsageError:  # what they exchange cannot be divided, or not be held by replicas
+            return None
+        seconds = simulation.step_seconds[-1]
+        return Timed(split, seconds) if not any(full) and (best is None or seconds < best.seconds) else None
+
+    def _least(self, split: Split) -> float:
+        """What the passes of the slowest stage take, on the fastest kind of device."""
+        found = []
+        for number, blocks in enumerate(pairwise(split.edges)):
+            start, stop = self._question.layers(*blocks)
+            grid = split.grid(number)
+            before = self._before(grid.data, grid.tensor)
+            found.append(before[stop] - before[start])
+        return self._question.training.microbatches * max(found)
+
+    def _seconds_before(self, data: int, tensor: int) -> Sequence[float]:
+        """Seconds of the passes through all layers before each, on the fastest kind of device."""
+        how, profile = self._question.training, self._question.profile
+        measured = profile.at(how.microbatch_size // data, tensor)
+        kinds = {device.kind.key: device.kind for device in self._question.cluster.devices}.values()
+        of_kinds = zip(*(layer_seconds(measured, kind, how.dtype) for kind in kinds), strict=True)
+        fewest = [min(of.forward + of.backward for of in times) for times in of_kinds]
+        return [0.0, *accumulate(fewest[: len(profile.layers)])]

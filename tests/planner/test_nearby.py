@@ -1,0 +1,68 @@
+"""Plans beside those that are estimated to be fast: none of them is faster than the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, devices, plain, skewed
+from pipefit.planner import Question
+from pipefit.planner.driver import plan_of
+from pipefit.planner.mixed import mixed
+from pipefit.plans import Plan
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized, written
+
+
+def question(seed: int) -> Question:
+    """A small question, with slow links in every other one."""
+    rng = Random(seed)
+    profile = sized(rng.choice((plain, skewed))(rng, rng.randrange(2, 6)), 4, 2, 1)
+    cluster = devices(*[rng.choice((AMPLE, AMPLE, 900))] * rng.randrange(2, 5))
+    if seed % 2:
+        links = tuple(replace(link, bytes_per_second=link.bytes_per_second / 1000) for link in cluster.links)
+        cluster = replace(cluster, links=links)
+    return Question(profile=profile, cluster=cluster, training=Training(batch_size=12, microbatches=3))
+
+
+def even(asked: Question) -> Iterator[Plan]:
+    """Stages of as equal numbers of layers as can be, all of one degree, on all devices: what Megatron does."""
+    layers, count = len(asked.profile.layers), len(asked.cluster.devices)
+    for data in (1, 2, 4):
+        stages = min(layers, count // data)
+        edges = [sum(layers // stages + (n < layers % stages) for n in range(stop)) for stop in range(stages + 1)]
+        if stages:
+            yield written(asked.profile, asked.cluster, asked.training, edges, [data] * stages, "never")
+
+
+def moved(made: Plan) -> Iterator[Plan]:
+    """The plan with one of its cuts a layer further up or down."""
+    for number, (front, behind) in enumerate(pairwise(made.stages)):
+        for cut in (front.stop - 1, front.stop + 1):
+            if front.start < cut < behind.stop:
+                stages = list(made.stages)
+                stages[number : number + 2] = replace(front, stop=cut), replace(behind, start=cut)
+                yield replace(made, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int) -> None:
+    """Whatever messages take, which estimates leave out."""
+    asked = question(seed)
+    best = mixed(asked)
+    simulated = [Simulation(plan) for plan in even(asked)]
+    fitting = [one for one in simulated if all(map(int.__le__, one.peak_bytes, asked.cluster.budgets))]
+    if best is None:
+        assert not fitting
+        return
+    made = plan_of(asked, best.split)
+    beside = [
+        one for one in map(Simulation, moved(made)) if all(map(int.__le__, one.peak_bytes, asked.cluster.budgets))
+    ]
+    assert Simulation(made).step_seconds[-1] == best.seconds
+    assert all(best.seconds <= one.step_seconds[-1] for one in (*fitting, *beside))
