@@ -36,6 +36,16 @@ def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing that is imported to collect tests is garbage, so that the collector would look for it in vain."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_was_made_before_stays() -> None:
     """The garbage collector need not look again at what earlier modules and their imports have left: a million objects,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ class Recurrent(nn.Module):
         return self.lstm(x.unflatten(1, (2, 4)))[0].flatten(1)
 
 
+@cache
 def convolutions() -> Task:
     """Convolutions, batch norm, dropout and layers that work in place."""
     return Task(
@@ -88,6 +89,7 @@ class Skipping(nn.Module):
         return self.head(x.flatten(1))
 
 
+@cache
 def skipping() -> Task:
     """A model that is traced."""
     return Task(
@@ -101,9 +103,9 @@ def skipping() -> Task:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "convolutions": convolutions,
-    "tied": lambda: task_of(tied, optimizer=ADAMW),
-    "attention": lambda: task_of(attention, optimizer=ADAMW),
-    "perceptrons": lambda: replace(task_of(perceptrons, optimizer=ADAMW), scheduler=halving),
+    "tied": cache(lambda: task_of(tied, optimizer=ADAMW)),
+    "attention": cache(lambda: task_of(attention, optimizer=ADAMW)),
+    "perceptrons": cache(lambda: replace(task_of(perceptrons, optimizer=ADAMW), scheduler=halving)),
 }
 
 

@@ -11,21 +11,19 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import torch
-
 from oracle import measured_peaks
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
-from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from pipefit.zoo import build
+from tiny import profile_of
 
 MODELS = ("mlp", "gpt", "bert", "vgg11")
 SCHEDULES = ("gpipe", "torchgpipe", "1f1b")
@@ -83,7 +81,7 @@ def random_case(rng: Random, *, model: str | None = None) -> Case:
 
 def plan_for(task: Task, rng: Random, *, name: str = "", settings: Mapping[str, Any] | None = None) -> Case:
     """Any plan for `task`, for as many threads as this process has."""
-    found = profile(task, microbatch_size=rng.choice([1, 2, 3, 4]), threads=torch.get_num_threads())
+    found = profile_of(task, rng.choice([1, 2, 3, 4]))
     return Case(name=name or task.name, settings=settings or {}, task=task, plan=random_plan(found, rng))
 
 

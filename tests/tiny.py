@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,21 @@ def task_of(
     return Task(lambda: nn.Sequential(*layers()), batch=batch, loss=loss, optimizer=optimizer, name="tiny")
 
 
+def profile_of(task: Task, size: int) -> ModelProfile:
+    """The profile of a task at one size, for as many threads as this process has. It is made once for all tests that
+    use the same functions in a task; a module that exists is profiled again, because training changes it.
+    """
+    threads = torch.get_num_threads()
+    return (_made if isinstance(task.module, nn.Module) else _made_once)(task, size, threads)
+
+
+def _made(task: Task, size: int, threads: int) -> ModelProfile:
+    return profile(task, microbatch_size=size, threads=threads)
+
+
+_made_once = lru_cache(maxsize=64)(_made)
+
+
 def plan_of(
     task: Task,
     split: Sequence[int],
@@ -62,7 +77,7 @@ def plan_of(
         for number, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
     return Plan(
-        profile=profiled or profile(task, microbatch_size=size, threads=torch.get_num_threads()),
+        profile=profiled or profile_of(task, size),
         cluster=Cluster.emulated((devices, memory_bytes)),
         training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
         stages=stages,

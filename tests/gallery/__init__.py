@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from gallery.adapters import ADAPTERS
 from gallery.detection import DETECTION
 from gallery.experts import EXPERT_MODELS
@@ -44,6 +46,7 @@ SAMPLE = (  # for every run of the tests: one of each family
 CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
 
 
+@cache
 def task(name: str) -> Task:
     """The task of training the model of that name."""
     return MODELS[name].task()

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from operations import OPERATIONS, Run, embedding_bag
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.cpu import Meter
 from pipefit.meter.kernels import Kernels
+from pipefit.meter.threads import threads_of
+from sampled import sampled
 
 
 class Marks(TorchDispatchMode):
@@ -99,24 +101,23 @@ def metered(run: Run) -> tuple[int, list[tuple[str, int]]]:
     return meter.end(0, 0.0).total_bytes, takers(spied.taken)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Kernels take other memory on more threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+# Families of which some operations take more on two threads than on one
+BY_THREADS = ("product", "convolution", "normalisation", "attention", "other: large sum")
+CASES = [(name, 1) for name in OPERATIONS] + [
+    pytest.param(name, 2, marks=() if name.startswith(BY_THREADS) else pytest.mark.gallery) for name in OPERATIONS
+]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_takes_what_the_allocator_saw(name: str, threads: int) -> None:
-    """Call by call and as a whole, over real tensors and over fake ones, equal to the byte."""
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) -> None:
+    """Call by call and as a whole, over real tensors and over fake ones, equal to the byte; on one thread and on two."""
     run = OPERATIONS[name]
-    run()  # what a kernel keeps for the rest of the process is nobody's
-    seen = allocated(run)
-    assert metered(run) == seen
-    with FakeTarget("cpu"):
+    with threads_of(number):
+        run()  # what a kernel keeps for the rest of the process is nobody's
+        seen = allocated(run)
         assert metered(run) == seen
+        with FakeTarget("cpu"):
+            assert metered(run) == seen
 
 
 def test_an_operation_that_is_not_measured_is_named() -> None:
@@ -152,7 +153,7 @@ def compared(families: tuple[str, ...]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", sampled([1, 2], often=[1]))
 def test_kernels_of_a_common_laptop_take_what_the_allocator_saw(number: int) -> None:
     """Where libraries may use no more than AVX2: products, convolutions, batch norm, attention and recurrent layers."""
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]

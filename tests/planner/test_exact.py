@@ -33,6 +33,7 @@ from pipefit.schedule import ENDLESS
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
 from pipefit.simulator import Simulation, simulate
 from pipefit.training import Training
+from sampled import seeds
 
 AMPLE = 1 << 40
 
@@ -54,7 +55,7 @@ def test_exact_finds_the_best_of_all_3654_splits_of_vgg(schedule: str) -> None:
     assert found.prediction == best.prediction
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     """Small integer costs, so that peaks tie in every column: the same split down to the tie-break."""
     rng = Random(seed)
@@ -66,7 +67,7 @@ def test_exact_is_exhaustive_on_equal_devices(seed: int) -> None:
     assert found.stages == best.stages
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(50, of=100))
 def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
     """Devices of two or three sizes, in any order along the pipeline, some of them unused: the same stages and
     devices.
@@ -81,7 +82,7 @@ def test_exact_is_exhaustive_on_mixed_devices(seed: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -> None:
     """Where early stages hold more versions of their weights, too: the same stages, and the peaks of the simulator."""
     rng = Random(seed)
@@ -97,7 +98,7 @@ def test_exact_is_exhaustive_under_endless_schedules(schedule: str, seed: int) -
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: int) -> None:
     """A layer that is too large for one stage of 1F1B may fit a later one, which holds fewer microbatches."""
     rng = Random(seed)
@@ -106,7 +107,7 @@ def test_exact_is_exhaustive_where_layers_differ_by_orders_of_magnitude(seed: in
     assert found.stages == best.stages
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(16, of=60))
 def test_exact_is_the_best_of_all_splits_between_blocks(seed: int) -> None:
     """Layers of one block stay on one stage, whatever they save and alias; the account of all such splits is the
     oracle.
@@ -151,7 +152,7 @@ def test_a_heavy_layer_leaves_the_others_balanced() -> None:
     assert found.stages == best.stages
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, of=15))
 def test_no_split_is_below_the_bound(seed: int) -> None:
     """Bound and value are the peak of the fullest device, by the account; and no order of any split has less."""
     rng = Random(seed)
@@ -171,7 +172,7 @@ def fullest(plan: Plan) -> float:
     return max(peak / budget for peak, budget in zip(peaks(plan), plan.cluster.budgets, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(20, of=30))
 def test_predicted_peaks_are_what_the_simulator_finds(seed: int) -> None:
     """To the byte, on every device, over two steps, under any schedule and recomputation; and the time is the
     simulator's too.

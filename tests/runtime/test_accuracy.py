@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from random import Random
 
 import pytest
@@ -20,6 +20,7 @@ from tiny import plan_of, task_of
 NAMES = [f"{model}-{seed}" for model in (*MODELS, *CHAINS) for seed in range(4 if model in MODELS else 2)]
 
 
+@cache
 def draw(name: str) -> Case:
     """The random case of that name: a model and a seed."""
     model, _, seed = name.partition("-")

@@ -38,6 +38,7 @@ from pipefit.schedule import ENDLESS, distinct_steps, lower
 from pipefit.simulator import Simulation
 from pipefit.trace import Category, MemorySample
 from pipelines import chain_profile, equal_profile, make_layer, make_plan
+from sampled import seeds
 
 KEPT_BY_CATEGORY = tuple(
     Category(name)
@@ -51,14 +52,14 @@ def case(seed: int) -> Plan:
     return any_plan(rng, hostile(rng, small_first(seed, largest=8)), any_training(rng))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(120, of=200))
 def test_the_simulator_finds_the_peaks_of_the_account(seed: int) -> None:
     """On every device, over two steps, for layers that do whatever a layer can and any training."""
     plan = case(seed)
     assert Simulation(plan, steps=2).peak_bytes == peaks(plan)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(70, of=150))
 def test_runs_of_layers_that_go_forward_again_cost_what_the_account_says(seed: int) -> None:
     """Decisions to recompute runs inside stages, of some microbatches, early or just in time."""
     rng = Random(seed)
@@ -85,7 +86,7 @@ def test_values_in_one_storage_have_copies_apart() -> None:
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None:
     """Stages go round two devices in turn."""
     rng = Random(seed)
@@ -96,14 +97,14 @@ def test_devices_of_several_stages_cost_what_the_account_says(seed: int) -> None
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(60, of=100))
 def test_every_sample_of_a_trace_is_the_accounts(seed: int) -> None:
     """Action by action: the highest bytes, and what they were for; an action without a sample changed nothing."""
     plan = case(seed)
     assert_samples_agree(plan, lower(plan))
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(60, of=120))
 def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
     """Forwards and backwards cut into runs of layers, and saved tensors moved to the host and back at any moment that
     the simulator allows.
@@ -116,7 +117,7 @@ def test_pieces_and_moved_tensors_cost_what_the_account_says(seed: int) -> None:
     assert_samples_agree(plan, program)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, of=60))
 def test_cutting_stages_into_pieces_changes_no_peak(seed: int) -> None:
     """By the account: pieces peak where whole stages do, whatever the layers share. Only what lasts until the end of a
     backward ends earlier with a piece's.
@@ -143,7 +144,7 @@ def test_a_step_leaves_what_it_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(35, of=60))
 def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) -> None:
     """In every step until they are all alike and one more, of which the account knows nothing: it reads one program."""
     rng = Random(seed)
@@ -161,7 +162,7 @@ def test_endless_schedules_cost_what_the_account_says(schedule: str, seed: int) 
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(25, of=40))
 def test_a_drain_needs_no_more_than_the_steps_before_it(schedule: str, seed: int) -> None:
     """By the account: whenever it comes, after one step or many, so that a plan's peaks hold for it too."""
     rng = Random(seed)
