@@ -9,8 +9,11 @@ import pytest
 
 
 def sampled(values: Iterable[Any], often: Collection[Any]) -> list[Any]:
-    """What `parametrize` takes: those of `values` that are in `often` as they are, the others in the gallery."""
-    return [value if value in often else pytest.param(value, marks=pytest.mark.gallery) for value in values]
+    """What `parametrize` takes: those of `values` that are in `often` as they are, the others in the gallery. A value
+    for several arguments is a tuple.
+    """
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [value if value in often else pytest.param(*row, marks=pytest.mark.gallery) for value, row in rows]
 
 
 def seeds(often: int, of: int) -> list[Any]:

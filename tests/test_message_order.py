@@ -49,8 +49,8 @@ def lowered(schedule: str, stages: int, microbatches: int, recompute: Recompute 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_every_lowered_program_ends(schedule: str, recompute: Recompute) -> None:
-    """Every schedule for 1 to 8 stages and 1 to 16 microbatches are accepted; for small ones the oracle agrees."""
-    for stages, microbatches in itertools.product(range(1, 9), range(1, 17)):
+    """Every schedule for 1 to 8 stages and up to 16 microbatches are accepted; for small ones the oracle agrees."""
+    for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 9, 16)):
         program = lowered(schedule, stages, microbatches, recompute)  # checked as it is made
         if stages * microbatches <= 12:
             assert outcome(words_of(program), alone(program.placement), by_direction) == "ends"
@@ -58,7 +58,7 @@ def test_every_lowered_program_ends(schedule: str, recompute: Recompute) -> None
 
 def test_every_evaluation_ends() -> None:
     """Forwards alone are accepted for 1 to 8 stages and 1 to 16 microbatches; for small ones the oracle agrees."""
-    for stages, microbatches in itertools.product(range(1, 9), range(1, 17)):
+    for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 4, 6, 9, 16)):
         plan = make_plan(equal_profile(stages), [1] * stages)
         program = lower_evaluation(plan, microbatches=microbatches)
         if stages * microbatches <= 12:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bench_profiling import rows, setting
+from sampled import sampled
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 100}
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["never"]))
 def test_the_fake_profile_takes_no_run_and_is_exact(recompute: str) -> None:
     """A GPT of few layers on three devices: our predictor is right in every split, and trimmed runs are fewer."""
     given = setting("gpt", SMALL, 3, recompute)

@@ -15,6 +15,7 @@ import pytest
 from pipefit.cli import main
 from pipefit.cli.stopping import Stopped, cleared_away, stoppable
 from pipefit.files import load
+from sampled import sampled
 
 ROOT = Path(__file__).parents[2]
 MODEL = "signalled:stubborn"
@@ -76,7 +77,11 @@ def assert_whole(folder: Path, before: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "number"), [("profile", signal.SIGINT), ("certify", signal.SIGTERM), ("fit", signal.SIGHUP)]
+    ("command", "number"),
+    sampled(
+        [("profile", signal.SIGINT), ("certify", signal.SIGTERM), ("fit", signal.SIGHUP)],
+        often=[("certify", signal.SIGTERM)],
+    ),
 )
 def test_a_signal_that_is_swallowed_ends_the_command(command: str, number: signal.Signals, folder: Path) -> None:
     """In the middle of a layer that swallows every exception, as code between Python and C++ may."""

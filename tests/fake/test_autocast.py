@@ -17,6 +17,7 @@ from pipefit.capture.cuda_casts import policies
 from pipefit.errors import UsageError
 from pipefit.fake.missing_shapes import register_missing_shapes
 from pipefit.fake.target import FakeTarget
+from sampled import sampled
 
 FLOAT, DOUBLE, HALF, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 Case = tuple[str, tuple[torch.dtype, ...]]
@@ -46,7 +47,7 @@ def test_the_lists_are_those_of_the_kernels_that_torch_registers() -> None:
     assert set(SAMPLES) | {"aten::binary_cross_entropy"} == set(policies())
 
 
-@pytest.mark.parametrize("low", [HALF, BF16])
+@pytest.mark.parametrize("low", sampled([HALF, BF16], often=[HALF]))
 def test_every_listed_operator_casts_as_on_cuda(low: torch.dtype) -> None:
     """Of every operator the same kernels reach the device, in order, with arguments and results of the same layout."""
     cases = [(name, dtypes) for name in sorted(SAMPLES.keys() - {NEEDS_CUDA}) for dtypes in mixtures(low)]
@@ -72,7 +73,7 @@ def seen(case: Case, ran: tuple[Kernels, str]) -> tuple[list[Any], str]:
     return calls[: casts if name == ATTENTION else None], error.partition(":")[0]
 
 
-@pytest.mark.parametrize("low", [HALF, BF16])
+@pytest.mark.parametrize("low", sampled([HALF, BF16], often=[BF16]))
 def test_every_listed_operator_saves_what_cuda_saves(low: torch.dtype) -> None:
     """What autograd saves under autocast is what it saves when the kernels that reach CUDA are called one by one."""
     cases = [

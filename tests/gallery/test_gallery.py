@@ -17,6 +17,7 @@ from gallery.plain import train as train_plainly
 from gallery.planned import SEED, Prepared, prepared, trained
 from pipefit.plans import Plan
 from random_cases import Case, accounts
+from sampled import sampled
 
 ROUNDED = {"rtol": 1e-3, "atol": 1e-5}
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -25,10 +26,13 @@ EXACT = {"rtol": 0.0, "atol": 0.0}
 # All tests of one model run one after the other, so that it is profiled once.
 of_every_model = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.gallery) for name in MODELS],
+    sampled(MODELS, often=SAMPLE),
     scope="module",
 )
 
+
+# Of half of them every run compares the bytes too, and all devices; the others take longer
+COMPARED = ("keywords", "two towers", "graph convolutions", "domains", "probe", "time major", "centring")
 
 # Sums do not depend on the number of cores
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,7 +87,7 @@ def describe(found: Prepared, plan: Plan) -> Case:
     return Case(name=found.model.name, settings={}, task=found.copied(), plan=plan)
 
 
-@of_every_model
+@pytest.mark.parametrize("name", sampled(MODELS, often=COMPARED), scope="module")
 def test_peaks_are_those_of_the_allocator(name: str) -> None:
     """Simulator, dry run, meter and allocator agree on the peak of every device in every step, to the byte. Where a
     model names a reason for which some are higher, they are so under one of its plans.

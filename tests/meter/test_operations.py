@@ -110,7 +110,7 @@ CASES = [(name, 1) for name in OPERATIONS] + [
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_every_operation_takes_what_the_allocator_saw(name: str, number: int) -> None:
-    """Call by call and as a whole, over real tensors and over fake ones, equal to the byte; on one thread and on two."""
+    """Call by call and as a whole, over real and over fake tensors, equal to the byte, on one thread and on two."""
     run = OPERATIONS[name]
     with threads_of(number):
         run()  # what a kernel keeps for the rest of the process is nobody's

@@ -58,7 +58,7 @@ def heavy(rng: Random, count: int) -> Measurement:
 def test_the_peak_is_exacts_where_stages_only_grow(schedule: str) -> None:
     """On random chains whose costs are monotone in the range; most of those tried are, so that the test has cases."""
     cases = 0
-    for seed in range(60):
+    for seed in range(24):
         rng = Random(seed)
         stages = rng.randrange(2, 5)
         question = question_of(heavy(rng, rng.randrange(stages, 9)), stages, schedule)
@@ -67,7 +67,7 @@ def test_the_peak_is_exacts_where_stages_only_grow(schedule: str) -> None:
         if well_behaved(question, best.provenance.value):
             cases += 1
             assert found.provenance.value == best.provenance.value
-    assert cases >= 15
+    assert cases >= 6
 
 
 @pytest.mark.parametrize("seed", range(60))

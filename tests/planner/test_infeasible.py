@@ -19,6 +19,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training
 from pipefit.units import format_bytes
+from sampled import seeds
 from slice_sizes import sized
 from tight import Case, cluster, random_case
 
@@ -124,7 +125,7 @@ def without_room(seed: int, part: float) -> Case:
     return case._replace(cluster=cluster(budgets, host_rate=5.0, peer_rate=20.0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_what_would_fit_with_techniques_fits(seed: int) -> None:
     """Changes for `joint` are planned with recomputing and moving: the memory that it names is enough, and is no more
     than splits alone need; so are the devices.

@@ -19,6 +19,7 @@ from pipefit.planner import PLANNERS, Options, exact, plan
 from pipefit.planner.sums import lightest_parts
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.training import Training
+from sampled import sampled
 
 AMPLE = 1 << 40
 CASES = {
@@ -36,15 +37,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("bayesian", "mcap_bo")  # which try a few cases in every run, and all of them in the gallery
+EVERY = [(planner, case) for planner in PLANNERS for case in CASES]
+OFTEN = [(p, c) for p, c in EVERY if p not in SLOW or c in ("fewer stages than devices", "unlike devices", "PipeDream")]
+
+
+@pytest.mark.parametrize(("planner", "case"), sampled(EVERY, often=OFTEN))
 def test_a_plan_holds_every_layer_once_and_predicts_every_device(
     planner: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the planner and the case: all layers in order, a device for each stage, peaks, and no better than
     exact.
     """
-    if planner in ("bayesian", "mcap_bo"):
+    if planner in SLOW:
         pytest.importorskip("skopt")
         monkeypatch.setattr(sys.modules["pipefit.planner.bayesian"], "EVALUATIONS", 11)  # all 75 take a minute
     chain, cluster, how, stages = CASES[case]

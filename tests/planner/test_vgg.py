@@ -18,8 +18,8 @@ from pipefit.zoo import build
 
 @pytest.fixture(scope="module")
 def costs() -> ModelProfile:
-    """At the paper's microbatches of 92 images; nothing is allocated."""
-    return profile(build("vgg11"), microbatch_size=92)
+    """At the paper's microbatches of 92 images, on its GPUs; nothing is allocated."""
+    return profile(build("vgg11"), microbatch_size=92, target="cuda")
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])

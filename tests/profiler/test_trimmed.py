@@ -24,6 +24,7 @@ from pipefit.profiler.trimmed import profile_trimmed
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute, whole_stages
 from pipefit.training import Training
+from sampled import sampled
 from tiny import task_of
 
 TRUE = AdditiveCosts(
@@ -116,7 +117,7 @@ def small() -> Task:
     return task_of(lambda: [nn.Linear(a, b) for a, b in pairwise(widths)], optimizer=torch.optim.Adam)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["always"]))
 def test_real_runs_tell_what_whole_pipelines_need(tmp_path: Path, recompute: Recompute) -> None:
     """Every layer alone and every pair, to the byte, as in the dry run of a whole pipeline with that stage; and alone,
     as the incremental profiler finds it.

@@ -120,10 +120,24 @@ def test_a_page_needs_no_other_file_and_runs_nothing_of_a_name() -> None:
     assert "<script>alert" not in made and "mine &lt;script&gt;" in made and "as &lt;asked&gt;" in made
 
 
+def events(made: str) -> int:
+    """How many are in a page."""
+    return sum(len(lane["words"]) for device in unpacked(made)[0]["devices"] for lane in device["lanes"])
+
+
+def test_an_event_takes_a_few_bytes_of_a_page() -> None:
+    """What 64 microbatches more add to a page on 8 devices, thousands of events, is below three bytes for each."""
+    small, large = (page(planned(layers=10, devices=8, microbatches=count)) for count in (32, 96))
+    more = events(large) - events(small)
+    assert more > 5000
+    assert len(large.encode()) - len(small.encode()) < 3 * more
+
+
+@pytest.mark.gallery
 def test_the_page_of_a_large_plan_is_small() -> None:
     """A plan for 32 devices and 256 microbatches, nearly 100,000 events in all, is below two megabytes."""
     made = page(planned(layers=40, devices=32, microbatches=256))
-    assert sum(len(lane["words"]) for device in unpacked(made)[0]["devices"] for lane in device["lanes"]) > 90_000
+    assert events(made) > 90_000
     assert len(made.encode()) < LARGEST_PAGE
 
 
@@ -238,7 +252,7 @@ def opened(tmp_path: Path) -> Callable[[str], str]:
 
 def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], str]) -> None:
     """The script comes to its end, draws bars and memory, and no more than 3,000 shapes of them."""
-    seen = opened(page(planned(layers=20, devices=16, microbatches=64)))
+    seen = opened(page(planned(layers=10, devices=8, microbatches=64)))
     assert 'data-ready="yes"' in seen
     timeline = seen[seen.index('id="timeline"') : seen.index('id="readout"')]
     assert 100 < timeline.count("<rect") + timeline.count("<polygon") <= 3000

@@ -18,6 +18,7 @@ from pipefit.runtime import Trainer
 from pipefit.runtime.alone import LoneStages
 from pipefit.runtime.hardware import local_device, meter_of
 from random_cases import plan_for, random_case
+from sampled import sampled, seeds
 from tiny import plan_of, task_of
 
 
@@ -38,7 +39,7 @@ def alone(task: Task, plan: Plan, stage: int, lone: LoneStages | None = None) ->
     return lone.train(plan, stage, device=device, meter=meter)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, of=6))
 def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
     """Models of the zoo and of our own, any schedule: to the byte, all stages of one model after the other."""
     rng = Random(seed)
@@ -53,7 +54,9 @@ def test_every_stage_of_a_random_plan_needs_as_much_alone(seed: int) -> None:
     assert peaks == in_company(case.task, case.plan)
 
 
-@pytest.mark.parametrize("name", ["frozen", "masked", "tied", "two losses", "unet"])
+@pytest.mark.parametrize(
+    "name", sampled(["frozen", "masked", "tied", "two losses", "unet"], often=["masked", "two losses"])
+)
 def test_a_traced_model_is_no_exception(name: str) -> None:
     """Skip connections, masks, shared parameters, integers that travel along."""
     rng = Random(name)

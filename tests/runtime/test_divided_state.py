@@ -29,6 +29,7 @@ from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, plain_task, precise, replicated
+from sampled import sampled, seeds
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
 from tiny import in_one_process
@@ -92,7 +93,7 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profil
     assert equal(one.state_dict(optimizer=True), other.state_dict(optimizer=True), relative=0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, of=3))
 @pytest.mark.parametrize("name", MODELS)
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
     """The peaks of every device in both steps, to the byte; with two users of a parameter in one stage the simulator's
@@ -122,7 +123,7 @@ def test_clipping_and_accumulation_are_those_of_the_whole_batch(
     assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["master-float16", "master-bfloat16"])
+@pytest.mark.parametrize("precision", sampled(["master-float16", "master-bfloat16"], often=["master-float16"]))
 @pytest.mark.parametrize("shard", DIVIDED)
 def test_precisions_are_those_of_whole_replicas(shard: Sharding, precision: Any) -> None:
     """The loss is scaled, master weights are the owners', and one overflow skips the update of all."""
@@ -280,7 +281,7 @@ def test_a_gradient_that_is_also_that_of_a_value_is_not_summed_while_it_is_sent(
     assert equal(trainer.state_dict(), plain.state_dict(), relative=1e-9)
 
 
-@pytest.mark.parametrize("shard", DIVIDED)
+@pytest.mark.parametrize("shard", sampled(DIVIDED, often=["parameters"]))
 def test_replicas_of_tensor_shards_divide_state_too(shard: Sharding, tmp_path: Path) -> None:
     """Each shard's devices divide what they hold: numbers of plain training, known bytes, whole checkpoints."""
     task = divided("dropped", optimizer=MOMENTUM)

@@ -159,6 +159,7 @@ for account in accounts(plan_for(gallery.task("strided"), Random(7))):
 """
 
 
+@pytest.mark.gallery
 def test_peaks_are_exact_on_a_lesser_processor() -> None:
     """With the instructions of a common laptop and two threads, dry run, simulator and allocator agree to the byte."""
     script = COMPARED.format(tests=str(Path(__file__).parent.parent))

@@ -22,10 +22,12 @@ from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import simulate
 from pipefit.training import Training
 from random_cases import Case, accounts
+from sampled import sampled
 from tiny import batch_of, plan_of, task_of
 
 STEPS = 3
 CASES = [(name, by_hand) for name, (_, _, ways) in FEEDING_BACK.items() for by_hand in ways]
+OFTEN = [*((name, ways[-1]) for name, (_, _, ways) in FEEDING_BACK.items()), ("average", False), ("twice", False)]
 
 
 def plain(task: Task, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
@@ -89,7 +91,7 @@ def with_run(task: Task, schedule: str) -> Plan:
     return replace(plan, decisions=(decision,))
 
 
-@pytest.mark.parametrize(("name", "by_hand"), CASES)
+@pytest.mark.parametrize(("name", "by_hand"), sampled(CASES, often=OFTEN))
 def test_recomputed_layers_see_the_buffers_of_their_first_forward(name: str, by_hand: bool) -> None:
     """With four microbatches in flight, each second forward computes what its first one did and changes nothing. Its
     copies are counted from the first forward to the backward, of buffers that are replaced too.

@@ -20,6 +20,7 @@ from pipefit.runtime import certify
 from pipefit.runtime.folding import Folding, shortened
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.training import Training
+from sampled import seeds
 from tiny import task_of
 
 
@@ -66,7 +67,7 @@ def drawn(found: ModelProfile, seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, of=12))
 def test_a_folded_dry_run_tells_what_a_whole_one_does(task: Task, found: ModelProfile, seed: int) -> None:
     """Every sample of every action is the same, by category, in three steps."""
     plan = drawn(found, seed)

@@ -14,6 +14,7 @@ from pipefit.capture import Task
 from pipefit.capture.model import chain
 from pipefit.profiler import profile
 from random_cases import Case, accounts, plan_for
+from sampled import seeds
 from tiny import plan_of
 
 WIDTH = 32
@@ -93,7 +94,7 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", seeds(1, of=3))
 @pytest.mark.parametrize(
     "module",
     [

@@ -24,6 +24,7 @@ from pipefit.trace import Trace
 from pipefit.training import Precision
 from pipefit.zoo import build
 from pipefit.zoo.huggingface import hf
+from sampled import sampled
 
 PRECISIONS: tuple[Precision, ...] = ("mixed-bfloat16", "mixed-float16")
 
@@ -60,7 +61,6 @@ MODELS: dict[str, Callable[[], Task]] = {
     "llama": lambda: hf("llama", **TINY["llama"]),
     "gpt2": lambda: hf("gpt2", **TINY["gpt2"]),
 }
-QUICK = ["cnn", "gpt"]
 
 
 def planned(task: Task, precision: Precision, recompute: Any) -> tuple[Task, Plan]:
@@ -77,10 +77,10 @@ def peaks(trace: Trace) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.gallery) for name in MODELS]
-)
+EVERY = [(name, precision) for name in MODELS for precision in PRECISIONS]
+
+
+@pytest.mark.parametrize(("name", "precision"), sampled(EVERY, often=[("cnn", PRECISIONS[0]), ("gpt", PRECISIONS[1])]))
 def test_simulator_and_dry_run_are_equal(name: str, precision: Precision) -> None:
     """From profile to plan, certificate and simulation, with nothing recomputed and with everything."""
     for recompute in ("never", "always"):

@@ -17,6 +17,7 @@ from pipefit.profiler import profile
 from pipefit.runtime import Trainer, certify
 from pipefit.schedule.whole_stages import whole_stages
 from pipefit.simulator import simulate
+from sampled import sampled
 from tiny import SGD, plan_of
 
 
@@ -95,7 +96,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", sampled(["never", "always"], often=["always"]))
 @pytest.mark.parametrize("forms", FORMS, ids=" > ".join)
 def test_every_part_gets_what_the_one_before_gave(forms: list[str], recompute: Any) -> None:
     """A tuple of one stays a tuple of one, a list a list, between parts, between stages, and before the loss; numbers

@@ -24,6 +24,7 @@ from pipefit.runtime import Trainer, certify, dry_run, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
+from sampled import seeds
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks
 from tiny import batch_of, in_one_process, task_of
@@ -47,7 +48,7 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     return sliced_plan(found, edges, degrees, microbatches=rng.randint(1, 3), schedule=schedule, rng=rng, **training)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, of=4))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(
     name: str, seed: int, profiles: dict[str, ModelProfile]
@@ -73,7 +74,7 @@ def test_equal_degrees_train_as_smaller_microbatches_do(profiles: dict[str, Mode
     assert equal(one.state_dict(), other.state_dict(), relative=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, of=3))
 @pytest.mark.parametrize("name", MODELS)
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
     """The peaks of every device in both steps, to the byte."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.stage import StageRunner
 from pipefit.zoo import build
 from random_cases import random_plan
-from tiny import plan_of
+from sampled import seeds
+from tiny import plan_of, profile_of
 
 STEPS, SEED, CPU = 3, 7, torch.device("cpu")
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -61,6 +62,7 @@ def normed() -> Task:
     )
 
 
+@cache
 def make(name: str, dropout: float) -> Task:
     """A small model by name."""
     if name in SMALL:
@@ -153,18 +155,17 @@ def differences(ours: Numbers, plain: Numbers) -> list[str]:
 
 def any_plan(task: Task, seed: str, *, size: int = 2, microbatches: int | None = None) -> Plan:
     """A random plan for `task`."""
-    return random_plan(profile(task, microbatch_size=size), Random(seed), microbatches=microbatches)
+    return random_plan(profile_of(task, size), Random(seed), microbatches=microbatches)
 
 
+@pytest.mark.parametrize("seed", seeds(1, of=2))
 @pytest.mark.parametrize("name", [*SMALL, "normed", *CHAINS])
-def test_numbers_are_those_of_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_plain_training(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, gradients, parameters and buffers are plain training's, bit by bit, with dropout and batch norm too."""
     task = make(name, dropout=0.2)
-    for seed in range(2):
-        plan = any_plan(task, f"{name} {seed}", size=2 + seed)
-        with monkeypatch.context() as patch:
-            ours = planned(task, plan, patch)
-        assert differences(ours, plainly(task, plan, seeded)) == [], plan.split
+    plan = any_plan(task, f"{name} {seed}", size=2 + seed)
+    ours = planned(task, plan, monkeypatch)
+    assert differences(ours, plainly(task, plan, seeded)) == [], plan.split
 
 
 @pytest.mark.parametrize("name", SMALL)

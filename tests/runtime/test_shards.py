@@ -26,6 +26,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
+from sampled import sampled, seeds
 from slices import Plain, batches, equal
 from tiny import batch_of, in_one_process
 
@@ -63,7 +64,7 @@ def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.gallery) for seed in range(2, 9))])
+@pytest.mark.parametrize("seed", seeds(2, of=9))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
     """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
@@ -147,8 +148,11 @@ def test_an_evaluation_uses_the_statistics_of_all_channels() -> None:
     assert not equal(trainer.state_dict(), before, relative=1e-9)
 
 
-@pytest.mark.parametrize("how", [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (1, 2)])])
-@pytest.mark.parametrize("name", ["normed", "dropped"])
+HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (1, 2)])]
+OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
+
+
+@pytest.mark.parametrize(("name", "how"), sampled(OTHER_DEGREES, often=OTHER_DEGREES[2:]))
 def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Path) -> None:
     """Checkpoints have whole tensors, the optimizer's too, under the names of the module."""
     adam = partial(torch.optim.AdamW, lr=0.01)
@@ -217,7 +221,10 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: Any) -> 
     Trainer(task, grid_plan(found, [0, 6], [(1, 1)]))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
+ELEMENTWISE = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam]
+
+
+@pytest.mark.parametrize("optimizer", sampled(ELEMENTWISE, often=ELEMENTWISE[2:]))
 def test_optimizers_that_update_element_by_element_train(optimizer: Any) -> None:
     """What they keep for a parameter has its shape, and is put together as it is."""
     task = divided("normed", optimizer=partial(optimizer, lr=0.01))

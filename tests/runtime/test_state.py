@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tiny import batch_of, plan_of, task_of
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
+@cache
 def normalised() -> Task:
     """Five layers with statistics in buffers, trained by AdamW."""
     return task_of(

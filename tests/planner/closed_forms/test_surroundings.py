@@ -20,6 +20,7 @@ from pipefit.schedule import ENDLESS, SCHEDULES
 from pipefit.schedule.whole_stages import RECOMPUTE, Recompute
 from pipefit.simulator import Simulation
 from pipefit.trace import Category
+from sampled import seeds
 
 
 def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
@@ -33,7 +34,7 @@ def predicted(plan: Plan, recompute: Recompute) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(90, of=150))
 def test_surroundings_give_the_peak_that_the_simulator_finds(seed: int) -> None:
     """For layers that do whatever a layer can, any split, training and recomputation, to the byte."""
     rng = Random(seed)
@@ -65,7 +66,7 @@ def test_they_do_so_for_every_number_of_stages_and_microbatches(
 
 
 @pytest.mark.parametrize("schedule", ENDLESS)
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(50, of=80))
 def test_they_do_so_for_endless_schedules(schedule: str, seed: int) -> None:
     """In all steps until they are alike, with updates among microbatches in flight and weights in versions."""
     rng = Random(seed)
