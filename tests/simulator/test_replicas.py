@@ -35,3 +35,13 @@ def test_what_fills_a_replica_is_told() -> None:
         assert told is not None
         assert told.peak == trace.devices[device].peak
     assert Simulation(plan).peak_bytes[0] == Simulation(plan).peak_bytes[1]
+
+
+def test_a_value_lasts_until_its_last_part_has_been_sent() -> None:
+    """A sender of two replicas' rows holds the whole value until both have theirs. It is gone when the next gradients,
+    six of eight bytes, are received.
+    """
+    samples = simulate(gridded(1, 2, samples=6, microbatches=2), steps=1).devices[0].memory
+    highest = {sample.action: sample.total_bytes for sample in samples}
+    first, second = highest["0WAIT_SEND_F0{0:3}@device1"], highest["0WAIT_SEND_F0{3:6}@device2"]
+    assert highest["0RECV_B1{0:3}@device1"] - 6 * 8 < first == second
