@@ -38,11 +38,14 @@ def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Nothing that is imported to collect tests is garbage, so that the collector would look for it in vain."""
+    """Nothing that is imported to collect tests is garbage, so that the collector would look for it in vain; and tests
+    leave little, so that it need not look after every few hundred objects.
+    """
     gc.disable()
     try:
         yield
     finally:
+        gc.set_threshold(5000, 10, 10)
         gc.enable()
 
 

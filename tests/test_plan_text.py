@@ -112,7 +112,7 @@ def test_a_plan_with_a_stage_that_ends_inside_a_block_tells_layers() -> None:
 
 def test_a_device_that_is_too_small_is_marked() -> None:
     """In its row, and in the sentence on what limits."""
-    shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), allow_infeasible=True)
+    shown = plan(profile(vgg_like()), devices(*[9000] * 4), training("1f1b", 8), planner="exact", allow_infeasible=True)
     assert any(row[8].endswith("does not fit") for row in shown.stage_table.rows)
     short = max(shown.prediction.peak_bytes) - 9000
     assert f"{format_bytes(short)} more than it has." in said(shown)

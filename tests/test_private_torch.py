@@ -49,20 +49,30 @@ OTHERS = {
 def private_names(path: Path) -> set[str]:
     """Dotted names of torch with a private part that a source file imports or reads."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "torch" in text else ():
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
         elif isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
-            if name.startswith("torch.") and all(part.isidentifier() for part in name.split(".")):
+            name = dotted(node)
+            if name.startswith("torch."):
                 found.add(name)
     return {
         name
         for name in found
         if ".ops." not in name and any(p.startswith("_") and p[:2] != "__" for p in name.split("."))
     }
+
+
+def dotted(node: ast.expr) -> str:
+    """A name with its attributes; nothing for those of another expression."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def uses() -> dict[str, set[str]]:

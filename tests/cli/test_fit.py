@@ -63,7 +63,10 @@ def test_the_answer_is_printed_saved_and_plotted(
 ) -> None:
     """The plan that `-o` saves is the answer's, passes `certify` with its setting and fails with the next."""
     monkeypatch.chdir(tmp_path)
-    assert main([*ASKED.split(), "--grow", "classes", "-o", "plan.json", "--plot", "plot.html"]) == 0
+    assert (
+        main([*ASKED.split(), *["--grow", "classes", "--planner", "exact", "-o", "plan.json", "--plot", "plot.html"]])
+        == 0
+    )
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
     assert f"classes={answer + 1} does not fit: device" in out
@@ -78,7 +81,7 @@ def test_the_answer_is_printed_saved_and_plotted(
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """Both neighbours are certified, every value tried has its peaks, and stdout holds nothing else."""
-    assert main([*ASKED.split(), "--grow", "batch", "--json"]) == 0
+    assert main([*ASKED.split(), "--grow", "batch", "--planner", "exact", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == ""

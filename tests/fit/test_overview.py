@@ -60,9 +60,14 @@ def test_what_more_may_be_done_for_is_never_smaller() -> None:
         assert all(one is None or one.fits for one in (*row.largest, row.fastest))
 
 
-def test_counts_of_devices_are_1_2_4_8_and_the_clusters() -> None:
+def test_counts_of_devices_are_1_2_4_8() -> None:
     """As far as the model has blocks."""
     assert [row.devices for row in seen(96).reaches] == [1, 2, 4, 7]
+
+
+@pytest.mark.gallery
+def test_the_clusters_own_count_of_devices_is_among_them() -> None:
+    """Three devices, where there are three."""
     assert [row.devices for row in seen(96, 3).reaches] == [1, 2, 3, 4, 7]
     assert seen(96, 3).here.devices == 3
 
@@ -92,10 +97,10 @@ def test_replicas_divide_more_state_from_row_to_row() -> None:
 
 def test_the_screen_says_yes_or_no_first_and_ends_with_a_command() -> None:
     """No line is longer than 80 columns, and the command that it ends with is one that plans."""
-    text = plain(describe_overview(seen(160), "zoo:mlp --cluster emulated:2x160KiB"), 80)
+    text = plain(describe_overview(seen(96), "zoo:mlp --cluster emulated:2x96KiB"), 80)
     assert text.startswith("Fits: mlp of")
     assert max(map(len, text.splitlines())) <= 80
-    assert "Next: pipefit plan zoo:mlp --cluster emulated:2x160KiB --batch-size" in " ".join(text.split())
+    assert "Next: pipefit plan zoo:mlp --cluster emulated:2x96KiB --batch-size" in " ".join(text.split())
 
 
 def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeyp
     assert_replayed(name, schedule, seed, monkeypatch)
 
 
-@pytest.mark.parametrize("schedule", ENDLESS)
+@pytest.mark.parametrize("schedule", sampled(ENDLESS, often=ENDLESS[:1]))
 def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
     """Its blocks are recomputed and moved, and so are its optimizer state and, under PipeDream, its older weights."""
     task, rng = skipping(), Random(schedule)
@@ -272,8 +272,10 @@ LARGE: dict[str, Callable[[], Task]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ENDLESS)
-@pytest.mark.parametrize("name", LARGE)
+HEAVY = [(name, schedule) for name in LARGE for schedule in ENDLESS]
+
+
+@pytest.mark.parametrize(("name", "schedule"), sampled(HEAVY, often=HEAVY[::3]))
 def test_what_fits_under_no_split_trains_with_decisions(name: str, schedule: str) -> None:
     """Every split over three devices passes their caps, under which one of them trains with saved tensors on the host,
     recomputation, and weights of all versions away.

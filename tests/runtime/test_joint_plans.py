@@ -13,6 +13,7 @@ from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
 from pipefit.zoo import build
+from sampled import sampled
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 4, "hidden": 64, "heads": 4, "vocabulary": 64, "sequence": 64, "attention": "eager"},
@@ -20,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, often=["gpt"]))
 def test_a_joint_plan_trains_where_no_split_fits(name: str) -> None:
     """With three quarters of what the leanest split needs: the allocator's peaks are the plan's, below the cap."""
     task = build(name, **MODELS[name])

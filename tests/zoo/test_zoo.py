@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipefit import zoo
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from sampled import sampled
 
 TRANSFORMER: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 23, "sequence": 12}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,7 +106,7 @@ def test_built_on_a_device_context(name: str) -> None:
     assert {tensor.device.type for tensor in [*chain.parameters(), *chain.buffers()]} == {"meta"}
 
 
-@every_name
+@pytest.mark.parametrize("name", sampled(zoo.MODELS, often=("mlp", "gpt", "bert", "resnet", "unet")))
 def test_default_size_trains_under_fake_tensors(name: str) -> None:
     """Weights, batch, loss and gradients of the default size are fake where the mode is on: no memory, no waiting."""
     with FakeTensorMode(allow_non_fake_inputs=True):  # text from files is real
@@ -142,7 +143,9 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
     assert {parameter.grad.dtype for parameter in chain.parameters() if parameter.grad is not None} == {dtype}
 
 
-@pytest.mark.parametrize("case", ["vgg11", "gpt", "bert", "mlp", "resnet", "unet"])
+@pytest.mark.parametrize(
+    "case", sampled(["vgg11", "gpt", "bert", "mlp", "resnet", "unet"], often=["gpt", "mlp", "unet"])
+)
 def test_the_data_can_be_learned(case: str) -> None:
     """The default optimizer lowers the loss on fresh batches to below four fifths of where guessing starts."""
     torch.manual_seed(0)
