@@ -83,7 +83,10 @@ class GradientOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter of a layer, by its name in the layer."""
+    """One parameter of a layer, by its name in the layer.
+
+    `copy_bytes` are those of the half-precision copy in which autocast multiplies; 0 for a parameter without one.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -92,6 +95,7 @@ class Parameter:
     dtype: str
     nbytes: int
     trainable: bool
+    copy_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ class LayerCost:
         yield "storages", self.storages
         yield "gradient_storages", self.gradient_storages
         yield "values", [value.nbytes for value in (*self.inputs, *self.outputs)]
-        yield "parameters", [parameter.nbytes for parameter in self.parameters]
+        yield "parameters", [nbytes for one in self.parameters for nbytes in (one.nbytes, one.copy_bytes)]
         yield "saved", [tensor.nbytes for tensor in self.saved]
         yield "workspace", [span.workspace_bytes for span in self._spans]
 
@@ -220,9 +224,19 @@ class LayerCost:
         return sum(parameter.nbytes for parameter in self.parameters if parameter.trainable)
 
     @property
+    def copy_bytes(self) -> int:
+        """Bytes of the half-precision copies of its weights."""
+        return sum(parameter.copy_bytes for parameter in self.parameters)
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version of its weights: the parameters that an update changes, and their copies."""
+        return self.trained_bytes + self.copy_bytes
+
+    @property
     def static_bytes(self) -> int:
-        """Bytes of what exists as long as the layer does: parameters, buffers and constants."""
-        return self.parameter_bytes + self.buffer_bytes + self.constant_bytes
+        """Bytes of what exists as long as the layer does: parameters, their copies, buffers and constants."""
+        return self.parameter_bytes + self.copy_bytes + self.buffer_bytes + self.constant_bytes
 
     @property
     def saved_storages(self) -> tuple[Origin, ...]:

@@ -43,7 +43,8 @@ class SharedTensor:
 class SharedParameter(SharedTensor):
     """One parameter that several layers use, such as a tied embedding.
 
-    Across devices each has a copy, and gradients are summed before the update.
+    Across devices each has a copy, and gradients are summed before the update. Those of the users that are in
+    `copying` compute with the half-precision copy that autocast makes of it, which takes `copy_bytes`.
 
     Raises:
         UsageError: fewer than two users, or users out of order.
@@ -55,7 +56,13 @@ class SharedParameter(SharedTensor):
     gradient_bytes: int
     state_bytes: int
     early_state_bytes: int = 0  # the part of it that exists before the first step
+    copying: tuple[int, ...] = ()  # layers, rising
+    copy_bytes: int = 0
     form: str = ""  # how tensor-parallel ranks divide it; empty where each has all of it
+
+    def copies_again(self, start: int, stop: int) -> tuple[int, ...]:
+        """Of layers `start` to `stop - 1`, those that use a copy which an earlier one of them uses too."""
+        return tuple(user for user in self.copying if start <= user < stop)[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

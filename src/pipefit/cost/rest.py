@@ -39,20 +39,30 @@ class StageRest:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Parameters, buffers and constants."""
+        """Parameters, their half-precision copies, buffers and constants."""
         return sum(map(self.static_bytes, range(self.storages.count)))
 
     def static_bytes(self, position: int) -> int:
-        """Parameters, buffers and constants of one position, without those that an earlier one has too, and without
-        parameters that another replica keeps.
+        """Parameters, their half-precision copies, buffers and constants of one position, without those that an earlier
+        one has too, and without parameters that another replica keeps, and their copies.
         """
         storages, layer = self.storages, self.storages.start + position
         away = 0
         if self.share is not None and layer < storages.stop and not self.share.keeps("parameters", layer):
-            away = self.whole_bytes_of("parameters", layer, layer + 1)
+            away = self.unsharded_bytes(layer)
         repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
         repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
+        repeated += storages.costs[position].copy_bytes - self.copy_bytes(position)
         return storages.costs[position].static_bytes - repeated - away
+
+    def copy_bytes(self, position: int) -> int:
+        """The half-precision copies of one position's weights; the loss has none."""
+        layer = self.storages.start + position
+        return self.storages.copy_bytes(layer) if layer < self.storages.stop else 0
+
+    def unsharded_bytes(self, layer: int) -> int:
+        """What a layer whose owner is another replica takes while its parameters are here: these, and their copies."""
+        return self.whole_bytes_of("parameters", layer, layer + 1) + self.storages.copy_bytes(layer)
 
     @property
     def loss_bytes(self) -> int:
@@ -66,13 +76,15 @@ class StageRest:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """All parameters that are trained, without those that no update changes."""
-        shared = sum(again.shared.nbytes for again in self.storages.repetitions if again.shared.gradient_bytes)
-        return sum(cost.trained_bytes for cost in self.storages.costs) - shared
+        """A version of the weights without its rooms: the parameters that updates change, and their copies."""
+        storages = self.storages
+        return sum(storages.version_bytes(n) - storages.room_bytes(n) for n in range(storages.start, storages.stop))
 
     def weight_bytes_of(self, start: int, stop: int) -> int:
         """The parameters of layers `start` to `stop - 1` that are trained."""
-        return sum(self.storages.version_bytes(n) - self.storages.room_bytes(n) for n in range(start, stop))
+        every = (self.storages.costs[n - self.storages.start] for n in range(start, stop))
+        shared = (again.shared for again in self.storages.repetitions if start <= again.later + self.storages.start < stop)
+        return sum(cost.trained_bytes for cost in every) - sum(one.nbytes for one in shared if one.gradient_bytes)
 
     @cached_property
     def versions_bytes(self) -> tuple[int, ...]:

@@ -183,7 +183,14 @@ class StageStorages:
     def version_bytes(self, layer: int) -> int:
         """A version of the weights of a layer of the model; that of a shared one belongs to the stage's first user."""
         shared = sum(one.nbytes for one in self._shared_before(layer) if one.gradient_bytes)
-        return self.costs[layer - self.start].trained_bytes - shared + self.room_bytes(layer)
+        trained = self.costs[layer - self.start].trained_bytes - shared
+        return trained + self.copy_bytes(layer) + self.room_bytes(layer)
+
+    def copy_bytes(self, layer: int) -> int:
+        """The half-precision copies of a layer's weights; that of a shared one belongs to the first layer that uses it."""
+        shared = self.measurement.shared
+        again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
+        return self.costs[layer - self.start].copy_bytes - again
 
     def room_bytes(self, layer: int) -> int:
         """What a version of a layer's weights takes beside them."""

@@ -7,6 +7,7 @@ There are three runs: one to see what autograd saves, one as the first microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -31,6 +32,7 @@ from pipefit.profiler.plain import Plain, changed_name, plain_attributes
 from pipefit.profiler.saved import LayerStorages, Packed, lasting_tensors, saved_tensors, savers
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import Group, MasterWeights
+from pipefit.runtime.weight_copies import WeightCopy, cast_by, using
 from pipefit.texts import dtype_name
 from pipefit.trace import Category
 from pipefit.work import Work
@@ -95,9 +97,11 @@ class LayerMeter:
         kernels: Kernels | None,
         shared: Sequence[nn.Parameter] = (),
         *,
+        autocast: torch.dtype | None = None,
         owner: object | None = None,
     ) -> None:
-        self.call, self.module, self.shared, self.owner = call, module, shared, owner or module
+        self._call, self.module, self.shared, self.owner = call, module, shared, owner or module
+        self._autocast, self._copied = autocast, list[tuple[Tensor, WeightCopy]]()
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
         self.meter = PassMeter(kernels)
@@ -115,6 +119,7 @@ class LayerMeter:
         """
         attributes, shapes = plain_attributes(self.owner), _buffer_shapes(self.module)
         with self.meter:
+            self._copy_weights()
             self.meter.tag(self._statics(), Category.PARAMETERS)
             kept = self._kept_by_forward()
             checkpoint = self._checkpoint()
@@ -129,7 +134,7 @@ class LayerMeter:
         held = held_storages(self.module).values()
         cost = LayerCost(
             module=type(self.module).__name__,
-            parameters=tuple(_parameter(name, p) for name, p in self.module.named_parameters()),
+            parameters=tuple(self._parameter(name, p) for name, p in self.module.named_parameters()),
             buffer_bytes=sum(one.nbytes for one in held if one.is_buffer),
             constant_bytes=sum(one.nbytes for one in held if not one.is_buffer),
             inputs=tuple(map(_value, self.like, (origin.kind != "none" for origin in later.gradients.origins))),
@@ -188,7 +193,41 @@ class LayerMeter:
 
     def _statics(self) -> list[Tensor]:
         """What exists as long as the layer does. A forward may replace a buffer, so no list of them is kept."""
-        return [*self.module.parameters(), *self.module.buffers(), *constants(self.module)]
+        copies = [copy.tensor for _, copy in self._copied]
+        return [*self.module.parameters(), *self.module.buffers(), *constants(self.module), *copies]
+
+    def _copy_weights(self) -> None:
+        """See of which weights autocast keeps copies, and make them as the runtime does."""
+        if self._autocast is None:
+            return
+        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
+        given = self._enter(GraphEnds(), inputs)
+        cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
+        self.meter.forget_graphs()
+        self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the copies have the values of their weights."""
+        for weight, copy in self._copied:
+            copy.fresh = False
+            copy.follow(weight)
+
+    def call(self, values: Values) -> Values:
+        """Run the layer forward with the copies of its weights."""
+        with using(self._copied, self._autocast, values):
+            return self._call(values)
+
+    def _parameter(self, name: str, parameter: Tensor) -> Parameter:
+        copies = (copy.tensor.untyped_storage().nbytes() for weight, copy in self._copied if weight is parameter)
+        return Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            nbytes=parameter.untyped_storage().nbytes(),
+            trainable=parameter.requires_grad,
+            copy_bytes=sum(copies),
+        )
 
     # ---------------------------------------------------------------- the runs
 
@@ -298,7 +337,9 @@ class LayerMeter:
         first, state = self._peak(), self.meter.total - before
         self.meter.start()
         stepper.step()
-        return _Updates(first, self._peak(), state, early, self.meter.work)
+        peak = self._peak()
+        self._follow()  # once a step, as the update is
+        return _Updates(first, peak, state, early, self.meter.work)
 
     def _peak(self) -> Peak:
         """The peak of the pass so far."""
@@ -359,13 +400,3 @@ def _check_buffer_shapes(before: dict[str, object], after: dict[str, object]) ->
             f"its forward gives the buffer {name!r} another shape or type, and what that takes is in no plan",
             "register it with a tensor of the shape that it is going to have",
         )
-
-
-def _parameter(name: str, p: Tensor) -> Parameter:
-    return Parameter(
-        name=name,
-        shape=tuple(p.shape),
-        dtype=dtype_name(p.dtype),
-        nbytes=p.untyped_storage().nbytes(),
-        trainable=p.requires_grad,
-    )

@@ -142,7 +142,7 @@ class Survey:
             return found if is_last else contiguous(found, form.orders)
 
         shared = [p for p in layer.module.parameters() if id(p) in self._shared]
-        meter = LayerMeter(call, layer.module, values, self.kernels, shared)
+        meter = LayerMeter(call, layer.module, values, self.kernels, shared, autocast=layer.autocast)
         return *self._add(_Metered(layer, meter), None), form
 
     def _add(self, metered: _Metered, arriving: Layouts | None) -> tuple[int, Sequence[Tensor]]:
@@ -250,6 +250,8 @@ class Survey:
             original = chain.layers[layer].originals.get(name, name)
             wanted = self.task.groups(original, parameter) if self.task.groups is not None else {}
             state, early = state_bytes(parameter, wanted, self.optimizer, self.kernels)
+        copies = {user: self._copy_bytes(user, shared) for user in shared.users}
+        copying = tuple(user for user in shared.users if copies[user])
         return SharedParameter(
             name=shared_name(chain, shared),
             users=shared.users,
@@ -257,7 +259,14 @@ class Survey:
             gradient_bytes=nbytes if trainable else 0,
             state_bytes=state,
             early_state_bytes=early,
+            copying=copying,
+            copy_bytes=max(copies.values()),
         )
+
+    def _copy_bytes(self, layer: int, shared: Shared) -> int:
+        """Bytes of the half-precision copy of a shared parameter in a layer; 0 where it does not compute with one."""
+        names = {name for user, name in shared.places if user == layer}
+        return sum(one.copy_bytes for one in self.kinds[self.layers[layer]].parameters if one.name in names)
 
     def shared_buffers(self, chain: Chain) -> tuple[SharedBuffer, ...]:
         """The buffers, and tensors that are plain attributes, that several layers hold.

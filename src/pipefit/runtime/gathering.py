@@ -15,22 +15,28 @@ from pipefit.actions import Action, Kind
 from pipefit.cost.shares import Gathered, Share
 from pipefit.cost.states import Layers
 from pipefit.runtime.states import storages_of
+from pipefit.runtime.weight_copies import WeightCopies
 
 
 class GatheredParameters:
     """The parameters of one replica of a stage, of which it keeps those of its own layers alone; false where it keeps
-    all. `own` are those of every layer from `start` on.
+    all. `own` are those of every layer from `start` on; their `copies` have memory as long as they have.
 
     Raises:
         UsageError: the memory of a parameter is not torch's, and could not be freed.
     """
 
-    def __init__(self, share: Share | None, own: Sequence[Sequence[nn.Parameter]], start: int) -> None:
-        self._gathered, self._own, self._start = Gathered(share), own, start
+    def __init__(
+        self, share: Share | None, own: Sequence[Sequence[nn.Parameter]], copies: WeightCopies, start: int
+    ) -> None:
+        self._gathered, self._own, self._copies, self._start = Gathered(share), own, copies, start
         self._storages: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # by layer, of others' parameters
         for layer, parameters in enumerate(own, start=start):
             if self._gathered and share is not None and not share.owns(layer):
-                self._storages[layer] = storages_of(parameters, "the plan divides the parameters of this stage")
+                copied = [copies.copies[id(weight)].tensor for weight in copies.own(layer)]
+                self._storages[layer] = storages_of(
+                    [*parameters, *copied], "the plan divides the parameters of this stage"
+                )
         self.abandon()
 
     def __bool__(self) -> bool:
@@ -42,12 +48,21 @@ class GatheredParameters:
         return [[p.data for p in own if p.requires_grad or self] for own in every]
 
     def carry_out(self, action: Action, layers: Layers) -> list[torch.UntypedStorage]:
-        """Allocate what an UNSHARD brings, or free what a RESHARD does not keep; the storages that were resized."""
+        """Allocate what an UNSHARD brings, or free what a RESHARD does not keep; the storages that were resized.
+
+        Behind the join of an UNSHARD the copies have the values that have come, for a backward needs them too.
+        """
         found = []
         for layer in self._gathered.carry_out(action, range(*layers)):
             for storage, nbytes in self._storages[layer]:
                 storage.resize_(0 if action.kind is Kind.RESHARD else nbytes)
                 found.append(storage)
+        for layer in self._storages.keys() & range(*layers):
+            for weight in self._copies.own(layer):
+                copy = self._copies.copies[id(weight)]
+                copy.fresh = False
+                if action.kind is Kind.UNSHARD and action.wait:
+                    copy.follow(weight)
         return found
 
     def check(self, action: Action, layers: Layers) -> None:

@@ -23,6 +23,7 @@ from pipefit.runtime.boundary import GraphEnds, apart, backward, enter, leave
 from pipefit.runtime.draws import seed_layer
 from pipefit.runtime.flight import Flight, Piece, gradients_to_send, naming_changes, take
 from pipefit.runtime.second_forward import fed_back_copies, working_copies
+from pipefit.runtime.weight_copies import Copied, WeightCopies, using
 from pipefit.runtime.weights import Weights
 
 
@@ -33,6 +34,7 @@ class Passes:
         layers: the stage's, already on `device`.
         storages: the plan's description of the stage: its layers, their values, and whether the loss follows.
         losses: on the last stage, where the losses of all microbatches are kept.
+        copies: of weights, with which autocast computes.
         weights: the versions of the layers' weights; None where microbatches need none.
         agreement: has the scale of losses, if there is one.
         graph_dropped: called when the graph of a layer that saved nothing is gone.
@@ -44,6 +46,7 @@ class Passes:
         storages: StageStorages,
         *,
         losses: Tensor | None,
+        copies: WeightCopies,
         weights: Weights | None,
         agreement: Agreement | None,
         device: torch.device,
@@ -51,7 +54,7 @@ class Passes:
     ) -> None:
         self.layers, self.storages = layers, storages
         self.start, self.stop, self.last = storages.start, storages.stop, storages.last
-        self.losses, self.weights, self.agreement = losses, weights, agreement
+        self.losses, self.copies, self.weights, self.agreement = losses, copies, weights, agreement
         self.device, self._graph_dropped = device, graph_dropped
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
@@ -179,7 +182,15 @@ class Passes:
 
     def _layer(self, flight: Flight, number: int, values: Values) -> Values:
         self._seed(flight, number)
-        return flight.layers[number - self.start](self._given(number, values))
+        layer, values = flight.layers[number - self.start], self._given(number, values)
+        with using(self._copied(flight, number), layer.autocast, values):
+            return layer(values)
+
+    def _copied(self, flight: Flight, number: int) -> Copied:
+        """The weights of a layer that have copies, as the microbatch goes through them."""
+        if self.weights is None or flight.version is None:
+            return self.copies.of(number)
+        return self.weights.copied(flight.version, self.copies.weights(number))
 
     def _given(self, number: int, values: Values) -> Values:
         """`values` as the layer of that number, or the loss, takes them."""

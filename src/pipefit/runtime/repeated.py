@@ -31,6 +31,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.program import Program
 from pipefit.runtime.parameter_groups import parameter_groups
+from pipefit.sharing import SharedParameter
 
 KEPT = 4  # executions in a repeat: its ends and two between them
 _LONGEST = 40  # layers that are repeated together
@@ -212,9 +213,12 @@ def _plan(plan: Plan, kept: Sequence[int]) -> Plan:
 
 def _measurement(measurement: Measurement, kept: Sequence[int]) -> Measurement:
     """The measurement of the layers `kept` alone."""
-    shared = tuple(
-        replace(shared, users=tuple(bisect_left(kept, user) for user in shared.users)) for shared in measurement.shared
-    )
+
+    def renumbered(shared: SharedParameter) -> SharedParameter:
+        users, copying = (tuple(bisect_left(kept, n) for n in numbers) for numbers in (shared.users, shared.copying))
+        return replace(shared, users=users, copying=copying)
+
+    shared = tuple(map(renumbered, measurement.shared))
     layers = tuple(measurement.layers[layer] for layer in kept)
     return replace(measurement, layers=layers, shared=shared, shared_buffers=())
 

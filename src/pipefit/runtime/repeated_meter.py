@@ -70,9 +70,10 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         """Take note of what the layers of a stage, each of one of `copies`, hold from the start."""
         masters, state = copies_of(stage.optimizer), stage.optimizer.state if stage.optimizer is not None else {}
         born: dict[int, Copy | None] = {}
-        for layer, copy in zip(stage.layers, copies, strict=True):
+        for number, (layer, copy) in enumerate(zip(stage.layers, copies, strict=True), start=stage.start):
             if copy is not None:
                 parameters = list(layer.module.parameters())
+                _take(copy, [one.tensor for _, one in stage.copies.of(number)], self._own)
                 trained = [masters.get(parameter, parameter) for parameter in parameters]
                 held = [*layer.module.buffers(), *constants(layer.module)]
                 _take(copy, [*parameters, *held, *trained], self._own)

@@ -140,7 +140,7 @@ class DeviceRunner:
         self._inputs = self._targets = ()
         self.record.next_step()
         for stage in self.stages.values():
-            stage.batch_number += training and count > 0
+            stage.end_step(counted=training and count > 0)
         if program.endless:
             self._before += count
             oldest = self._before - len(self.plan.stages)  # no more are ever in flight
@@ -344,7 +344,7 @@ class DeviceRunner:
         weights, stage = self._versions(action), self.stages[action.stage]
         kept = weights.stash(action.layers or (stage.start, stage.stop))
         self._tag(kept, Category.VERSIONS)
-        self._tag(weights.parameters, Category.PARAMETERS)
+        self._tag([*weights.parameters, *stage.copies.tensors], Category.PARAMETERS)
 
     def _stashed(self, action: Action) -> None:
         self._versions(action).adopt()

@@ -28,6 +28,7 @@ from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.specializations import Specialized
 from pipefit.runtime.states import StateMover
 from pipefit.runtime.updates import Updates, own_parameters
+from pipefit.runtime.weight_copies import WeightCopies
 from pipefit.runtime.weights import Weights
 
 _THROUGH_LAYERS = COMPUTE - {Kind.STEP}
@@ -85,14 +86,16 @@ class StageRunner:
         self.updates = Updates(task, layers, self.start, agreement, elsewhere, share)
         self.optimizer, self.scheduler, self.states = self.updates.optimizer, self.updates.scheduler, states
         self.losses = torch.zeros(microbatches, dtype=torch.float32, device=device) if self.last else None
-        self.weights = None if rooms is None else Weights(self.layers, start=self.start, rooms=rooms, device=device)
-        self.gathered = GatheredParameters(share, own, self.start)
+        self.copies = WeightCopies(self.layers, storages.costs, self.start)
+        self.weights = None if rooms is None else Weights(self.layers, self.copies, rooms=rooms, device=device)
+        self.gathered = GatheredParameters(share, own, self.copies, self.start)
         if states is not None:
             states.put_away(self.updates)
         self.passes = Passes(
             self.layers,
             storages,
             losses=self.losses,
+            copies=self.copies,
             weights=self.weights,
             agreement=agreement,
             device=device,
@@ -101,8 +104,9 @@ class StageRunner:
 
     @property
     def held(self) -> list[Tensor]:
-        """Buffers, which a forward may replace by others, and constants: tensors that are plain attributes."""
-        return [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
+        """Buffers, which a forward may replace by others, constants, which are plain attributes, and copies of weights."""
+        others = [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
+        return [*others, *self.copies.tensors]
 
     def stores(self, tensor: Tensor) -> bool:
         """Whether this replica of the stage is the one whose tensor is stored: the first one, or of parameters that
@@ -128,6 +132,11 @@ class StageRunner:
 
     # ---------------------------------------------------------------- the step's end
 
+    def end_step(self, *, counted: bool) -> None:
+        """A step has ended, which counts unless it was an evaluation; until the next one weights may be changed."""
+        self.batch_number += counted
+        self.copies.outdate()
+
     def step(self, action: Action) -> None:
         """An update of all layers or of a run of them, unless the stages agreed to skip it; the gradients are freed.
 
@@ -146,6 +155,7 @@ class StageRunner:
         self.updates.step(layers)
         if self.weights is not None:
             self.weights.updated(layers)
+        self.copies.outdate()
 
     def check_here(self, action: Action, flight: Flight | None) -> None:
         """Check that the parameters and gradients that an action, of that microbatch in flight, needs are here.
@@ -197,6 +207,7 @@ class StageRunner:
         for parameter in self.parameters:
             parameter.grad = None
         self.gathered.abandon()
+        self.copies.outdate()
         if self.weights is not None:
             self.weights.forget()
         if self.states is not None:

@@ -26,6 +26,7 @@ from pipefit.capture.chain import ChainLayer
 from pipefit.capture.storages import storage_key
 from pipefit.cost.states import Layers
 from pipefit.errors import UsageError
+from pipefit.runtime.weight_copies import Copied, WeightCopies, WeightCopy
 
 Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, and the parameter's number
 
@@ -33,7 +34,7 @@ Slot = tuple[nn.Module, str, int]  # a module, the name of a parameter there, an
 @dataclass(eq=False, slots=True)
 class Version:
     """Weights that microbatches go through: a leaf for each trained parameter, and by layer how many microbatches still
-    need it.
+    need it. `copies` are those of the weights, by their numbers, in the half precision of autocast.
 
     The leaves of layers that nobody needs any more are None. A version that is not the newest any more may have `rooms`
     for gradients and optimizer state, by layer, which nobody uses. The weights of layers that are `away`, or on their
@@ -41,6 +42,7 @@ class Version:
     """
 
     leaves: list[nn.Parameter | None]
+    copies: dict[int, WeightCopy]
     users: Counter[int] = field(default_factory=Counter)
     rooms: dict[int, Tensor] = field(default_factory=dict)
     away: set[int] = field(default_factory=set)
@@ -55,15 +57,18 @@ class _Bound:
 
 
 class Weights:
-    """The versions of the trained parameters of `layers`, the first of which has the number `start` in the model.
+    """The versions of the trained parameters of `layers`, and of their `copies`.
 
-    All but the newest also take `rooms` on `device`, bytes for each layer.
+    All versions but the newest also take `rooms` on `device`, bytes for each layer.
 
     Raises:
         UsageError: a parameter has a hook, or shares its memory with another, which versions could not keep up.
     """
 
-    def __init__(self, layers: Sequence[ChainLayer], *, start: int, rooms: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[ChainLayer], copies: WeightCopies, *, rooms: Sequence[int], device: torch.device
+    ) -> None:
+        self._copies, start = copies, copies.start
         self._rooms, self._device = dict(enumerate(rooms, start)), device
         self._layers = range(start, start + len(layers))
         self._layer_of = {id(p): n for n, layer in reversed([*enumerate(layers, start)]) for p in _trained(layer)}
@@ -73,8 +78,12 @@ class Weights:
         self._numbers = {id(p): number for number, p in enumerate(self.parameters)}
         self._check()
         self._bound: dict[int, _Bound] = {}
-        self._newest = self._current = Version(self._leaves())
+        self._newest = self._current = self._only()
         self._copied = frozenset(self._layers)  # layers of which the newest version is a copy of its own
+
+    def _only(self) -> Version:
+        """The newest weights as the only version."""
+        return Version(self._leaves(), {self._numbers[key]: copy for key, copy in self._copies.copies.items()})
 
     def take(self) -> Version:
         """The version that a microbatch goes through whose forward begins."""
@@ -94,7 +103,8 @@ class Weights:
             UsageError: they have been copied already, and forwards do not go through the copy yet.
         """
         if self._newest is self._current:
-            self._newest, self._copied = Version(list(self._current.leaves)), frozenset()
+            self._newest = Version(list(self._current.leaves), dict(self._current.copies))
+            self._copied = frozenset()
         if not self._copied.isdisjoint(range(*layers)):
             raise UsageError(f"weights of layers {layers[0]} to {layers[1] - 1} have been copied already")
         self._copied |= frozenset(range(*layers))
@@ -107,6 +117,9 @@ class Weights:
                     kept.append(parameter.data)
                     parameter.data = parameter.data.clone()
                     self._newest.leaves[number] = nn.Parameter(parameter.data)
+            for parameter in (one for layer in range(*layers) for one in self._copies.own(layer)):
+                kept.append(self._copies.renew(parameter).tensor)
+                self._newest.copies[self._numbers[id(parameter)]] = self._copies.copies[id(parameter)]
         return kept
 
     def adopt(self) -> None:
@@ -156,6 +169,16 @@ class Weights:
         for number, parameter in enumerate(self.parameters):
             if not version.users[self._layer_of[id(parameter)]]:
                 version.leaves[number] = None
+        for layer in self._layers:
+            if not version.users[layer]:
+                for parameter in self._copies.own(layer):
+                    version.copies.pop(self._numbers[id(parameter)], None)
+
+    def copied(self, version: Version, parameters: Sequence[nn.Parameter]) -> Copied:
+        """The leaves of a version in the places of these parameters, with their copies."""
+        numbers = [self._numbers[id(parameter)] for parameter in parameters]
+        found = [(version.leaves[number], version.copies[number]) for number in numbers]
+        return [(leaf, copy) for leaf, copy in found if leaf is not None]
 
     def storages(self, version: Version, layer: int) -> list[torch.UntypedStorage]:
         """The memory of a layer in a version; that of a shared weight belongs to the first layer that has it.
@@ -175,11 +198,13 @@ class Weights:
                         "something else or belongs to something else than torch: leave its versions where they are"
                     )
                 found.append(storage)
+        copied = [version.copies[self._numbers[id(parameter)]] for parameter in self._copies.own(layer)]
+        found += [copy.tensor.untyped_storage() for copy in copied]
         return [*found, version.rooms[layer].untyped_storage()] if layer in version.rooms else found
 
     def forget(self) -> None:
         """Nothing is in flight any more, because a step has failed."""
-        self._newest = self._current = Version(self._leaves())
+        self._newest = self._current = self._only()
         self._copied = frozenset(self._layers)
 
     @contextmanager

@@ -8,7 +8,8 @@ of the calls of `advance`. Every thread draws from torch's default generator as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -90,6 +91,21 @@ def pause() -> None:
         Abandoned: there will be no next one.
     """
     _here.turn._pause()
+    for act in getattr(_here, "acts", ()):
+        act()
+
+
+@contextmanager
+def at_each_turn(act: Callable[[], None]) -> Iterator[None]:
+    """Inside, `act` is called on this thread whenever it goes on after a pause: others may have changed what torch has
+    one of for all threads.
+    """
+    before = getattr(_here, "acts", ())
+    _here.acts = (*before, act)
+    try:
+        yield
+    finally:
+        _here.acts = before
 
 
 _here = threading.local()

@@ -283,7 +283,7 @@ class Ledger:
             changed = self._gathered[action.stage].carry_out(action, range(first, end))
         except UsageError as error:
             self._refuse(str(error))
-        nbytes = sum(stage.rest.whole_bytes_of("parameters", layer, layer + 1) for layer in changed)
+        nbytes = sum(map(stage.rest.unsharded_bytes, changed))
         sign = -1 if action.kind is Kind.RESHARD else 1
         return effect(parameters=sign * nbytes) if nbytes else None
 

@@ -68,7 +68,7 @@ class Ranges:
         # By boundary: sums over the layers before it
         self.static = cumulated(cost.static_bytes for cost in costs)
         self.gradients = cumulated(cost.gradient_bytes for cost in costs)
-        self.weights = cumulated(cost.trained_bytes for cost in costs)
+        self.weights = cumulated(cost.version_bytes for cost in costs)
         self.state = cumulated(cost.state_bytes for cost in costs)
         self.buffers = cumulated(cost.buffer_bytes for cost in costs)
         self.fed_back = cumulated(cost.fed_back_bytes for cost in costs)
@@ -146,6 +146,8 @@ class Ranges:
             for user in shared.users[1:]:
                 owned[user + 1 :] -= shared.nbytes + shared.state_bytes
                 gradients[user + 1 :] -= shared.gradient_bytes
+            for user in shared.copying[1:]:
+                owned[user + 1 :] -= shared.copy_bytes
         return owned[self.edges], gradients[self.edges]
 
     def floor(self) -> tuple[Ints, Ints]:
