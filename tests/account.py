@@ -84,6 +84,7 @@ class Storage:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.layer: int | None = None  # of weights and gradients
+        self.copy = False  # of weights in half precision, which stays where parameters are away
         self.holders: set[object] = set()
         self.away = False
 
@@ -234,6 +235,14 @@ class StageAccount:
         """A version of the weights of these layers; that of a shared parameter is its first user's."""
         for layer in layers:
             self.device.new(self.trained[layer], self._of("newest")).layer = layer
+            copies = self.device.new(self._copies(layer), self._of("newest"))
+            copies.layer, copies.copy = layer, True
+
+    def _copies(self, layer: int) -> int:
+        """Half-precision copies of a layer's weights; that of a shared one is that of the first layer that has one."""
+        first = {s.name: min(set(s.copying) & set(self.layers), default=None) for s in self.shared}
+        later = [s.name for s in self.shared if layer in s.copying and first[s.name] != layer]
+        return sum(p.copy_bytes for p in self.costs[layer].parameters if p.name not in later)
 
     def act(self, action: Action) -> None:
         """What an action allocates and frees."""
@@ -283,7 +292,7 @@ class StageAccount:
         """Parameters that move are away before the first step."""
         for subject in subjects:
             assert subject.what == "parameters"
-            for weights in self._newest(range(subject.layer, subject.layer + 1)):
+            for weights in self._parameters(subject):
                 weights.away = True
 
     def _run_of(self, action: Action) -> range:
@@ -295,11 +304,15 @@ class StageAccount:
         """The weights of these layers that updates change."""
         return [weights for weights in self.device.held_by(self._of("newest")) if weights.layer in layers]
 
+    def _parameters(self, subject: Subject) -> list[Storage]:
+        """The same of one layer without their copies, as they move between updates."""
+        return [one for one in self._newest(range(subject.layer, subject.layer + 1)) if not one.copy]
+
     def _keep_weights(self, layers: range) -> None:
         """The newest weights are copied, and become older ones with room."""
         for old in self._newest(layers):
             assert not old.away, "weights that are copied are away"
-            old.nbytes += self._room(old.layer)
+            old.nbytes += 0 if old.copy else self._room(old.layer)
             self.device.let_go(self._of("newest"), old)
         self._new_weights(layers)
 
@@ -344,9 +357,7 @@ class StageAccount:
         """What a copy moves: a saved tensor or a version of weights, or those of a bundle."""
         subjects = self.program.moved(action)
         if any(subject.what == "parameters" for subject in subjects):
-            return [
-                weights for subject in subjects for weights in self._newest(range(subject.layer, subject.layer + 1))
-            ]
+            return [weights for subject in subjects for weights in self._parameters(subject)]
         if any(subject.what == "versions" for subject in subjects):
             layers, used = {subject.layer for subject in subjects}, self.device.held_by(("uses", id(flight)))
             return [weights for weights in used if weights.layer in layers]

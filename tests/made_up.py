@@ -277,9 +277,13 @@ def _shared_parameter(rng: Random, number: int, count: int, size: int, early: fl
     """A parameter of two or three layers, sometimes frozen."""
     nbytes, trainable = rng.randrange(1, size), rng.random() < 0.75
     state = rng.randrange(size) if trainable else 0
+    users = tuple(sorted(rng.sample(range(count), rng.randrange(2, min(count, 3) + 1))))
+    copying = users[nbytes % 2 :] if trainable and nbytes % 3 else ()
     return SharedParameter(
         name=f"shared{number}",
-        users=tuple(sorted(rng.sample(range(count), rng.randrange(2, min(count, 3) + 1)))),
+        users=users,
+        copying=copying,
+        copy_bytes=nbytes // 2 if copying else 0,
         nbytes=nbytes,
         gradient_bytes=nbytes if trainable else 0,
         state_bytes=state,
@@ -374,7 +378,7 @@ def _odd_layer(
     origins = tuple(rng.choice(candidates + elsewhere * _odd(rng, like)) for _ in outputs)
     saved = [o for o in candidates + elsewhere if rng.random() < 0.5]
     saved += rng.choices(saved, k=rng.randrange(3)) if saved and _odd(rng, like) else []  # another view of the same
-    parameters = _parameters(rng, like, weight, shared)
+    parameters = _parameters(rng, like, number, weight, shared)
     learned = sum(p.nbytes for p in parameters if p.trainable)
     own_state = state if learned else 0
     made = tuple(rng.randrange(size) for _ in range(rng.randrange(1, 3)))
@@ -441,11 +445,19 @@ def _update(rng: Random, size: int) -> tuple[int, int]:
     return first, later
 
 
-def _parameters(rng: Random, like: Settings, weight: int, shared: Sequence[SharedParameter]) -> tuple[Parameter, ...]:
-    """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too."""
+def _parameters(
+    rng: Random, like: Settings, number: int, weight: int, shared: Sequence[SharedParameter]
+) -> tuple[Parameter, ...]:
+    """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too.
+
+    Some that are trained have copies in half precision.
+    """
     own = [parameter("weight", weight, trainable=not _odd(rng, like))] if weight else []
     own += [parameter("frozen", rng.randrange(like.size), trainable=False)] if weight and _odd(rng, like) else []
-    return (*own, *(parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared))
+    given = [parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared]
+    copied = [s.copy_bytes if number in s.copying else 0 for s in shared]
+    own = [replace(p, copy_bytes=p.nbytes // 2 if p.trainable and like.odd and p.nbytes % 3 else 0) for p in own]
+    return (*own, *(replace(p, copy_bytes=nbytes) for p, nbytes in zip(given, copied, strict=True)))
 
 
 def _odd_gradient(

@@ -31,7 +31,8 @@ TRACING = {
 SHARDING = {f"sharding/{name}.py" for name in ("operations", "rules/pointwise", "tracing")}
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
-# The meter, and what follows values, see operations through a dispatch mode; agreement uses what GradScaler uses;
+# The meter, what follows values and what answers autocast see operations through a dispatch mode; agreement uses what
+# GradScaler uses;
 # a batch is a tree of tensors
 OTHERS = {
     "capture/caller.py",
@@ -43,6 +44,7 @@ OTHERS = {
     "runtime/comparison.py",
     "runtime/initial_weights.py",
     "runtime/lives.py",
+    "runtime/weight_copies.py",
 }
 
 

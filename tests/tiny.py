@@ -76,10 +76,16 @@ def plan_of(
         Stage(start=start, stop=stop, grid=Grid.of(number % devices))
         for number, (start, stop) in enumerate(itertools.pairwise(cuts))
     )
+    found = profiled or profile_of(task, size)
     return Plan(
-        profile=profiled or profile_of(task, size),
+        profile=found,
         cluster=Cluster.emulated((devices, memory_bytes)),
-        training=Training(batch_size=size * microbatches, microbatches=microbatches, schedule=schedule),
+        training=Training(
+            batch_size=size * microbatches,
+            microbatches=microbatches,
+            schedule=schedule,
+            precision=found.assumptions.precision,
+        ),
         stages=stages,
         decisions=whole_stages(stages, recompute, schedule, microbatches),
     )

@@ -19,7 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
 from pipefit.grids import Stage, told_sharing
 from pipefit.predictions import Prediction, reserves
-from pipefit.profiles import Measurement, ModelProfile
+from pipefit.profiles import Measurement, ModelProfile, told_copies
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
 from pipefit.tables import Table, html, plain
@@ -232,7 +232,9 @@ class Plan:
     @property
     def explanation(self) -> list[Table | str]:
         """Its stages and peaks, what limits it, how it was found, how fast it is, and where that holds."""
-        text = "\n".join([*told_sharing(self.stages), _limit(self), *_planner(self), *_time(self), *_caveats(self)])
+        copies = told_copies([self.measured(n).copy_bytes(s.start, s.stop) for n, s in enumerate(self.stages)])
+        told = [*told_sharing(self.stages), _limit(self), *copies, *_planner(self), *_time(self), *_caveats(self)]
+        text = "\n".join(told)
         step = self.prediction.step_seconds if self.prediction else 0.0
         freed = table(self.prediction.compactions, step) if self.prediction else ()
         return [_head(self), self.stage_table, *freed, text, *paragraph(self.alternatives, step)]

@@ -24,6 +24,7 @@ from pipefit.sharing import SharedBuffer, SharedParameter
 from pipefit.tensor_shares import Shares
 from pipefit.texts import counted, first_to_last
 from pipefit.training import Precision
+from pipefit.units import format_bytes
 
 Target = Literal["cpu", "cuda"]
 
@@ -93,6 +94,11 @@ class Measurement:
         """Whether seconds are estimates, because those of some pass were not measured."""
         passes = (work for cost in (*self.kinds, self.loss) for work in (cost.forward, cost.backward, cost.update))
         return any(work.seconds is None for work in passes)
+
+    def copy_bytes(self, start: int, stop: int) -> int:
+        """Half-precision copies of the weights of layers `start` to `stop - 1`, on one device."""
+        again = sum(one.copy_bytes * len(one.copies_again(start, stop)) for one in self.shared)
+        return sum(cost.copy_bytes for cost in self.costs[start:stop]) - again
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -249,6 +255,13 @@ class ModelProfile:
             f"profile it again with --microbatch-size {microbatch_size}, or choose another batch size or number of "
             "microbatches"
         )
+
+
+def told_copies(stages: Sequence[int]) -> list[str]:
+    """What half-precision copies of weights take in each of the stages, as a line; none where there are no copies."""
+    sizes = ", ".join(map(format_bytes, stages))
+    each = f"{sizes} on each device of stages 0 to {len(stages) - 1}" if len(stages) > 1 else sizes
+    return [f"Half-precision copies of weights: {each}, once for all microbatches."] if any(stages) else []
 
 
 def _between(tensor: Sequence[int]) -> str:

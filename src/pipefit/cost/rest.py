@@ -52,13 +52,14 @@ class StageRest:
             away = self.unsharded_bytes(layer)
         repeated = sum(again.shared.nbytes for again in storages.repetitions if again.later == position)
         repeated += sum(again.shared.nbytes for again in storages.repeated_buffers if again.later == position)
-        repeated += storages.costs[position].copy_bytes - self.copy_bytes(position)
+        if layer < storages.stop:
+            repeated += storages.costs[position].copy_bytes - storages.copy_bytes(layer)
         return storages.costs[position].static_bytes - repeated - away
 
-    def copy_bytes(self, position: int) -> int:
-        """The half-precision copies of one position's weights; the loss has none."""
-        layer = self.storages.start + position
-        return self.storages.copy_bytes(layer) if layer < self.storages.stop else 0
+    def copies_here(self, layer: int) -> int:
+        """The half-precision copies of a layer's weights, as far as they are on the device between steps."""
+        kept = self.share is None or self.share.keeps("parameters", layer)
+        return self.storages.copy_bytes(layer) if kept else 0
 
     def unsharded_bytes(self, layer: int) -> int:
         """What a layer whose owner is another replica takes while its parameters are here: these, and their copies."""
@@ -83,7 +84,9 @@ class StageRest:
     def weight_bytes_of(self, start: int, stop: int) -> int:
         """The parameters of layers `start` to `stop - 1` that are trained."""
         every = (self.storages.costs[n - self.storages.start] for n in range(start, stop))
-        shared = (again.shared for again in self.storages.repetitions if start <= again.later + self.storages.start < stop)
+        shared = (
+            again.shared for again in self.storages.repetitions if start <= again.later + self.storages.start < stop
+        )
         return sum(cost.trained_bytes for cost in every) - sum(one.nbytes for one in shared if one.gradient_bytes)
 
     @cached_property

@@ -187,7 +187,7 @@ class StageStorages:
         return trained + self.copy_bytes(layer) + self.room_bytes(layer)
 
     def copy_bytes(self, layer: int) -> int:
-        """The half-precision copies of a layer's weights; that of a shared one belongs to the first layer that uses it."""
+        """Half-precision copies of a layer's weights; that of a shared one belongs to the first layer that uses it."""
         shared = self.measurement.shared
         again = sum(one.copy_bytes for one in shared if layer in one.copies_again(self.start, self.stop))
         return self.costs[layer - self.start].copy_bytes - again

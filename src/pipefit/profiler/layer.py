@@ -198,14 +198,12 @@ class LayerMeter:
 
     def _copy_weights(self) -> None:
         """See of which weights autocast keeps copies, and make them as the runtime does."""
-        if self._autocast is None:
-            return
-        inputs = [torch.empty_like(value, requires_grad=False) for value in self.like]
-        given = self._enter(GraphEnds(), inputs)
-        cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
-        self.meter.forget_graphs()
-        self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
-        self._follow()
+        if self._autocast is not None:
+            given = self._enter(GraphEnds(), [torch.empty_like(value, requires_grad=False) for value in self.like])
+            cast = cast_by(partial(self._call, given), list(self.module.parameters()), self._autocast, given)
+            self.meter.forget_graphs()
+            self._copied = [(weight, WeightCopy.of(weight, self._autocast)) for weight in cast]
+            self._follow()
 
     def _follow(self) -> None:
         """Let the copies have the values of their weights."""

@@ -30,6 +30,7 @@ from pipefit.profiler.fake import Progress
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.runtime.boundary import GraphEnds, backward, enter, leave
 from pipefit.runtime.master_weights import MasterWeights, make_optimizer
+from pipefit.runtime.weight_copies import Copied, WeightCopy, copied_weights, using
 from pipefit.sharding import Alone, shard_chain
 
 _WARM_UPS = 2
@@ -73,7 +74,7 @@ class _Clock:
                 self.progress(number, len(self.chain.layers), layer.name)
             layer.module.to(self.device)
             if kind not in timed:
-                timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values)
+                timed[kind] = self._time(measurement.kinds[kind], layer, layer.module, values, layer.autocast)
             with torch.no_grad():
                 values = layer(values)
             layer.module.to("cpu")  # so that the device holds one layer at a time
@@ -85,24 +86,37 @@ class _Clock:
     def _loss(self, count: int) -> Callable[[Values], Values]:
         return lambda values: (self.chain.loss(values[:count], values[count:]),)
 
-    def _time(self, cost: LayerCost, call: Callable[[Values], Values], module: nn.Module, values: Values) -> LayerCost:
-        """`cost` with the median seconds of each pass."""
+    def _time(
+        self,
+        cost: LayerCost,
+        call: Callable[[Values], Values],
+        module: nn.Module,
+        values: Values,
+        autocast: torch.dtype | None = None,
+    ) -> LayerCost:
+        """`cost` with the median seconds of each pass; copies of weights are made with the update, once a step."""
+        copied = [(p, WeightCopy.of(p, autocast)) for p in copied_weights(module, cost)] if autocast else []
+
+        def forward(values: Values) -> Values:
+            with using(copied, autocast, values):
+                return call(values)
+
         trainable = [p for p in module.parameters() if p.requires_grad]
         stepper = make_optimizer(self.task, [[{"params": trainable}]]) if trainable else None
         rows: list[tuple[float, float, float]] = []
         for repeat in range(_WARM_UPS + _MOST_REPEATS):
-            row = self._once(call, values, cost, stepper)
+            row = self._once(forward, values, cost, stepper, copied)
             if repeat >= _WARM_UPS:
                 rows.append(row)
             if len(rows) >= _LEAST_REPEATS and sum(map(sum, rows)) > _LEAST_SECONDS:
                 break
         module.zero_grad(set_to_none=True)
-        forward, backwards, update = (statistics.median(column) for column in zip(*rows, strict=True))
+        forwards, backwards, updates = (statistics.median(column) for column in zip(*rows, strict=True))
         return replace(
             cost,
-            forward=replace(cost.forward, seconds=forward),
+            forward=replace(cost.forward, seconds=forwards),
             backward=replace(cost.backward, seconds=backwards),
-            update=replace(cost.update, seconds=update),
+            update=replace(cost.update, seconds=updates),
         )
 
     def _once(
@@ -111,6 +125,7 @@ class _Clock:
         values: Values,
         cost: LayerCost,
         stepper: torch.optim.Optimizer | MasterWeights | None,
+        copied: Copied,
     ) -> tuple[float, float, float]:
         """Seconds of one forward, backward and update."""
         graph, flags = GraphEnds(), tuple(value.requires_grad for value in cost.inputs)
@@ -130,6 +145,9 @@ class _Clock:
                 for group in stepper.param_groups:
                     group["lr"] = group["lr"] * 0  # so that the next repeat has the same weights
             stepper.step()
+        for weight, copy in copied:
+            copy.fresh = False
+            copy.follow(weight)
         times = self.watch.read([began, forwarded, ready, returned, self.watch.mark()])  # of a GPU: waits for it once
         return times[1] - times[0], times[3] - times[2], times[4] - times[3]
 

@@ -35,6 +35,8 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
         if measurement.shares is not None:
             blocks.append(str(measurement.shares))
         blocks.append(_blocks(profile, measurement))
+        if copies := measurement.copy_bytes(0, len(measurement.layers)):
+            blocks.append(f"half-precision copies of weights, among the parameters: {format_bytes(copies)}")
         if len(profile.block_names) < len(profile.layers):
             blocks.append(_layers(profile, measurement))
         blocks.append(_saved(profile, measurement))

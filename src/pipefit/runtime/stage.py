@@ -104,7 +104,7 @@ class StageRunner:
 
     @property
     def held(self) -> list[Tensor]:
-        """Buffers, which a forward may replace by others, constants, which are plain attributes, and copies of weights."""
+        """Buffers, which a forward may replace, constants, which are plain attributes, and copies of weights."""
         others = [t for layer in self.layers for t in (*layer.module.buffers(), *constants(layer.module))]
         return [*others, *self.copies.tensors]
 

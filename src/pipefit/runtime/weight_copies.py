@@ -1,10 +1,10 @@
 """Half-precision copies of weights that autocast computes with: a stage has one of each, for all microbatches.
 
-`torch.autocast` casts a weight in every forward, and the graph of every microbatch keeps the copy for its backward. Here
-a copy is memory of the stage's, like the weight, and takes the weight's values before its first use in a step. Before
-each forward of a layer autocast is asked for its casts, and a dispatch mode answers with aliases of the copies, which
-autocast keeps in its cache until the layer has run. So every forward has casts of its own in its graph, as under plain
-autocast, and gradients are bitwise the same; only their memory is one.
+`torch.autocast` casts a weight in every forward, and the graph of every microbatch keeps the copy for its backward.
+Here a copy is memory of the stage's, like the weight, and takes the weight's values before its first use in a step.
+Before each forward of a layer autocast is asked for its casts, and a dispatch mode answers with aliases of the copies,
+which autocast keeps in its cache until the layer has run. So every forward has casts of its own in its graph, as under
+plain autocast, and gradients are bitwise the same; only their memory is one.
 
 Which weights have copies is seen when a layer is profiled: those that autocast's cache has after a forward. It has no
 frozen ones, and none that a model casts itself. Costs about 15 microseconds of the host for each copy and forward,
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,10 +168,6 @@ def _asked(weights: Sequence[Tensor], answers: _Answers) -> int:
             torch.addmm(*three)
     except _Answered:
         return answers.asked
-    _unanswered()
-
-
-def _unanswered() -> NoReturn:
     raise AssertionError("a product of weights was computed past the dispatch mode that ends it")
 
 

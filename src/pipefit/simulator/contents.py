@@ -26,12 +26,14 @@ from pipefit.trace import MemorySample, Trace
 class LayerContents(NamedTuple):
     """Bytes of one layer. A state that a decision moves counts as none: it comes and goes.
 
-    `parameter_bytes` are with buffers and constants. `activation_bytes` are of what the layer has made and a backward
-    still needs, in so many `microbatches`. Layer None has what came from the stage before, or from the data.
+    `parameter_bytes` are with buffers and constants, `copy_bytes` those of half-precision copies of weights.
+    `activation_bytes` are of what the layer has made and a backward still needs, in so many `microbatches`. Layer None
+    has what came from the stage before, or from the data.
     """
 
     layer: int | None
     parameter_bytes: int
+    copy_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
@@ -40,7 +42,8 @@ class LayerContents(NamedTuple):
     @property
     def total_bytes(self) -> int:
         """All of them."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        state = self.parameter_bytes + self.copy_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_bytes
 
 
 class Contents(NamedTuple):
@@ -98,11 +101,12 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
         found = Working(cost.storages, residency).activations()
         saved.update(found)
         counts.update(found.keys())
-    elsewhere = [LayerContents(None, 0, 0, 0, saved[-1], counts[-1])] if saved[-1] else []
+    elsewhere = [LayerContents(None, 0, 0, 0, 0, saved[-1], counts[-1])] if saved[-1] else []
     return elsewhere + [
         LayerContents(
             layer,
-            0 if ("parameters", layer) in moving else sum(map(cost.rest.static_bytes, positions)),
+            0 if ("parameters", layer) in moving else sum(map(cost.rest.static_bytes, positions)) - copies,
+            copies,
             _state(cost, "gradients", layer, moving) if layer in born else 0,
             _state(cost, "optimizer" if layer in stepped else "early optimizer", layer, moving),
             sum(saved[one] for one in positions),
@@ -110,6 +114,7 @@ def _rows(ledger: Ledger, number: int, cost: StageCost, moving: set[tuple[str, i
         )
         for layer in range(cost.start, cost.stop)
         for positions in [_positions(cost, layer)]
+        for copies in [cost.rest.copies_here(layer)]
     ]
 
 

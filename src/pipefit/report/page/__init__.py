@@ -181,9 +181,11 @@ def _layers(plan: Plan, found: Contents) -> Table:
             (counted(len(rest), "other"), *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), "")
         )
     left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
-    rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(left), "", "", "", "", ""))
-    columns = ("layer", "in all", "parameters", "gradients", "optimizer state", "activations", "microbatches")
-    return Table(columns, tuple(rows))
+    rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(left), "", "", "", "", "", ""))
+    state = "parameters", "half-precision copies", "gradients", "optimizer state"
+    return Table(
+        ("layer", "in all", *state, "activations", "microbatches"), tuple(rows), spare=("half-precision copies",)
+    )
 
 
 def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
@@ -192,7 +194,8 @@ def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
 
 
 def _sizes(row: LayerContents) -> tuple[int, ...]:
-    return row.total_bytes, row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.activation_bytes
+    state = row.parameter_bytes, row.copy_bytes, row.gradient_bytes, row.optimizer_bytes
+    return row.total_bytes, *state, row.activation_bytes
 
 
 def _decided(plan: Plan) -> Iterator[str]:

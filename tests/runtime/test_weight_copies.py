@@ -1,0 +1,238 @@
+"""Half-precision copies of weights: a stage has one of each, and computes what plain autocast computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from endless_mixed import moved
+from pipefit.capture import Task
+from pipefit.decisions import Decision, Run, State, What
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, certify
+from pipefit.runtime.weight_copies import WeightCopy, using
+from pipefit.sharding.turns import Turn, pause
+from pipefit.simulator import simulate
+from pipefit.trace import Category
+from pipefit.training import Training
+from pipefit.zoo import build
+from slices import sliced_plan
+from step_peaks import step_peaks
+from tiny import batch_of, plan_of, task_of
+
+WIDTH, SEPARATE = 8, "pipefit.profiler.layer.cast_by"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Twice(nn.Module):
+    """Multiplies by its weight twice, adds its table outside of a product, and has a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.table, self.fixed = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fixed((x @ self.weight).tanh() @ self.weight) + self.table
+
+
+class Again(nn.Module):
+    """Multiplies by another layer's weight."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).sin()
+
+
+def layers(middle: Callable[[], nn.Module] = Twice) -> list[nn.Module]:
+    """Products, a norm, and something between."""
+    ends = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+    return [ends[0], nn.LayerNorm(WIDTH), middle(), nn.Linear(WIDTH, WIDTH), nn.GELU(), ends[1]]
+
+
+def tied() -> list[nn.Module]:
+    """The third layer multiplies by the first one's weight."""
+    found = layers()
+    assert isinstance(found[0], nn.Linear)
+    return [*found[:2], Again(found[0]), *found[3:]]
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs.float(), targets)
+
+
+def mixed(made: Callable[[], Sequence[nn.Module]] = layers) -> Task:
+    """A task under autocast."""
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    return replace(task_of(made, loss=squared, optimizer=adam), precision="mixed-bfloat16")
+
+
+@cache
+def profiled(made: Callable[[], Sequence[nn.Module]] = layers, sizes: tuple[int, ...] = (2,)) -> ModelProfile:
+    return profile(mixed(made), microbatch_size=sizes)
+
+
+def trained_layers() -> list[nn.Module]:
+    """The same with all weights trained, as versions have to be."""
+    return layers(lambda: nn.Linear(WIDTH, WIDTH))
+
+
+def unlike(made: Callable[[], Sequence[nn.Module]], sizes: tuple[int, ...] = (2,)) -> ModelProfile:
+    """The profile in which every forward has copies of its own, as autocast makes them by itself."""
+    with mock.patch(SEPARATE, return_value=[]):
+        return profile(mixed(made), microbatch_size=sizes)
+
+
+def planned(schedule: str = "1f1b", *decisions: Decision, of: ModelProfile | None = None, **settings: Any) -> Plan:
+    """Two stages; six microbatches."""
+    found = plan_of(mixed(), [3, 3], microbatches=6, schedule=schedule, profiled=of or profiled(), **settings)
+    return replace(found, decisions=decisions)
+
+
+def recomputed(stage: int, start: int, stop: int) -> Decision:
+    return Decision(stage=stage, subject=Run(start=start, stop=stop), what=What.RECOMPUTE)
+
+
+def parameters(task: Task, plan: Plan, steps: int = 3) -> dict[str, Tensor]:
+    """All parameters after some steps."""
+    trainer = Trainer(task, plan)
+    for step in range(steps):
+        trainer.step(batch_of(task, plan, step))
+    return trainer.state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_which_weights_have_copies() -> None:
+    """Those that autocast casts and keeps: no norm's, no table's, none that is not trained."""
+    found = [
+        {p.name: p.copy_bytes for p in cost.parameters if p.copy_bytes} for cost in profiled().measurements[0].costs
+    ]
+    linear = {"weight": 2 * WIDTH * WIDTH, "bias": 2 * WIDTH}
+    assert found == [linear, {}, {"weight": 2 * WIDTH * WIDTH}, linear, {}, {"weight": 2 * WIDTH * 4, "bias": 8}]
+
+
+@pytest.mark.parametrize("decisions", [(), (recomputed(0, 0, 2), recomputed(1, 3, 5))])
+def test_numbers_are_those_of_plain_autocast(decisions: tuple[Decision, ...]) -> None:
+    """Parameters after three steps of AdamW, bit by bit, with nothing recomputed and with runs of layers."""
+    task, plan = mixed(), planned("1f1b", *decisions)
+    torch.manual_seed(0)
+    plain = task.build()
+    optimizer = task.optimizer(p for p in plain.parameters() if p.requires_grad)
+    for step in range(3):
+        for x, y in zip(*(part.split(2) for part in batch_of(task, plan, step)), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squared(plain(x), y)
+            (loss / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    assert same(parameters(task, plan), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_every_version_has_copies_of_its_own(schedule: str) -> None:
+    """Parameters are bit by bit those of forwards with separate copies, though updates come in between."""
+    once, each = (planned(schedule, of=of) for of in (profiled(trained_layers), unlike(trained_layers)))
+    trained = [parameters(mixed(trained_layers), plan) for plan in (once, each)]
+    assert same(*trained)
+
+
+def in_stages(task: Task, found: ModelProfile) -> Plan:
+    """Four stages of a block each, the first with the embedding, in eight microbatches."""
+    return plan_of(task, [2, 1, 1, len(found.layers) - 4], size=1, microbatches=8, profiled=found)
+
+
+def test_a_gpt_has_copies_once_and_not_for_each_microbatch_in_flight() -> None:
+    """With four in flight a device needs less by the copies of three microbatches; those of biases were never kept."""
+    task = replace(build("gpt", layers=4, hidden=32, heads=4, vocabulary=32, sequence=8), precision="mixed-bfloat16")
+    once = profile(task, microbatch_size=1, target="cuda")
+    with mock.patch(SEPARATE, return_value=[]):
+        each = profile(task, microbatch_size=1, target="cuda")
+    weights, biases = 2 * 12 * 32 * 32, 2 * 9 * 32
+    plans = [in_stages(task, found) for found in (once, each)]
+    traces = [simulate(plan) for plan in plans]
+    levels = [{row.action: row.total_bytes for row in t.devices[0].memory if row.step == 0} for t in traces]
+    assert traces[0].peak_bytes == certify(task, plans[0]).peak_bytes
+    assert [levels[1][name] - levels[0][name] for name in ("0F0", "0F3", "0F7")] == [0, 3 * weights, 3 * weights]
+    assert once.measurements[0].costs[1].copy_bytes == weights + biases
+
+
+def checked(task: Task, plan: Plan, *, steps: int = 2) -> None:
+    """Peaks of all devices in every step: simulated, run dry, metered in training, by the allocator's own account."""
+    found = step_peaks(task, plan, steps=steps)
+    assert found.simulated == found.dry == found.metered == found.allocated
+
+
+def test_peaks_with_runs_recomputed_and_parameters_away() -> None:
+    """Copies stay on the device while the parameters of their layers are on the host."""
+    away = moved(0, State(start=0, stop=1, kind="parameters"), "host", behind=0)
+    checked(mixed(), planned("1f1b", recomputed(0, 1, 3), away))
+
+
+def test_layers_share_the_copy_of_a_weight_that_they_share() -> None:
+    """Two layers of a stage that multiply by one weight have one copy of it; on two stages each has one."""
+    task, found = mixed(tied), profiled(tied)
+    checked(task, plan_of(task, [1, 5], microbatches=3, profiled=found))
+    together = plan_of(task, [3, 3], microbatches=3, profiled=found)
+    first, second = (trace.devices[0].memory[0] for trace in (simulate(together), certify(task, together)))
+    held = WIDTH * WIDTH + WIDTH + 2 * WIDTH  # the shared weight, a bias, the norm's
+    for row in (first, second):
+        assert row.by_category[Category.PARAMETERS] == 4 * held + 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_copies_are_used_whatever_other_threads_do_in_between() -> None:
+    """A forward that waits for another thread goes on with its copies, though that one's autocast has ended."""
+    weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
+    copy, saved = WeightCopy.of(weight, torch.bfloat16), list[Tensor]()
+
+    def waiting() -> None:
+        with using([(weight, copy)], torch.bfloat16, (x,)):
+            pause()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                x.requires_grad_() @ weight
+
+    first = Turn(waiting)
+    first.advance()
+    with torch.autocast("cpu", torch.bfloat16):
+        x @ torch.randn(4, 4)
+    assert first.advance()
+    assert copy.tensor.data_ptr() in {tensor.data_ptr() for tensor in saved}
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_peaks_of_versions(schedule: str) -> None:
+    """A version of the weights has its copies; they leave the device with it."""
+    versions = moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1)
+    plan = planned(schedule, versions, of=profiled(trained_layers))
+    checked(mixed(trained_layers), plan, steps=3)
+
+
+def test_replicas_that_divide_parameters_free_copies_with_them() -> None:
+    """Peaks, and numbers bit by bit as of replicas that keep all parameters; passes are cut in buckets."""
+    task, found = mixed(trained_layers), profiled(trained_layers, (4, 2))
+    kept, divided = (
+        replace(
+            sliced_plan(found, [0, 6], [2], shard=(what,), buckets=(3,)),
+            training=Training(batch_size=8, microbatches=2, precision="mixed-bfloat16"),
+        )
+        for what in ("none", "parameters")
+    )
+    checked(task, divided)
+    assert same(parameters(task, kept), parameters(task, divided))
