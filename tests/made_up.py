@@ -316,7 +316,8 @@ def _layer(
     inputs, outputs = ends
     weight, state = like.weights[number], like.states[number]
     if like.odd:
-        return _odd_layer(rng, like, inputs, outputs, weight, state, early, shared, like.seconds[number])
+        found = _odd_layer(rng, like, inputs, outputs, weight, state, early, shared, like.seconds[number])
+        return _copied(found, [(s.name, s.copy_bytes) for s in shared if number in s.copying])
     if like.keeps:
         return _keeping_layer(inputs, outputs, weight, state)
     return layer(
@@ -378,7 +379,7 @@ def _odd_layer(
     origins = tuple(rng.choice(candidates + elsewhere * _odd(rng, like)) for _ in outputs)
     saved = [o for o in candidates + elsewhere if rng.random() < 0.5]
     saved += rng.choices(saved, k=rng.randrange(3)) if saved and _odd(rng, like) else []  # another view of the same
-    parameters = _parameters(rng, like, number, weight, shared)
+    parameters = _parameters(rng, like, weight, shared)
     learned = sum(p.nbytes for p in parameters if p.trainable)
     own_state = state if learned else 0
     made = tuple(rng.randrange(size) for _ in range(rng.randrange(1, 3)))
@@ -445,19 +446,20 @@ def _update(rng: Random, size: int) -> tuple[int, int]:
     return first, later
 
 
-def _parameters(
-    rng: Random, like: Settings, number: int, weight: int, shared: Sequence[SharedParameter]
-) -> tuple[Parameter, ...]:
-    """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too.
-
-    Some that are trained have copies in half precision.
-    """
+def _parameters(rng: Random, like: Settings, weight: int, shared: Sequence[SharedParameter]) -> tuple[Parameter, ...]:
+    """A weight, or none, sometimes frozen or with a frozen one beside it; and those that other layers use too."""
     own = [parameter("weight", weight, trainable=not _odd(rng, like))] if weight else []
     own += [parameter("frozen", rng.randrange(like.size), trainable=False)] if weight and _odd(rng, like) else []
-    given = [parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared]
-    copied = [s.copy_bytes if number in s.copying else 0 for s in shared]
-    own = [replace(p, copy_bytes=p.nbytes // 2 if p.trainable and like.odd and p.nbytes % 3 else 0) for p in own]
-    return (*own, *(replace(p, copy_bytes=nbytes) for p, nbytes in zip(given, copied, strict=True)))
+    return (*own, *(parameter(s.name, s.nbytes, trainable=s.gradient_bytes > 0) for s in shared))
+
+
+def _copied(cost: LayerCost, shared: Sequence[tuple[str, int]]) -> LayerCost:
+    """The layer with half-precision copies of some of its trained weights, and of the `shared` ones that it computes
+    with in half precision.
+    """
+    own = [(p.name, p.nbytes // 2) for p in cost.parameters if p.name == "weight" and p.trainable and p.nbytes % 3]
+    copies = dict([*own, *shared])
+    return replace(cost, parameters=tuple(replace(p, copy_bytes=copies.get(p.name, 0)) for p in cost.parameters))
 
 
 def _odd_gradient(

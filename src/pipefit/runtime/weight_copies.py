@@ -7,7 +7,7 @@ which autocast keeps in its cache until the layer has run. So every forward has 
 plain autocast, and gradients are bitwise the same; only their memory is one.
 
 Which weights have copies is seen when a layer is profiled: those that autocast's cache has after a forward. It has no
-frozen ones, and none that a model casts itself. Costs about 15 microseconds of the host for each copy and forward,
+frozen ones, and none that a model casts itself. Costs about 30 microseconds of the host for each copy and forward,
 instead of a cast.
 """
 
