@@ -19,10 +19,12 @@ from pipefit.decisions import Decision, Run, State, What
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
+from pipefit.report.profile import describe_profile
 from pipefit.runtime import Trainer, certify
 from pipefit.runtime.weight_copies import WeightCopy, using
 from pipefit.sharding.turns import Turn, pause
 from pipefit.simulator import simulate
+from pipefit.simulator.contents import contents
 from pipefit.trace import Category
 from pipefit.training import Training
 from pipefit.zoo import build
@@ -236,3 +238,15 @@ def test_replicas_that_divide_parameters_free_copies_with_them() -> None:
     )
     checked(task, divided)
     assert same(parameters(task, kept), parameters(task, divided))
+
+
+def test_prints_tell_copies_in_a_line_of_their_own() -> None:
+    """Of a profile those of all layers, of a plan those of each stage."""
+    own = [2 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH, 2 * (WIDTH * WIDTH + WIDTH) + 2 * (WIDTH * 4 + 4)]
+    told = [block for block in describe_profile(profiled()) if isinstance(block, str)]
+    assert f"half-precision copies of weights, among the parameters: {sum(own)} B" in told
+    line = f"Half-precision copies of weights: {own[0]} B, {own[1]} B on each device of stages 0 to 1, once for all"
+    assert line in " ".join(str(planned()).split())
+    assert [
+        sum(row.copy_bytes for row in found.layers) for device in (0, 1) if (found := contents(planned(), device))
+    ] == own

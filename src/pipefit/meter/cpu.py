@@ -60,11 +60,21 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cap_bytes: raise `torch.OutOfMemoryError` above this; None only counts.
         kernels: what the CPU's kernels take, which is added, and how their results lie in memory, which fake results
             follow; None for other targets.
+        place: where the device's memory is: tensors elsewhere, such as what an optimizer keeps on the host beside a
+            GPU, are not counted. None counts all.
     """
 
-    def __init__(self, device: int, *, cap_bytes: int | None = None, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        device: int,
+        *,
+        cap_bytes: int | None = None,
+        kernels: Kernels | None = None,
+        place: torch.device | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.cap_bytes, self.kernels = device, cap_bytes, kernels
+        self._place = None if place is None else place.type
         self.total = 0
         self.bytes = [0] * len(CATEGORIES)
         self.action = "setting up"
@@ -101,9 +111,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tag(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Count the storages of these tensors as `category` from now on, also storages that were not counted before."""
         for tensor in tensors:
-            if tensor is not None:
-                tracked = self._track(tensor)
-                self._move(tracked, _POSITION[category])
+            if tensor is not None and self._is_here(tensor):
+                self._move(self._track(tensor), _POSITION[category])
 
     def reserve(self, nbytes: int) -> None:
         """Count memory that the device lends to others as long as it lives."""
@@ -180,23 +189,31 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _account(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Count what an operation allocated. Returns the bytes of a number in its arguments that autograd had kept."""
         kept = 0
-        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and args[0].device.type == "cpu":
-            kept = self._scalar(args[0], args[1])  # that of a tensor on a GPU is on the host
+        if func in _KEEP_SCALAR and isinstance(args[1], (int, float)) and self._keeps_numbers(args[0]):
+            kept = self._scalar(args[0], args[1])
         if not isinstance(out, Tensor):
             if not func.is_view:
                 self._track_all(out)
         elif args and out is args[0] and func is not _LIFT:  # in place: a storage may have been resized, none is new
             self.resized(out.untyped_storage())
-        elif not func.is_view or func is _LIFT:
+        elif (not func.is_view or func is _LIFT) and self._is_here(out):
             self._track(out)
         return kept
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return self._place is None or tensor.device.type == self._place
+
+    def _keeps_numbers(self, tensor: Tensor) -> bool:
+        """Whether what autograd keeps of a number that this tensor is multiplied by counts: it is on the host."""
+        return tensor.device.type == "cpu" and self._is_here(tensor)
 
     def _track_all(self, items: Any) -> None:
         """Track every tensor in an operation's list of results."""
         if isinstance(items, (tuple, list)):
             for item in items:
                 if isinstance(item, Tensor):
-                    self._track(item)
+                    if self._is_here(item):
+                        self._track(item)
                 else:
                     self._track_all(item)
 

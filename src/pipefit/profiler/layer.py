@@ -104,10 +104,10 @@ class LayerMeter:
         self._autocast, self._copied = autocast, list[tuple[Tensor, WeightCopy]]()
         self.like = tuple(inputs)
         self.flags = tuple(value.requires_grad for value in inputs)
-        self.meter = PassMeter(kernels)
+        device = inputs[0].device
+        self.meter = PassMeter(kernels, device)
         self.changed_buffers, self.changed_inputs = frozenset[str](), frozenset[int]()
         self.layouts: Layouts = ()
-        device = inputs[0].device
         self.anchor = torch.empty(0, device=device, requires_grad=True)
 
     def measure(
@@ -355,7 +355,7 @@ def state_bytes(
     """Bytes of the optimizer's state for one parameter in a group of these options, and those of them that exist
     before the first step.
     """
-    meter = PassMeter(kernels)
+    meter = PassMeter(kernels, parameter.device)
     alike = nn.Parameter(torch.empty_like(parameter, requires_grad=False))
     alike.grad = torch.empty_like(alike, requires_grad=False)
     with meter:

@@ -44,8 +44,8 @@ _READ_ROWS = frozenset(
 class PassMeter(Meter):  # type: ignore[no-untyped-call]
     """Measures one pass of one layer: its peak and spans, above the level at its start, and its work."""
 
-    def __init__(self, kernels: Kernels | None) -> None:
-        super().__init__(device=0, kernels=kernels)
+    def __init__(self, kernels: Kernels | None, place: torch.device | None = None) -> None:
+        super().__init__(device=0, kernels=kernels, place=place)
         self._base = 0
         self._watched: dict[Tracked, int] = {}  # an input's storage -> its number
         self._released: list[tuple[int, int]] = []  # (input, bytes)

@@ -271,6 +271,6 @@ class _DryRun:
 
     def _meter(self, fake: FakeTarget, short: Shortened, device: int) -> RepeatedMeter:
         if self.allocator is None:
-            return RepeatedMeter(device, kernels=self.kernels, swept=short.swept)
+            return RepeatedMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device)
         workspace = overheads(self.plan, device).cublas_workspace_bytes
         return LivesMeter(device, kernels=self.kernels, swept=short.swept, place=fake.device, workspace_bytes=workspace)

@@ -37,8 +37,7 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
     """A meter that also tells the lives of storages.
 
     Args:
-        place: where the device's tensors are. Tensors elsewhere, such as the counters of Adam's steps on the host, are
-            counted by the meter, but have no lives here.
+        place: where the device's tensors are.
         workspace_bytes: of one workspace of cuBLAS.
     """
 
@@ -51,9 +50,8 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         place: torch.device,
         workspace_bytes: int,
     ) -> None:
-        super().__init__(device, kernels=kernels, swept=swept)
-        self._place, self._workspace_bytes = place, workspace_bytes
-        self._here: set[int] = set()  # keys of living storages on the device
+        super().__init__(device, kernels=kernels, swept=swept, place=place)
+        self._workspace_bytes = workspace_bytes
         self._workspaces: set[int] = set()
         self._names: dict[int, int] = {}  # of living storages, by their keys, which others have after them
         self._named = 0
@@ -89,22 +87,19 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor) -> Tracked:
         known = storage_key(tensor) in self._live
         tracked = super()._track(tensor)
-        if not known and tensor.device.type == self._place.type:
-            self._here.add(tracked.key)
+        if not known:
             self._birth(tracked.key, tracked.nbytes)
         return tracked
 
     def _resize(self, tracked: Tracked, nbytes: int) -> None:
         """A resized storage has new memory before its old one is freed."""
         super()._resize(tracked, nbytes)
-        if tracked.key in self._here:
-            old = self._names.pop(tracked.key, None)
-            self._birth(tracked.key, nbytes)
-            self._death(old)
+        old = self._names.pop(tracked.key, None)
+        self._birth(tracked.key, nbytes)
+        self._death(old)
 
     def _died(self, tracked: Tracked) -> None:
         super()._died(tracked)
-        self._here.discard(tracked.key)
         self._death(self._names.pop(tracked.key, None))
 
     def _birth(self, key: int, nbytes: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipefit.capture.constants import constants
@@ -50,10 +51,18 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
 
     Args:
         swept: for the text of an action, the repeats that it must pass through.
+        place: where the device's tensors are.
     """
 
-    def __init__(self, device: int, *, kernels: Kernels | None, swept: Mapping[str, frozenset[int]]) -> None:
-        super().__init__(device, kernels=kernels)
+    def __init__(
+        self,
+        device: int,
+        *,
+        kernels: Kernels | None,
+        swept: Mapping[str, frozenset[int]],
+        place: torch.device | None = None,
+    ) -> None:
+        super().__init__(device, kernels=kernels, place=place)
         self.alike = True
         self._swept = swept
         self._own: dict[int, Copy | None] = {}  # by storage: parameters, buffers and master weights

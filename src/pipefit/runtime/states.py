@@ -91,7 +91,7 @@ class StateMover:
         """Give homes what exists of optimizer state and parameters; what is away between steps leaves the device."""
         for home, content in self._contents.items():
             if content.kept.kind != "gradients":
-                self._write(home, self._tensors(content.kept, updates))
+                self._write(home, self._tensors(content, updates))
             if self._moves.begins_away(content.kept):
                 self._free(content)
         self.conditions.reset()
@@ -168,8 +168,8 @@ class StateMover:
     def _gather(self, action: Action, content: _Content, updates: Updates) -> None:
         """Find the storages of a state, each once, and check that they are as it was planned."""
         kept = content.kept
-        content.storages = storages_of(self._tensors(kept, updates), f"{action} cannot move {kept}")
-        nbytes = sum(nbytes for _, nbytes in content.storages) + updates.bytes_left(kept)
+        content.storages = storages_of(self._tensors(content, updates), f"{action} cannot move {kept}")
+        nbytes = sum(nbytes for _, nbytes in content.storages)
         if nbytes > content.planned or (nbytes != content.planned and updates.is_whole(kept)):
             why = "it is not kept in tensors of the optimizer's state, or it changes its size"
             raise UsageError(
@@ -178,9 +178,10 @@ class StateMover:
                 "leave it where it is, or profile and plan it again"
             )
 
-    def _tensors(self, kept: Kept, updates: Updates) -> list[Tensor]:
+    def _tensors(self, content: _Content, updates: Updates) -> list[Tensor]:
+        kept = content.kept
         if kept.kind == "optimizer":
-            return updates.state(kept.layers)
+            return updates.state(kept.layers, content.planned)
         parameters = updates.owned(kept.layers)
         if kept.kind == "parameters":
             return [*parameters]
@@ -206,7 +207,7 @@ class StateMover:
     def _reload(self, action: Action, content: _Content, updates: Updates, *, stale: bool) -> None:
         """Give a state memory, unless it has kept it because it is only `stale`, and start copying back."""
         if stale:
-            content.storages = storages_of(self._tensors(content.kept, updates))
+            content.storages = storages_of(self._tensors(content, updates))
         for storage, nbytes in content.storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
@@ -251,7 +252,7 @@ class StateMover:
             condition, kind = self.conditions.of[home], content.kept.kind
             if self._moves.begins_away(content.kept):
                 if condition in (Condition.HERE, Condition.LEAVING):
-                    self._write(home, self._tensors(content.kept, updates))
+                    self._write(home, self._tensors(content, updates))
                 self._free(content)
                 continue
             if kind == "parameters" and condition is not Condition.HERE:

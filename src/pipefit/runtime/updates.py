@@ -25,7 +25,6 @@ from pipefit.capture.task import Task
 from pipefit.cost.shares import Share
 from pipefit.cost.states import Kept, Layers
 from pipefit.errors import UsageError
-from pipefit.fake.target import is_fake
 from pipefit.runtime.agreement import Agreement
 from pipefit.runtime.copying import Pace
 from pipefit.runtime.master_weights import MasterWeights, copies_of, make_optimizer, make_scheduler
@@ -111,15 +110,15 @@ class Updates:
         """
         return self._kept([p for own in self._own for p in own if p not in self._elsewhere])
 
-    def state(self, layers: Layers) -> list[Tensor]:
-        """The optimizer's tensors for these layers that are where it works on them, float32 copies included."""
-        return self._kept(self.parameters(layers))
+    def state(self, layers: Layers, planned: int) -> list[Tensor]:
+        """The optimizer's tensors for these layers that are where it works on them, float32 copies included.
 
-    def bytes_left(self, kept: Kept) -> int:
-        """Bytes of an optimizer's state that stay on the host, though plans for GPUs count them as the device's."""
-        if kept.kind != "optimizer":
-            return 0
-        return sum(t.nbytes for p in self.parameters(kept.layers) for t in self._items(p) if not self._moves(t, p))
+        A plan for GPUs may be trained on devices whose memory is the host's. Where more is there than was `planned`,
+        single numbers are left where they are: beside a GPU they would be on the host, as the counters of Adam's steps.
+        """
+        found = self._kept(self.parameters(layers))
+        more = sum(tensor.untyped_storage().nbytes() for tensor in found) > planned
+        return [tensor for tensor in found if tensor.ndim or not more]
 
     def _kept(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         copies, found = copies_of(self.optimizer), list[Tensor]()
@@ -134,8 +133,8 @@ class Updates:
         return [item for item in known[trained].values() if isinstance(item, Tensor)] if trained in known else []
 
     def _moves(self, item: Tensor, parameter: nn.Parameter) -> bool:
-        """Whether state is on a parameter's device. A dry run counts all of it there, as profiles do."""
-        return item.device == self.worked_on(parameter).device or is_fake(item)
+        """Whether state is on a parameter's device."""
+        return item.device == self.worked_on(parameter).device
 
     def is_whole(self, kept: Kept) -> bool:
         """Whether all of a state exists: parameters do, gradients and optimizer state once every parameter has them."""
