@@ -65,7 +65,7 @@ def test_bayesian_optimisation_has_no_less_than_exact(kind: str) -> None:
 
 def test_greedy_filling_misses_the_optimum_where_layers_differ_by_orders_of_magnitude() -> None:
     """Of a few skewed chains in at least one, which `exact` solves as brute force does."""
-    found = [rows(chain_case("skewed", 20, 4, seed), "bayesian", "best_split") for seed in range(4)]
+    found = [rows(chain_case("skewed", 20, 4, seed), "bayesian", "best_split") for seed in range(4, 8)]
     assert all(row["exact"].peak_bytes == row["exhaustive"].peak_bytes for row in found)
     assert any(row["bisection"].peak_bytes > row["exhaustive"].peak_bytes for row in found)
 

@@ -63,10 +63,7 @@ def test_the_answer_is_printed_saved_and_plotted(
 ) -> None:
     """The plan that `-o` saves is the answer's, passes `certify` with its setting and fails with the next."""
     monkeypatch.chdir(tmp_path)
-    assert (
-        main([*ASKED.split(), *["--grow", "classes", "--planner", "exact", "-o", "plan.json", "--plot", "plot.html"]])
-        == 0
-    )
+    assert main(f"{ASKED} --grow classes --planner exact -o plan.json --plot plot.html".split()) == 0
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
     assert f"classes={answer + 1} does not fit: device" in out

@@ -26,7 +26,7 @@ from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer, certify, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
-from sampled import sampled, seeds
+from sampled import sampled
 from slices import Plain, batches, equal
 from tiny import batch_of, in_one_process
 
@@ -64,8 +64,10 @@ def parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if "running" not in name and "num_batches" not in name}
 
 
-@pytest.mark.parametrize("seed", seeds(2, of=9))
-@pytest.mark.parametrize("name", MODELS)
+RANDOM = [(name, seed) for name in MODELS for seed in range(9)]
+
+
+@pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_the_numbers_are_those_of_every_stage_mapped_over_its_slices(name: str, seed: int) -> None:
     """Losses and parameters after three steps: draws, statistics of samples and tied weights included."""
     task = divided(name, optimizer=MOMENTUM)
