@@ -14,16 +14,17 @@ import torch
 
 from amoebanet_job import Job
 from bench_largest import Largest, Run, Runs, Timed, compare, parameters_of, ratios, run, small_job, table, totals
-from often import OFTEN
 from oracle import measured_peaks
-from partitioners import ADDITIVE, OURS, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
+from partitioners import ADDITIVE, OURS, SCHEDULES, SOLVED, TORCHGPIPE, TorchgpipeSplits, plan_at, splitters
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.runtime import certify
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.zoo import build
+from sampled import sampled
 
 ROOM = 1 << 20
+OFTEN = sampled(SCHEDULES, often=["except_last"])  # the ways to recompute of every run
 BASELINES = (TORCHGPIPE, SOLVED, "uniform", "parameters", "time", "first_last")
 FRONT_HEAVY = TorchgpipeSplits((0, 8, 9, 10, 11), (0, 3, 6, 9, 11))  # in place of what is measured
 

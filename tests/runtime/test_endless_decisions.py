@@ -131,7 +131,7 @@ def test_more_decisions_are_as_told(name: str, schedule: str, seed: int, monkeyp
     assert_replayed(name, schedule, seed, monkeypatch)
 
 
-@pytest.mark.parametrize("schedule", sampled(ENDLESS, often=ENDLESS[:1]))
+@pytest.mark.parametrize("schedule", sampled(ENDLESS, often=["pipedream"]))
 def test_a_traced_model_learns_what_it_does_without_decisions(schedule: str) -> None:
     """Its blocks are recomputed and moved, and so are its optimizer state and, under PipeDream, its older weights."""
     task, rng = skipping(), Random(schedule)
