@@ -14,6 +14,7 @@ from pipefit.capture import Chain, Task, capture
 from pipefit.capture.sample import sample
 from pipefit.profiler import profile
 from pretrained_models import images, segmented
+from sampled import sampled
 
 WIDTH = 8
 VISION: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -55,7 +56,7 @@ def names(chain: Chain) -> list[str]:
     return [block.name for block in chain.blocks]
 
 
-@pytest.mark.parametrize("name", sorted(VISION))
+@pytest.mark.parametrize("name", sampled(sorted(VISION), often=["segformer"]))
 def test_the_stages_of_vision_models_are_divided_by_their_blocks(name: str) -> None:
     """No block of the four is a whole stage, which would hold most of the parameters."""
     transformers = pytest.importorskip("transformers")

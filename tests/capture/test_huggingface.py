@@ -15,6 +15,7 @@ from pipefit.capture import Task, capture
 from pipefit.capture.sample import sample
 from pipefit.errors import UsageError
 from pipefit.zoo.huggingface import hf
+from sampled import sampled
 
 BLOCKS = {
     "gpt2": "transformer.h.2",
@@ -28,7 +29,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", sampled(TINY, often=("gpt2", "llama", "t5", "vit")))
 def test_blocks_are_found(name: str) -> None:
     """The blocks of every kind of architecture are found, and the chain ends in the model's own loss."""
     task = hf(name, **TINY[name])

@@ -11,12 +11,13 @@ from pipefit.cli import main
 from pipefit.files import load
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
+from sampled import sampled
 
 GPT = ["zoo:gpt", "--set", "layers=1", "--set", "hidden=16", "--set", "heads=2", "--set", "vocabulary=32"]
 GPT += ["--set", "sequence=8", "--set", "dropout=0.0"]
 
 
-@pytest.mark.parametrize("precision", ["master-bfloat16", "master-float16"])
+@pytest.mark.parametrize("precision", sampled(["master-bfloat16", "master-float16"], often=["master-bfloat16"]))
 def test_every_command_takes_it(precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile, its plan and the training agree on the precision; the profile's layers are in half precision, with
     four bytes a parameter of copies.

@@ -24,6 +24,7 @@ from pipefit.simulator import simulate
 from pipefit.trace import CATEGORIES, Category, MemorySample
 from pipefit.training import Training
 from pipefit.zoo import build
+from sampled import sampled
 
 PRECISIONS = ("master-bfloat16", "master-float16")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -213,7 +214,7 @@ def test_all_accounts_agree(optimizer: str, split: tuple[int, ...]) -> None:
     assert {source: found == measured for source, found in accounts(task, plan).items()} == AGREEING
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", sampled(PRECISIONS, often=["master-bfloat16"]))
 def test_all_accounts_agree_on_a_transformer(precision: Any) -> None:
     """With matrix products, attention and norms, whose kernels take memory of their own in half precision."""
     gpt = build("gpt", layers=1, hidden=32, heads=4, vocabulary=64, sequence=16, optimizer="adamw")

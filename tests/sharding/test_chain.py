@@ -21,6 +21,7 @@ from pipefit.capture.random_state import seed_torch
 from pipefit.sharding import LockstepCollectives, ShardedChain, assembled, in_lockstep, shard_chain
 from pipefit.sharding.tracing import blocks_begin
 from pipefit.zoo import build
+from sampled import sampled
 from sharded import CHEAP, DEAR, Case, InDouble, Listening
 
 Values = tuple[Tensor, ...]
@@ -178,7 +179,7 @@ def gradients(chain: Chain) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named if name is not None and p.grad is not None}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", sampled([2, 4], often=[4]))
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_of_ranks_are_those_of_the_whole(model: str, ranks: int) -> None:
     """Stages that end with every block exchange what those of the whole chain do, and have its loss and gradients."""
