@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from made_up import AMPLE, devices, plain, skewed
-from pipefit.planner import Question
+from pipefit.planner import Options, Question
 from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
 from pipefit.plans import Plan
@@ -66,3 +66,22 @@ def test_no_plan_of_equal_degrees_and_none_with_a_cut_moved_is_faster(seed: int)
     ]
     assert Simulation(made).step_seconds[-1] == best.seconds
     assert all(best.seconds <= one.step_seconds[-1] for one in (*fitting, *beside))
+
+
+def test_gradients_are_summed_beside_the_backward_where_that_is_faster() -> None:
+    """Two replicas of a stage on slow links: several buckets, and no number of them is faster by a tenth."""
+    asked = question(6)
+    slow = tuple(replace(link, bytes_per_second=1.0) for link in asked.cluster.links)
+    asked = replace(asked, cluster=replace(asked.cluster, links=slow), options=Options(data=2, stages=1))
+    best = mixed(asked)
+    assert best is not None
+    made = plan_of(asked, best.split)
+    seconds = [Simulation(in_buckets(made, buckets)).step_seconds[-1] for buckets in range(1, 17)]
+    assert best.seconds < seconds[0]
+    assert best.seconds <= 1.1 * min(seconds)
+
+
+def in_buckets(made: Plan, buckets: int) -> Plan:
+    """The plan with its gradients summed in so many runs of layers."""
+    stages = (replace(stage, grid=replace(stage.grid, buckets=buckets)) for stage in made.stages)
+    return replace(made, stages=tuple(stages))
