@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -146,15 +146,15 @@ def _differences(plain: Run, ours: Run) -> Iterator[Difference]:
         if not same(loss, own):
             text = f"is {own.item():.6g} instead of {loss.item():.6g}"
             yield Difference(what=_loss_name(number), apart=_apart(loss, own, _SMALLEST), text=text)
-    largest = max((_largest(gradient) for gradient in plain.gradients.values() if gradient is not None), default=0.0)
+    most = max((largest(gradient) for gradient in plain.gradients.values() if gradient is not None), default=0.0)
     for name, gradient in plain.gradients.items():
-        yield from _difference(f"the gradient of {name}", gradient, ours.gradients.get(name), _SMALLEST * largest)
+        yield from difference(f"the gradient of {name}", gradient, ours.gradients.get(name), _SMALLEST * most)
     for name, buffer in plain.buffers.items():
-        yield from _difference(f"the buffer {name}", buffer, ours.buffers.get(name), _SMALLEST)
+        yield from difference(f"the buffer {name}", buffer, ours.buffers.get(name), _SMALLEST)
 
 
-def _difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: float) -> Iterator[Difference]:
-    """How `ours` differs, if it does."""
+def difference(what: str, plain: Tensor | None, ours: Tensor | None, floor: float) -> Iterator[Difference]:
+    """How `ours` differs, if it does, as a part of the largest value, or of `floor` if that is larger."""
     if plain is None or ours is None:
         if plain is not ours:
             yield Difference(what=what, apart=None, text="is missing" if ours is None else "should not be there")
@@ -170,22 +170,35 @@ def same(plain: Tensor, ours: Tensor) -> bool:
     """Whether two tensors are equal; NaN is equal to NaN."""
     if torch.equal(plain, ours):
         return True
-    return plain.is_floating_point() and torch.allclose(plain, ours, rtol=0.0, atol=0.0, equal_nan=True)
+    if not plain.is_floating_point() or not plain.isnan().any():
+        return False
+    return torch.allclose(plain, ours, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _apart(plain: Tensor, ours: Tensor, floor: float) -> float:
     """The largest difference as a share of the largest value, or of `floor`; infinite for integers that differ."""
     if not (plain.is_floating_point() or plain.is_complex()):
         return float("inf")
+    far = _norm(plain.to(_wide(plain)) - ours.to(_wide(plain)))
+    if isfinite(far):
+        return far / max(largest(plain), floor)
     unlike = (plain != ours) & ~(plain.isnan() & ours.isnan())
     far = (plain[unlike].to(_wide(plain)) - ours[unlike].to(_wide(plain))).abs().nan_to_num(float("inf")).max().item()
-    return far / max(_largest(plain), floor)
+    return far / max(largest(plain), floor)
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """The largest finite absolute value."""
-    values = tensor.abs().nan_to_num(0.0, 0.0, 0.0)
-    return values.max().item() if values.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    if tensor.is_floating_point() and isfinite(found := _norm(tensor)):
+        return found
+    return tensor.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+
+
+def _norm(tensor: Tensor) -> float:
+    """The largest absolute value, in one pass."""
+    return torch.linalg.vector_norm(tensor, ord=inf).item()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

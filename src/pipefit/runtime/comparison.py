@@ -8,8 +8,9 @@ itself, if that is cheap beside training: where the host has the memory to spare
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -25,11 +26,14 @@ from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.cluster import Cluster
 from pipefit.cost.time import seconds
-from pipefit.errors import UsageError
+from pipefit.errors import PipefitWarning, UsageError
 from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.plan_check import check_model
+from pipefit.sharding import ShardedChain
+from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
+from pipefit.sharding.comparison import compare_blocks
 from pipefit.units import format_bytes
 from pipefit.validation import seed_number
 
@@ -93,6 +97,51 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
     return (
         f"the numbers of {whole.name} as a chain were not compared with those of the module: {reason}; pipefit certify "
         "--numbers compares them, however long it takes, and numbers=False (train --no-numbers) leaves it out"
+    )
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """What a trainer compares as it starts, and says of what it left out: `not_compared`, also as a warning."""
+
+    plan: Plan
+    wanted: bool
+    not_compared: str = ""
+
+    def of_chain(self, whole: Task, chain: Chain, first: Sample, *, rank: int) -> None:
+        """The module with its chain, by the first of several workers; see `compare_at_start`."""
+        if self.wanted and (chain.traced or self.plan.is_sliced):
+            second = sample(
+                whole, self.plan.training.microbatch_size, seed=1
+            )  # in every worker, so that all draw alike
+            self._tell(compare_at_start(whole, self.plan, chain, (first, second)) if rank == 0 else "")
+
+    def of_ranks(self, divided: ShardedChain, batch: Sample) -> None:
+        """What ranks divide with what is whole; see `compare_divided`."""
+        if self.wanted:
+            self._tell(compare_divided(divided, batch))
+
+    def _tell(self, reason: str) -> None:
+        if reason:
+            self.not_compared = "; ".join(filter(None, (self.not_compared, reason)))
+            warnings.warn(reason, PipefitWarning, stacklevel=4)
+
+
+def compare_divided(divided: ShardedChain, batch: Sample, *, longest: float = LONGEST_DIVIDED) -> str:
+    """Compare the blocks that ranks divide with whole ones. Nothing, or why they were not all compared.
+
+    Raises:
+        UsageError: ranks compute other numbers; says which block does.
+    """
+    chain = divided.chain
+    given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
+    found = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=longest)
+    if not found.left_out:
+        return ""
+    return (
+        f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with whole ones: "
+        f"{found.left_out}; pipefit certify --numbers compares them, however long it takes, and numbers=False (train "
+        "--no-numbers) leaves it out"
     )
 
 

@@ -18,15 +18,19 @@ from torch import nn
 from pipefit.capture.chain import Chain
 from pipefit.capture.model import capture
 from pipefit.capture.refused_modules import copy_of
-from pipefit.capture.sample import sample
+from pipefit.capture.sample import Sample, sample
 from pipefit.capture.shared import Shared
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
+from pipefit.grids import Stage
 from pipefit.plans import Plan
+from pipefit.profiles import Measurement
 from pipefit.runtime.plan_check import check_model
 from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.tensor_groups import TensorGroups
 from pipefit.sharding.chain import ShardedChain, shard_chain
+
+Held = Callable[[ShardedChain, Sample], None]  # compares a divided chain with the whole one
 
 
 class Wanted(NamedTuple):
@@ -78,13 +82,17 @@ class Sources:
         return self._make(Wanted(samples, replica, group, grid.shard_of(device)))
 
 
-def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool) -> Sources:
+def trained_sources(
+    plan: Plan, built: Task, whole: Chain, groups: TensorGroups, *, copies: bool, held: Held
+) -> Sources:
     """The chains of a training of the module of `built`, of which `whole` is the chain for the plan's microbatches.
 
     With `copies`, replicas other than the first get copies of the module: where one process runs them all. All of them
-    are made at once, because a stage may then free what it does not keep.
+    are made at once, because a stage may then free what it does not keep. Each divided chain is `held` to the whole
+    one, with a batch, by the first device that needs it.
     """
     target = plan.cluster.target
+    first = {(m.microbatch_size, m.tensor): s.devices[0] for s, m in reversed(_measured(plan))}
 
     def captured(samples: int, replica: int) -> Chain:
         if samples == plan.training.microbatch_size and not replica:
@@ -105,6 +113,8 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
             return Source.of(captured(wanted.samples, wanted.replica))
         group, divided = groups(wanted.group, wanted.rank), sharded(wanted.samples, len(wanted.group))
         check_as_profiled(plan, wanted, divided)
+        if not wanted.rank and first[wanted.samples, divided.ranks] == wanted.group[0]:
+            held(divided, sample(built, wanted.samples))
         chain = divided.rank(group)
         return Source.of(chain, RankShards.of(divided, chain, group))
 
@@ -113,6 +123,11 @@ def trained_sources(plan: Plan, built: Task, whole: Chain, groups: TensorGroups,
         for stage in plan.stages_of(device):
             sources.of(stage, device)
     return sources
+
+
+def _measured(plan: Plan) -> list[tuple[Stage, Measurement]]:
+    """Every stage, and how it was measured."""
+    return [(stage, plan.measured(number)) for number, stage in enumerate(plan.stages)]
 
 
 def check_as_profiled(plan: Plan, wanted: Wanted, divided: ShardedChain) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from pipefit.capture.caller import recording, refuse_gradients, undisturbed
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import pair, sample
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitWarning, UsageError
+from pipefit.errors import UsageError
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
 from pipefit.program import Program
@@ -38,7 +37,7 @@ from pipefit.runtime.assembly import Site, assemble
 from pipefit.runtime.batches import Cut, cut_batch
 from pipefit.runtime.callbacks import Callback
 from pipefit.runtime.checkpointing import Checkpointing, OnFailedSave
-from pipefit.runtime.comparison import compare_at_start
+from pipefit.runtime.comparison import Comparisons
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
 from pipefit.runtime.hardware import allowed_bytes, check_streams, meter_of
 from pipefit.runtime.in_turn import run_in_turn
@@ -73,9 +72,9 @@ class Trainer:
             holds instead.
         accumulate: number of batches whose gradients are added up before an update.
         callbacks: called with a `StepReport` after every step.
-        numbers: whether a traced model is compared with its chain at the start, if the host has the memory to spare and
-            it takes no longer than ten seconds (`pipefit.runtime.comparison`). Of several workers the first compares,
-            and `not_compared` says there why it did not.
+        numbers: whether a traced model is compared with its chain at the start, and layers that ranks divide with whole
+            ones, if the host has the memory to spare and it takes no longer than seconds (`runtime.comparison`). Of
+            several workers the first does, and the first with shards; `not_compared` says there why it did not.
         share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
         on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
@@ -132,13 +131,15 @@ class Trainer:
             lending = Lending.between(plan, whole_run(plan), plan.workers[self.rank], here, share_device=share_device)
         else:
             lending = Lending.within(plan, whole_run(plan), share_device=share_device)
-        self._lending, self.not_compared = lending, ""  # what others have borrowed stays ours
-        self._groups = groups_of(plan, transport)
-        trained, chain = self._captured(seed, numbers, on_weights)
+        self._lending = lending  # what others have borrowed stays ours
+        self._groups, self._comparisons = groups_of(plan, transport), Comparisons(plan, numbers)
+        trained, chain = self._captured(seed, on_weights)
         self.chain, workers, names = chain, plan.workers, Names.of(chain.layers)
         site = Site(
             task=task,
-            sources=trained_sources(plan, trained, chain, self._groups, copies=not self.distributed),
+            sources=trained_sources(
+                plan, trained, chain, self._groups, copies=not self.distributed, held=self._comparisons.of_ranks
+            ),
             plan=plan,
             program=program,
             transport=transport,
@@ -202,6 +203,11 @@ class Trainer:
         self._untold.append(Untold(result, report))
         self._checkpoints.tell_failures()
         return self._tell() if len(self._untold) > self.late else float("nan")
+
+    @property
+    def not_compared(self) -> str:
+        """Why numbers of the model, or of what ranks divide of it, were not compared as the trainer started."""
+        return self._comparisons.not_compared
 
     @property
     def late(self) -> int:
@@ -326,7 +332,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
-    def _captured(self, seed: int, numbers: bool, on_weights: OnWeights) -> tuple[Task, Chain]:
+    def _captured(self, seed: int, on_weights: OnWeights) -> tuple[Task, Chain]:
         """The task with its module built, and its chain as the plan has it, which was compared if it was traced."""
         task, plan = self.task, self.plan
         check_casts(plan, task)
@@ -334,12 +340,7 @@ class Trainer:
             first = sample(task, plan.training.microbatch_size)
             trained, chain = start_of(task, plan, seed, first, on_weights)
         check_model(plan, task, chain)
-        if numbers and (chain.traced or plan.is_sliced):
-            second = sample(task, plan.training.microbatch_size, seed=1)  # in every worker, so that all draw alike
-            if self.rank == 0:
-                self.not_compared = compare_at_start(trained, plan, chain, (first, second))
-        if self.not_compared:
-            warnings.warn(self.not_compared, PipefitWarning, stacklevel=3)
+        self._comparisons.of_chain(trained, chain, first, rank=self.rank)
         return trained, chain
 
     def _clock(self) -> float:

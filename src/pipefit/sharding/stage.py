@@ -8,11 +8,11 @@ comes into the stage and leaves it is replicated. Ranks that plan by themselves 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.capture.chain import Chain, ChainLayer
 from pipefit.capture.graph_layer import GraphLayer
@@ -116,20 +116,26 @@ class ShardedStage:
 
     def rank(self, group: Collectives) -> RankStage:
         """The layers of the rank whose end of the group this is."""
-        tensors = RankTensors(self.stage, self.choice.home, group.rank, self.ranks)
-        layers = tuple(
-            tensors.layer(layer, code, group) for layer, code in zip(self.stage.layers, self._codes, strict=False)
-        )
-        criterion = None
-        if self.stage.has_loss:
-            whole = ChainLayer("loss", GraphLayer(self._codes[-1].graph))
-            criterion = tensors.layer(whole, self._codes[-1], group).module
+        *layers, loss = self.layers(group, range(len(self.stage.layers) + 1), self.tensors(group.rank))
+        criterion = loss.module if self.stage.has_loss else None
         assert criterion is None or isinstance(criterion, GraphLayer)
-        return RankStage(layers=layers, criterion=criterion, shards=self.shards(group.rank))
+        return RankStage(layers=tuple(layers), criterion=criterion, shards=self.shards(group.rank))
+
+    def layers(self, group: Collectives, numbers: Iterable[int], tensors: RankTensors) -> list[ChainLayer]:
+        """Some layers of the rank whose end of the group this is, with its part of `tensors`; behind the last stands
+        the loss.
+        """
+        loss = ChainLayer("loss", nn.Module(), autocast=self.stage.layers[-1].autocast)
+        whole = (*self.stage.layers, loss)
+        return [tensors.layer(whole[n], self.codes[n], group) if n < len(self.codes) else loss for n in numbers]
+
+    def tensors(self, rank: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> RankTensors:
+        """A rank's part of what `whole` says for every tensor of the stage, by default the tensor itself."""
+        return RankTensors(self.stage, self.choice.home, rank, self.ranks, whole)
 
     def shards(self, rank: int) -> dict[str, Shard]:
         """What a rank has of every tensor of the whole stage's state dict, by the names in the model."""
-        tensors = RankTensors(self.stage, self.choice.home, rank, self.ranks)
+        tensors = self.tensors(rank)
         return {
             original: tensors.shard(tensor, original)
             for layer in self.stage.layers
@@ -139,7 +145,7 @@ class ShardedStage:
 
     def form(self, tensor: Tensor) -> Form:
         """The form in which the ranks have a parameter or buffer of the whole layers."""
-        return RankTensors(self.stage, self.choice.home, 0, self.ranks).forms.get(id(tensor), R)
+        return self.tensors(0).forms.get(id(tensor), R)
 
     @property
     def into_loss(self) -> int:
@@ -159,7 +165,7 @@ class ShardedStage:
         return every[:values], every[values:]
 
     @cached_property
-    def _codes(self) -> list[LayerCode]:
+    def codes(self) -> list[LayerCode]:
         """The code of every layer, and of the loss behind them."""
         steps, stage = self._steps, self.stage
         values, targets = self._arriving

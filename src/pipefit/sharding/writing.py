@@ -6,7 +6,7 @@ hold as `group`. Names in a layer's state dict are those of the whole layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,10 +105,20 @@ class _Writer:
 
 
 class RankTensors:
-    """A rank's part of every tensor of a stage; what several layers share is one tensor here too."""
+    """A rank's part of every tensor of a stage; what several layers share is one tensor here too.
 
-    def __init__(self, stage: TracedStage, home: Mapping[fx.Node, Form], rank: int, ranks: int) -> None:
-        self.stage, self.rank, self.ranks = stage, rank, ranks
+    Parts are those of what `whole` says for a tensor, which has its shape.
+    """
+
+    def __init__(
+        self,
+        stage: TracedStage,
+        home: Mapping[fx.Node, Form],
+        rank: int,
+        ranks: int,
+        whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.stage, self.rank, self.ranks, self._whole = stage, rank, ranks, whole
         stored = [node for node in home if is_stored(node)]
         self.forms = {id(stage.tensor(node)): home[node] for node in stored}
         self._made: dict[int, Tensor] = {}
@@ -127,7 +137,7 @@ class RankTensors:
     def part(self, tensor: Tensor, name: str) -> Tensor:
         """The rank's part of a tensor, in memory of its own."""
         if id(tensor) not in self._made:
-            local = self.shard(tensor, name).local(tensor)
+            local = self.shard(tensor, name).local(self._whole(tensor))
             self._made[id(tensor)] = _like(tensor, local) if isinstance(tensor, nn.Parameter) else local
         return self._made[id(tensor)]
 

@@ -1,0 +1,109 @@
+"""Shorter batches for layers that were traced for longer ones, so that numbers of large layers can be compared cheaply.
+
+A traced layer holds the lengths of its sequences as numbers in its code. In a shortened copy these are those of the
+short batch, in whole layers and in those of ranks alike: all else of the code is as it will run. A number that means
+something else and is the same makes a shortened layer fail, or compute something else in both.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.structure import Values
+
+_SHORT, _FEW = 8, 2  # positions, and samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortening:
+    """A way to cut a batch: sequences of `length` to `short` positions, or to the first few samples; or none at all."""
+
+    length: int = 0
+    samples: int = 0
+    numbers: Mapping[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(values: Values, targets: Values) -> Iterator[Shortening]:
+        """The ways that batches like these have, the most likely first."""
+        size = len(values[0])
+        lengths = {value.shape[1] for value in values if value.ndim == 2 and not value.is_floating_point()}
+        if len(lengths) == 1 and (length := lengths.pop()) > _SHORT:
+            pairs = {length + more: _SHORT + more for more in (-1, 0, 1)}
+            yield Shortening(length=length, numbers=pairs | {size * n: size * m for n, m in pairs.items() if size > 1})
+        if size > _FEW:
+            yield Shortening(samples=size)
+
+    @property
+    def said(self) -> str:
+        """What was cut, for a sentence."""
+        if self.length:
+            return f", with sequences of {_SHORT} instead of {self.length} positions and without dropout"
+        return f", with {_FEW} instead of {self.samples} samples" if self.samples else ""
+
+    def cut(self, values: Values, targets: Values) -> tuple[Values, Values]:
+        """A batch, cut."""
+        return tuple(map(self._cut, values)), tuple(map(self._cut, targets))
+
+    def shortened(self, module: nn.Module) -> nn.Module:
+        """A layer for the short batch, with the same tensors: itself where it was not traced."""
+        if not self.numbers or not isinstance(module, GraphLayer):
+            return module
+        made = copy.copy(module)
+        made._run = _recompiled(module.generated_code, module._run, self.numbers)
+        return made
+
+    def without_draws(self) -> AbstractContextManager[object]:
+        """Inside, nothing is dropped, if masks would have other sizes than their code says."""
+        return _NothingDropped() if self.length else nullcontext()  # type: ignore[no-untyped-call]
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        if self.samples:
+            return tensor[:_FEW]
+        for dim, size in enumerate(tensor.shape):
+            if dim and self.length and size == self.length:
+                tensor = tensor.narrow(dim, 0, _SHORT)
+        return tensor
+
+
+def _recompiled(code: str, run: Callable[..., Any], numbers: Mapping[int, int]) -> Callable[..., Any]:
+    """The function of generated code with other numbers in it."""
+    assert isinstance(run, FunctionType)
+    tree = ast.fix_missing_locations(_Numbers(numbers).visit(ast.parse(code)))
+    names = dict(run.__globals__)
+    exec(compile(tree, "<pipefit short layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
+    found: Callable[..., Any] = names["forward"]
+    return found
+
+
+class _Numbers(ast.NodeTransformer):
+    """Replaces whole numbers."""
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        self._numbers = numbers
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        is_whole = isinstance(node.value, int) and not isinstance(node.value, bool)
+        return ast.Constant(self._numbers.get(node.value, node.value)) if is_whole else node  # type: ignore[arg-type]
+
+
+class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Masks of dropout have their mean everywhere, which is as good as a probability of zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            mask, kept = args[0], args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
+            return mask.fill_(kept)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        return func(*args, **(kwargs or {}))
