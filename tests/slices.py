@@ -77,7 +77,7 @@ def sliced_plan(
             Stage(
                 start=start,
                 stop=stop,
-                grid=Grid(devices=tuple(devices[first:last]), data=last - first, shard=divided, buckets=runs),
+                grid=_grid(devices[first:last], divided, runs),
             )
             for (start, stop), (first, last), divided, runs in zip(
                 pairwise(edges),
@@ -88,6 +88,13 @@ def sliced_plan(
             )
         ),
     )
+
+
+def _grid(devices: Sequence[int], shard: Sharding, buckets: int) -> Grid:
+    """The grid of some replicas; a single one divides nothing."""
+    if len(devices) == 1:
+        return Grid.of(devices[0])
+    return Grid(devices=tuple(devices), data=len(devices), shard=shard, buckets=buckets)
 
 
 class Plain:

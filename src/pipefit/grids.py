@@ -27,8 +27,8 @@ class Grid:
     are summed over the replicas, each as soon as it has been computed.
 
     Raises:
-        UsageError: the degrees do not multiply to the number of devices, a device is named twice, or there is no
-            bucket.
+        UsageError: the degrees do not multiply to the number of devices, a device is named twice, there is no bucket,
+            or replicas would share something and there is only one.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -50,6 +50,12 @@ class Grid:
             )
         if self.buckets < 1:
             raise UsageError(f"gradients are summed in 1 bucket or more, not {self.buckets}")
+        if self.data == 1 and (self.shard != "none" or self.buckets > 1):
+            asked = f"shard={self.shard!r}" if self.shard != "none" else f"buckets={self.buckets}"
+            raise UsageError(
+                f"a stage of 1 replica sums no gradients and divides nothing between replicas, so that {asked} means "
+                "nothing: leave it out, or give the stage several replicas (data)"
+            )
         if len(set(self.devices)) != len(self.devices) or min(self.devices) < 0:
             raise UsageError(
                 f"a grid names each of its devices once, by a number of zero or more, not {list(self.devices)}"
@@ -60,8 +66,6 @@ class Grid:
         """How its devices share the work, in words; empty for a single device."""
         degrees = ((self.data, "replica"), (self.tensor, "shard"))
         told = " of ".join(counted(degree, what) for degree, what in degrees if degree > 1)
-        if self.data == 1:  # nothing is summed, and nothing divided
-            return told
         told += {"none": "", "optimizer": " that divide optimizer state"}.get(self.shard, f" that divide {self.shard}")
         return told + (f", summing in {self.buckets} buckets" if self.buckets > 1 else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations, pairwise, product
 
@@ -13,6 +14,8 @@ from pipefit.errors import UsageError
 from pipefit.grids import Grid, Stage
 from pipefit.planner import plan
 from pipefit.planner.degrees import Degree
+from pipefit.planner.hybrid.search import searches
+from pipefit.planner.question import Question
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
@@ -73,3 +76,17 @@ def test_shards_are_chosen_and_pinned() -> None:
         assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
     with pytest.raises(UsageError, match="profile it again with --tensor 4"):
         plan(of, on, HOW, tensor=4)
+
+
+def test_degrees_that_divide_a_shared_parameter_otherwise_are_searched_apart() -> None:
+    """Stages of both could not be trained: slices of other sizes may be divided in another way."""
+    of = costs(tied=True)
+    forms = [[replace(one, form=str(m.microbatch_size)) for one in m.shared] for m in of.measurements if m.tensor == 2]
+    by_size = [replace(m, shared=tuple(forms.pop(0))) if m.tensor == 2 else m for m in of.measurements]
+    one, other = (
+        Question(profile=replace(of, measurements=tuple(made)), cluster=devices(*[AMPLE] * 6), training=HOW)
+        for made in (of.measurements, by_size)
+    )
+    degrees = [sorted(search.tables) for search in searches(one)]
+    assert degrees == [[(1, 1), (2, 1)], [(1, 2), (2, 2)]]
+    assert [sorted(search.tables) for search in searches(other)] == [degrees[0], [(1, 2)], [(2, 2)]]

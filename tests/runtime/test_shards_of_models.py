@@ -35,9 +35,10 @@ ORDINARY: dict[str, Callable[[], Task]] = {
 GALLERY: dict[str, Callable[[], Task]] = {
     "bert": lambda: build("bert", **GPT, vocabulary=24),
     "resnet": lambda: build("resnet", width=16, blocks=(1, 1), image_size=16, num_classes=10),
-    "unet": lambda: build("unet", width=8, image_size=16, depth=2),
-    "vgg": lambda: build("vgg11", width=8, image_size=32),
-    **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("gpt2", "llama", "bert", "t5", "vit")},
+    "unet": lambda: build("unet", width=8, image_size=16, depth=2, dropout=0.0),
+    "vgg": lambda: build("vgg11", width=8, image_size=32, dropout=0.0),
+    **{f"hf:{name}": lambda name=name: hf(name, **TINY[name]) for name in ("gpt2", "bert", "t5", "vit")},
+    "hf:llama": lambda: hf("llama", **TINY["llama"] | {"intermediate_size": 256}),
 }
 PLANS = [(name, 0) for name in ORDINARY]
 PLANS += [(name, seed) for name in (*ORDINARY, *GALLERY) for seed in range(3) if (name, seed) not in PLANS]

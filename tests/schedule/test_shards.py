@@ -99,13 +99,13 @@ def tied(form: str = "") -> SharedParameter:
 
 def test_a_parameter_shared_by_stages_with_other_parts_is_refused() -> None:
     """Of another number of shards, or divided otherwise because their slices are of other sizes."""
-    refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1, which has . in 1 and"
-    with pytest.raises(UsageError, match=refused):
+    refused = r"stage 0 has 2 tensor shards in . replicas?, and shares parameter 'w' with stage 1 in 1 replica, which "
+    with pytest.raises(UsageError, match=f"{refused}has 1 shard: give both as many shards, or put all layers"):
         lower(sharded((1, 2), (1, 1), shared=(tied(),)))
     plan = sharded((2, 2), (1, 2), shared=(tied("rows"),))
     assert lower(plan)
     forms = [replace(m, shared=(tied(str(m.microbatch_size)),)) for m in plan.profile.measurements]
-    with pytest.raises(UsageError, match=refused):
+    with pytest.raises(UsageError, match=f"{refused}has as many, but divides it otherwise for .* as many replicas"):
         lower(replace(plan, profile=replace(plan.profile, measurements=tuple(forms))))
 
 

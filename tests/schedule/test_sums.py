@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -166,3 +167,12 @@ def test_no_bucket_is_refused() -> None:
     """A sentence with the number."""
     with pytest.raises(UsageError, match="gradients are summed in 1 bucket or more, not 0"):
         Grid(devices=(0, 1), data=2, buckets=0)
+
+
+@pytest.mark.parametrize("asked", [{"shard": "optimizer"}, {"buckets": 3}])
+def test_a_single_replica_has_nobody_to_divide_or_sum_with(asked: Any) -> None:
+    """It is refused with what was asked for, tensor shards or not."""
+    what = "shard='optimizer'" if "shard" in asked else "buckets=3"
+    for grid in ({"devices": (0,)}, {"devices": (0, 1), "tensor": 2}):
+        with pytest.raises(UsageError, match=f"stage of 1 replica sums no gradients.* {what} means nothing: leave it"):
+            Grid(**grid, **asked)

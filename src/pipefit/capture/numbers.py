@@ -198,7 +198,7 @@ def largest(tensor: Tensor) -> float:
 
 def _norm(tensor: Tensor) -> float:
     """The largest absolute value, in one pass."""
-    return torch.linalg.vector_norm(tensor, ord=inf).item()
+    return float(torch.linalg.vector_norm(tensor.detach(), ord=inf))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -118,7 +118,7 @@ class Gathered:
 def share_of(plan: Plan, stage: int, device: int) -> Share | None:
     """The share of a device in the state of its stage; None where nothing is divided."""
     grid = plan.stages[stage].grid
-    if grid.shard == "none" or grid.data == 1:
+    if grid.shard == "none":
         return None
     return Share(plan.stages[stage].start, owners(plan, stage), grid.replica_of(device), _DIVIDED[grid.shard])
 

@@ -151,7 +151,7 @@ def _movers(plan: Plan, program: Program) -> frozenset[int]:
 
 def _divided(plan: Plan) -> frozenset[int]:
     """The layers of stages whose state replicas divide, layer by layer."""
-    stages = (stage for stage in plan.stages if stage.grid.data > 1 and stage.grid.shard != "none")
+    stages = (stage for stage in plan.stages if stage.grid.shard != "none")
     return frozenset(layer for stage in stages for layer in range(stage.start, stage.stop))
 
 

@@ -46,7 +46,7 @@ def _unshards(actions: Sequence[Action], plan: Plan) -> Iterator[Action]:
     """The UNSHARDs of all buckets of the stages whose parameters are divided."""
     for stage in dict.fromkeys(action.stage for action in actions):
         place = plan.stages[stage]
-        if place.grid.data > 1 and place.grid.shard == "parameters":
+        if place.grid.shard == "parameters":
             cuts = [place.start, *bucket_edges(plan, stage), place.stop]
             yield from (Action(Kind.UNSHARD, stage, layers=run) for run in pairwise(cuts))
 

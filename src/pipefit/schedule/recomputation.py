@@ -45,7 +45,7 @@ def recomputed_units(order: Order, plan: Plan, *, sums: bool = False) -> list[li
         UsageError: as `recomputed`.
     """
     cutting = any(one.what is What.RECOMPUTE or isinstance(one.subject, State) for one in plan.decisions)
-    buckets = any(stage.grid.data > 1 and stage.grid.buckets > 1 for stage in plan.stages)
+    buckets = any(stage.grid.buckets > 1 for stage in plan.stages)
     if not cutting and not buckets:
         return [[action] for action in order]
     units: list[list[Action]] = []

@@ -124,10 +124,13 @@ def _check_shards(plan: Plan, number: int) -> None:
         differing = next((stage for stage in others if _part(plan, stage, shared) != mine), None)
         if differing is not None:
             name, there = plan.measurement.shared[shared].name, plan.stages[differing].grid
+            if there.tensor == shards:
+                why, do = "which has as many, but divides it otherwise for slices of its size", "as many replicas"
+            else:
+                why, do = f"which has {counted(there.tensor, 'shard')}", "as many shards"
             raise UsageError(
-                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing}, "
-                f"which has {there.tensor} in {there.data} and other parts of it: divide both alike, or put all layers "
-                "that use it into one stage"
+                f"{where} in {counted(grid.data, 'replica')}, and shares parameter {name!r} with stage {differing} in "
+                f"{counted(there.data, 'replica')}, {why}: give both {do}, or put all layers that use it into one stage"
             )
 
 

@@ -74,8 +74,7 @@ def updated(stages: Sequence[int], plan: Plan, bundles: Bundles) -> Iterator[Act
 
 def _owners_update(plan: Plan, stage: int) -> bool:
     """Whether each layer is updated by one replica alone, which brings its parameters to the others, who keep them."""
-    grid = plan.stages[stage].grid
-    return grid.data > 1 and grid.shard in ("optimizer", "gradients")
+    return plan.stages[stage].grid.shard in ("optimizer", "gradients")
 
 
 def update_of(step: Action, plan: Plan, bundles: Bundles, *, stash: Action | None = None) -> Iterator[Action]:

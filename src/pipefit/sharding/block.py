@@ -173,7 +173,7 @@ class Block:
         )
         numbers = numbers if tensor.ndim > 1 else numbers + 1
         made = wide if wide.is_contiguous() else torch.empty(wide.shape, dtype=wide.dtype)
-        for part in made.view(-1).split(_PERIOD):
+        for part in torch.split(made.view(-1), _PERIOD):
             part.copy_(numbers[: part.numel()])
         return wide if made is wide else wide.copy_(made)
 

@@ -38,14 +38,14 @@ class Hybrid(NamedTuple):
 
 
 def searches(question: Question) -> list[Search]:
-    """The searches over a question: one, or one for every number of shards where stages may share a parameter.
-
-    They have to hold the same part of it then.
+    """The searches over a question: one, or one for all degrees in which devices have the same parts of parameters that
+    stages may share, since these have to hold the same part.
     """
-    shards = dict.fromkeys(degree.tensor for degree in question.degrees)
-    if not question.measurement.shared or len(shards) == 1:
-        return [Search(question)]
-    return [Search(question, [one for one in question.degrees if one.tensor == tensor]) for tensor in shards]
+    alike: dict[object, list[Degree]] = {}
+    for degree in question.degrees:
+        forms = tuple(one.form for one in question.measured(degree).shared)
+        alike.setdefault((degree.tensor, forms) if forms else None, []).append(degree)
+    return [Search(question)] if len(alike) == 1 else [Search(question, degrees) for degrees in alike.values()]
 
 
 def leanest(question: Question) -> Hybrid:

@@ -1,0 +1,186 @@
+"""Blocks that ranks divide are compared with whole ones: what breaks the rewriting of a graph is found, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.capture import Chain, Task, capture
+from pipefit.capture.sample import sample
+from pipefit.errors import UsageError
+from pipefit.sharding import ShardedChain, seams, shard_chain, tracing
+from pipefit.sharding.comparison import Compared, compare_blocks
+from pipefit.sharding.forms import join, take
+from pipefit.sharding.rules import products
+from pipefit.sharding.rules.products import with_bias
+from pipefit.zoo import build
+from sharded import CHEAP
+
+Broken = Callable[[pytest.MonkeyPatch], None]
+GPT = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 11, "sequence": 12, "dropout": 0.1}
+
+
+class Mixing(nn.Module):
+    """Products with a wide value between them, which is gathered, and sliced again; and a view changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.back = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, :4].mul_(3)
+        wide = self.up(y).tanh()
+        turned = wide.flip(-1)
+        return self.down(turned * self.back(y)) + y
+
+
+class Traced(nn.Module):
+    """A module that is no `nn.Sequential`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def by_hand() -> Task:
+    """Layers by hand, two of them equal."""
+    model = nn.Sequential(nn.Linear(8, 8), Mixing(), nn.ReLU(inplace=True), Mixing(), nn.Linear(8, 8))
+    batch: Any = lambda n: (torch.randn(n, 8), torch.randn(n, 8))  # noqa: E731
+    return Task(model, batch=batch, loss=nn.MSELoss(), optimizer=torch.optim.SGD, name="hand")
+
+
+def divided(task: Task, ranks: int = 2, size: int = 2) -> tuple[ShardedChain, Any, Any]:
+    """A chain, divided wherever it can be, with its inputs and targets."""
+    module = task.build()
+    chain: Chain = capture(Task(module, batch=task.batch, loss=task.loss, name=task.name), *sample(task, size))
+    inputs, targets = sample(task, size)
+    values, wanted = chain.flatten(inputs), chain.flatten_targets(targets)
+    return shard_chain(chain, ranks, values, wanted, prices=CHEAP), values, wanted
+
+
+def compare(task: Task, ranks: int = 2, **options: Any) -> Compared:
+    """A comparison with room for all."""
+    return compare_blocks(*divided(task, ranks), **{"free_bytes": 1 << 33, **options})
+
+
+def test_equal_blocks_are_compared_once_and_nothing_else_changes() -> None:
+    """In double precision, though the model has single; weights, gradients and the caller's draws stay."""
+    sharded, values, targets = divided(by_hand(), 4)
+    before = [p.clone() for layer in sharded.chain.layers for p in layer.module.parameters()]
+    state = torch.get_rng_state()
+    found = compare_blocks(sharded, values, targets, free_bytes=1 << 33)
+    after = [p for layer in sharded.chain.layers for p in layer.module.parameters()]
+    assert found.blocks == 4 and found.apart < 1e-12 and not found.left_out
+    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(after, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def no_sum_backward(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(seams._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+
+
+def no_sum_forward(broken: pytest.MonkeyPatch) -> None:
+    def forward(ctx: Any, partial: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(partial)
+        return partial
+
+    broken.setattr(seams._Reduce, "forward", staticmethod(forward))
+
+
+def wrong_slice(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(seams, "take", lambda whole, form, rank, ranks: take(whole, form, (rank + 1) % ranks, ranks))
+
+
+def wrong_order(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(seams, "join", lambda parts, form, size: join([*reversed(parts)], form, size))
+
+
+def bias_twice(broken: pytest.MonkeyPatch) -> None:
+    def row_linear(x: Tensor, weight: Tensor, bias: Tensor, group: Any) -> Tensor:
+        return seams.reduced(with_bias(F.linear(x, weight), bias), group)
+
+    broken.setattr(products, "row_linear", row_linear)
+
+
+def unseen_change(broken: pytest.MonkeyPatch) -> None:
+    """A change in place of a view is made anew, and what the view is a part of does not show it."""
+    broken.setattr(tracing, "groups", lambda graph: {node: node for node in graph.nodes})
+
+
+@pytest.mark.parametrize(
+    "fault", [no_sum_backward, no_sum_forward, wrong_slice, wrong_order, bias_twice, unseen_change]
+)
+def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer, by how much, and what to do; without the fault it agrees."""
+    assert not compare(by_hand()).left_out
+    fault(monkeypatch)
+    said = (
+        r"layer [0-4] of hand, divided between 2 tensor-parallel ranks, computes other numbers than whole: .* apart.*"
+    )
+    with pytest.raises(
+        UsageError, match=said + r"\(1e-09 of the largest value is allowed\).*--tensor 1.*numbers=False"
+    ):
+        compare(by_hand())
+
+
+def test_short_sequences_show_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of traced layers, whose code has other lengths; dropout is off there."""
+    inner = build("gpt", **GPT | {"layers": 1, "sequence": 20})
+    task = Task(Traced(inner.build()), batch=inner.batch, loss=inner.loss, name="traced", optimizer=torch.optim.SGD)
+    sharded, values, targets = divided(task)
+    fine = compare_blocks(sharded, values, targets, free_bytes=1 << 33, longest=0.0)
+    assert fine.blocks and not fine.left_out and fine.apart < 1e-9
+    no_sum_backward(monkeypatch)
+    with pytest.raises(UsageError, match=r"sequences of 8 instead of 20 positions and without dropout"):
+        compare_blocks(sharded, values, targets, free_bytes=1 << 33, longest=0.0)
+
+
+def test_layers_by_hand_take_shorter_batches_as_they_are() -> None:
+    """Their ranks' layers are traced for a length; dropout is off there."""
+    found = compare(build("gpt", **GPT), longest=0.0)
+    assert found.blocks == 4 and not found.left_out and found.apart < 1e-9
+
+
+@torch.library.custom_op("pipefit_tests::single", mutates_args=())
+def single(x: Tensor) -> Tensor:
+    """A kernel without double precision."""
+    if x.dtype is torch.float64:
+        raise RuntimeError("no double here")
+    return x.clone()
+
+
+single.register_fake(torch.empty_like)
+single.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Narrow(nn.Module):
+    """A layer that is divided, with such a kernel; by another it cannot run at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(single(x))))
+
+
+def test_what_has_no_double_precision_is_compared_in_its_own() -> None:
+    """With what rounding may do there."""
+    model = nn.Sequential(Narrow(), nn.Linear(8, 8))
+    found = compare(Task(model, batch=by_hand().batch, loss=nn.MSELoss(), optimizer=torch.optim.SGD))
+    assert found.blocks == 2 and not found.left_out and 0 < found.apart < 1e-4
+
+
+def test_what_is_left_out_says_why() -> None:
+    """Too little memory; or too long, where no batch can be cut."""
+    assert "layer 0 takes 2.25 KiB of the host, which has 10 B to spare" in compare(by_hand(), free_bytes=10).left_out
+    assert "would take about 0 s, and its batches cannot be cut short" in compare(by_hand(), longest=-1.0).left_out
