@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from divided import grid_plan
 from pipefit.checkpoints.manifest import Manifest, dumps, loads
 from pipefit.cli import main
 from pipefit.errors import FileError, PipefitWarning, WorkerFailed
 from pipefit.files import save
+from pipefit.plans import Plan
+from pipefit.profiler import profile
 from pipefit.runtime import Trainer, train
 from pipefit.runtime.saving import Saving
 from resuming import SEED, faulty, named, plan_for, slow_link, undisturbed
@@ -45,14 +48,21 @@ SAMPLE = [("raises", "B1", 0), ("is killed (signal 9)", "save", 1), ("stands sti
 OTHERS = [case for f in FAULTS for p in PLACES for w in (0, 1) if (case := (f, p, w)) not in SAMPLE]
 
 
-def assert_named(folder: Path, fault: str, place: str, worker: int) -> None:
+def plan_on(data: int, tensor: int) -> Plan:
+    """The same in a single stage, which replicas and shards share."""
+    profiled = profile(faulty("raises", "never", 0, STEP), microbatch_size=(2, 1), tensor=(1, 2))
+    return grid_plan(profiled, [0, 6], [(data, tensor)], microbatches=4)
+
+
+def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None) -> None:
     """The worker, where it was, how far training came and what is saved; and no process is left."""
-    where, began = PLACES[place][1].format(worker=worker), time.monotonic()
-    at = place if place in ("start", "batch", "save") else f"{worker}{place}"
+    stage = worker if plan is None else 0
+    where, began = PLACES[place][1].format(worker=stage), time.monotonic()
+    at = place if place in ("start", "batch", "save") else f"{stage}{place}"
     with pytest.raises(WorkerFailed) as caught:
         train(
             partial(faulty, HAPPENS[fault], at, worker, STEP),
-            plan_for("dropout", "1f1b", SPLIT),
+            plan or plan_for("dropout", "1f1b", SPLIT),
             steps=9,
             seed=SEED,
             numbers=False,
@@ -61,6 +71,9 @@ def assert_named(folder: Path, fault: str, place: str, worker: int) -> None:
             saving=Saving(directory=str(folder), every=EVERY),
         )
     said = str(caught.value)
+    if fault == "stands still (SIGSTOP)" and plan is not None and plan.stages[0].grid.tensor > 1:
+        said = re.sub(r"^worker \d (.*), or device \d of its tensor group, hangs", rf"worker {worker} \1 hangs", said)
+        said = re.sub(r"device \d", f"device {worker}", said, count=1)  # one of those that wait for each other
     assert said.startswith(f"worker {worker} (device {worker}, ") and FAULTS[fault].format(where=where) in said
     done = 0 if place == "start" else STEP + (place == "save")
     reached = rf"steps done: {done}, last saved: {'none' if place == 'start' else '[24]; go on'}"
@@ -80,6 +93,24 @@ def test_the_culprit_the_step_and_what_is_saved_are_told(fault: str, place: str,
 def test_the_culprit_is_told_wherever_it_is(fault: str, place: str, worker: int, tmp_path: Path) -> None:
     """Every fault of every worker in every phase."""
     assert_named(tmp_path, fault, place, worker)
+
+
+KILLED = "is killed (signal 9)"
+GRIDS = ((1, 2), (2, 1), (2, 2))
+IN_GRIDS = [(KILLED, place, worker, grid) for grid in GRIDS for place in PLACES for worker in (0, 1)]
+IN_GRIDS += [(f, place, 1, grid) for grid in GRIDS[:2] for f in FAULTS if f != KILLED for place in ("F1", "STEP")]
+SHARDED = (KILLED, "B1", 1, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "worker", "grid"),
+    [SHARDED, *(pytest.param(*case, marks=pytest.mark.gallery) for case in IN_GRIDS if case != SHARDED)],
+)
+def test_the_culprit_among_replicas_and_shards_is_told(
+    fault: str, place: str, worker: int, grid: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where the others wait for it in the middle of a layer, or in a sum of gradients."""
+    assert_named(tmp_path, fault, place, worker, plan_on(*grid))
 
 
 # -------------------------------------------------------------------- links
