@@ -27,8 +27,8 @@ TRACING = {
                  "custom_functions", "eager_masks", "endings", "exporting", "flat", "flow", "graph_layer", "records",
                  "refusals", "refused_calls", "sample", "stand_ins", "structure", "task", "traced")
 }  # fmt: skip
-# Tensor parallelism reads operators' schemas
-SHARDING = {f"sharding/{name}.py" for name in ("operations", "rules/pointwise", "tracing")}
+# Tensor parallelism reads operators' schemas, and compares blocks under dispatch modes
+SHARDING = {f"sharding/{name}.py" for name in ("block", "operations", "rules/pointwise", "shortening", "tracing")}
 # Kernels are measured by torch's smaller profiler, below autograd, on trees of arguments; fake results lie as theirs
 MEASURING = {f"meter/{name}.py" for name in ("allocator", "kernels", "layouts", "made_up", "measuring")}
 # The meter, what follows values and what answers autocast see operations through a dispatch mode; agreement uses what

@@ -23,9 +23,10 @@ from pipefit.places import parse_place
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify, train
+from pipefit.runtime import Trainer, certify, certify_numbers, train
 from pipefit.runtime.saving import Saving
 from pipefit.runtime.tensor_groups import Together
+from pipefit.sharding import seams
 from sampled import sampled
 from slices import Plain, batches, equal
 from tiny import batch_of, in_one_process
@@ -337,3 +338,14 @@ def test_ranks_that_would_divide_otherwise_than_profiled_are_refused() -> None:
     other = tuple(replace(m, forms="another") if m.tensor == 2 else m for m in plan.profile.measurements)
     with pytest.raises(UsageError, match="2 tensor-parallel ranks would divide dropped otherwise than in its profile"):
         Trainer(task, replace(plan, profile=replace(plan.profile, measurements=other)))
+
+
+def test_a_trainer_refuses_ranks_that_compute_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it trains, and so does a certificate of numbers; both say which layer."""
+    task, plan = divided("dropped", optimizer=MOMENTUM), grid_plan(profiled("dropped"), [0, 3, 6], [(2, 2), (1, 1)])
+    assert "5 distinct blocks agree with what 2 tensor-parallel ranks have" in str(certify_numbers(task, plan))
+    monkeypatch.setattr(seams._Copy, "backward", staticmethod(lambda ctx, gradient: (gradient.clone(), None)))
+    for refused in (Trainer, certify_numbers):
+        with pytest.raises(UsageError, match=r"layer 0 of dropped, divided between 2 .* computes other numbers"):
+            refused(task, plan)
+    assert Trainer(task, plan, numbers=False).not_compared == ""

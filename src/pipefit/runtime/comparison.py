@@ -1,5 +1,7 @@
 """Holds a model's chain to the model itself before it is trained: for a certificate, and as a trainer starts.
 
+Where tensor-parallel ranks divide layers, these are held to whole ones, block by block (`sharding.comparison`).
+
 Layers that are modules, as of an `nn.Sequential`, have little to lose; a trace might lose what works by something other
 than operations (`pipefit.capture.comparison` says how the two are compared). So a trainer compares a traced model by
 itself, if that is cheap beside training: where the host has the memory to spare and it takes no longer than
@@ -9,9 +11,9 @@ itself, if that is cheap beside training: where the host has the memory to spare
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import Measurement
 from pipefit.runtime.host import free_bytes
 from pipefit.runtime.plan_check import check_model
-from pipefit.sharding import ShardedChain
+from pipefit.sharding import ShardedChain, shard_chain
 from pipefit.sharding.comparison import LONGEST_SECONDS as LONGEST_DIVIDED
 from pipefit.sharding.comparison import compare_blocks
 from pipefit.units import format_bytes
@@ -67,7 +69,27 @@ def certify_numbers(task: Task, plan: Plan, *, seed: int = 0) -> Numbers:
         target = plan.profile.assumptions.target
         chain = capture(whole, *batches[0], target=target)
     check_model(plan, task, chain)
-    return compare(whole, chain.measured(plan.measurement), batches, target=target)
+    found = compare(whole, chain.measured(plan.measurement), batches, target=target)
+    return replace(found, divided=tuple(_certified(whole, plan)))
+
+
+def _certified(whole: Task, plan: Plan) -> Iterator[str]:
+    """What is said of layers that ranks of the plan's stages divide, each way once, at full length.
+
+    Raises:
+        UsageError: ranks compute other numbers; says which block does.
+    """
+    measured = map(plan.measured, range(len(plan.stages)))
+    for samples, ranks in dict.fromkeys((one.microbatch_size, one.tensor) for one in measured if one.tensor > 1):
+        batch = sample(whole, samples)
+        chain = capture(whole, *batch, target=plan.profile.assumptions.target)
+        given, wanted = chain.flatten(batch[0]), chain.flatten_targets(batch[1])
+        divided = shard_chain(chain, ranks, given, wanted)
+        compared = compare_blocks(divided, given, wanted, free_bytes=free_bytes(), longest=inf)
+        if compared.left_out:
+            yield f"; what {ranks} tensor-parallel ranks divide was not compared: {compared.left_out}"
+        else:
+            yield f"; {compared.blocks} distinct blocks agree with what {ranks} tensor-parallel ranks have of them"
 
 
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
@@ -140,7 +162,7 @@ def compare_divided(divided: ShardedChain, batch: Sample, *, longest: float = LO
         return ""
     return (
         f"layers of {chain.name} that {divided.ranks} tensor-parallel ranks divide were not compared with whole ones: "
-        f"{found.left_out}; pipefit certify --numbers compares them, however long it takes, and numbers=False (train "
+        f"{found.left_out}; pipefit certify --numbers compares them at full length, and numbers=False (train "
         "--no-numbers) leaves it out"
     )
 
