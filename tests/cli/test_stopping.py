@@ -33,6 +33,10 @@ COMMANDS = {
 }
 
 
+GRID = f"plan {MODEL} --cluster emulated:4x1MiB --data 2 --tensor 2 -b 4 --batch-size 8 -o grid.json"
+IN_A_GRID = COMMANDS["train"].replace("plan.json", "grid.json")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile, a plan and a checkpoint of the model."""
@@ -97,9 +101,23 @@ def test_a_signal_that_is_swallowed_ends_the_command(command: str, number: signa
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_ends_a_command_whenever_it_comes(command: str, folder: Path) -> None:
     """At eight random moments: a word and the code of the signal, or the result, if it came too late."""
+    assert_ends(COMMANDS[command], folder)
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(1800)
+def test_a_signal_ends_replicas_and_shards_whenever_it_comes(folder: Path) -> None:
+    """Two of each, of whom one may wait for another in the middle of a layer, or in a sum; no process is left."""
+    assert run(folder, "-m", "pipefit.cli", *shlex.split(GRID)).returncode == 0
+    assert_ends(IN_A_GRID, folder)
+    assert not [one for one in Path("/proc").glob("[0-9]*/cwd") if Path(os.path.realpath(one)) == folder]
+
+
+def assert_ends(command: str, folder: Path) -> None:
+    """A command that gets each signal twice, at random moments, says so and leaves nothing that is not whole."""
     random, before = Random(command), set(os.listdir(folder))
     for number in SIGNALS * 2:
-        words = shlex.split(COMMANDS[command])
+        words = shlex.split(command)
         done = run(folder, str(ROOT / "tests" / "signalled.py"), number.name, str(random.uniform(0, 8)), *words)
         if done.returncode == 0:
             assert "stopped" not in done.stderr

@@ -24,6 +24,7 @@ from pipefit.runtime import Trainer, certify_numbers, comparison, launch, train
 from pipefit.runtime.comparison import host_bytes, host_seconds
 from pipefit.runtime.host import free_bytes
 from pipefit.zoo import build
+from slices import sliced_plan
 from tiny import batch_of, plan_of
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -121,6 +122,28 @@ def test_a_trainer_refuses_a_chain_that_forgets_before_it_trains(devices: int) -
     assert {name: parameter.tolist() for name, parameter in module.named_parameters()} == before
     assert module.left is None
     Trainer(task, plan, numbers=False).step(batch_of(task, plan))
+
+
+class GrowingForFew(forgetful.Layered):
+    """Multiplies by the length of a list that grows with every slice that it is trained on, and with nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [1]
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training and len(x) == 2:
+            self.seen.append(1)
+        return x * len(self.seen)
+
+
+def test_a_trainer_compares_the_chain_of_slices_too() -> None:
+    """A trace that forgets for the samples of a replica alone; that of whole microbatches is right."""
+    task = task_of(GrowingForFew)
+    profiled = profile(task, microbatch_size=(4, 2))
+    with pytest.raises(UsageError, match=r"loss of microbatch 2 is .*keeps something from one call to the next"):
+        Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [2]))
+    assert not Trainer(task, sliced_plan(profiled, [0, len(profiled.layers)], [1])).not_compared
 
 
 def test_a_comparison_changes_nothing_of_the_training() -> None:

@@ -95,8 +95,9 @@ def _certified(whole: Task, plan: Plan) -> Iterator[str]:
 def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sample]) -> str:
     """Compare the module of `whole` with its chain, if it was traced, before that is trained.
 
-    Where replicas divide microbatches, also compare the loss of one with those of its slices, and what stages of
-    different degree exchange, if the layers are modules. Nothing, or why they were not compared.
+    Where replicas divide microbatches, also compare the loss of one with those of its slices; the module with the chain
+    that is traced for slices; and, if the layers are modules, what stages of different degree exchange. Nothing, or why
+    they were not compared.
 
     Raises:
         UsageError: the chain computes other numbers than the module, or slices have another loss or other values; says
@@ -110,7 +111,9 @@ def compare_at_start(whole: Task, plan: Plan, chain: Chain, batches: Sequence[Sa
                 compare(whole, chain.measured(plan.measurement), batches, target=target).check()
             for data in sorted({stage.grid.data for stage in plan.stages} - {1}):
                 _compare_slices(whole, plan, chain, batches[0], data)
-                if not chain.traced:
+                if chain.traced:
+                    _compare_trace(whole, plan, batches, data)
+                else:
                     _compare_rows(whole, plan, chain, batches[0], data)
         except NotComparable as error:
             reason = str(error)
@@ -187,6 +190,18 @@ def _compare_slices(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: 
             "other; or use one device for each stage; or, if every slice's own loss is meant, leave this comparison "
             "out (numbers=False, train --no-numbers)"
         )
+
+
+def _compare_trace(whole: Task, plan: Plan, batches: Sequence[Sample], data: int) -> None:
+    """Compare the module with the chain that is traced for slices for `data` replicas, on a slice of each batch.
+
+    Raises:
+        UsageError: they compute other numbers.
+    """
+    size, target = plan.training.microbatch_size // data, plan.cluster.target
+    slices = [_rows(batch, 0, size) for batch in batches]
+    chain = capture(whole, *slices[0], target=target)
+    compare(whole, chain.measured(plan.profile.at(size)), slices, target=target).check()
 
 
 def _compare_rows(whole: Task, plan: Plan, chain: Chain, batch: Sample, data: int) -> None:
