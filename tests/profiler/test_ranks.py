@@ -16,7 +16,7 @@ from pipefit.cli import main
 from pipefit.errors import UsageError
 from pipefit.files import load
 from pipefit.profiler import profile
-from pipefit.profiler.on_demand import on_demand
+from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.report.show import describe
 from pipefit.work import Collective
@@ -160,7 +160,7 @@ def test_seconds_of_a_rank_are_measured() -> None:
 
 def test_profiles_of_ranks_are_made_on_demand() -> None:
     """Each size and set of degrees once."""
-    at = on_demand(odd())
+    at = OnDemand(odd())
     assert at(4, (2,)) is at(4, (1, 2))
     assert [m.tensor for m in at(4, (2,)).measurements] == [1, 2]
     assert [m.tensor for m in at(4).measurements] == [1]

@@ -19,13 +19,14 @@ from pipefit.capture import Task
 from pipefit.capture.sample import sample
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Microbatches, Run, What
+from pipefit.fake import sizes
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.grids import Grid, Stage
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import certify, dry_run
+from pipefit.runtime import certify
 from pipefit.runtime.repeated import Shortened
 from pipefit.schedule import SCHEDULES, lower
 from pipefit.schedule.whole_stages import RECOMPUTE, whole_stages
@@ -170,7 +171,7 @@ def folds(task: Task, plan: Plan, *, whole: bool = False) -> bool:
     """
     with pytest.MonkeyPatch.context() as patch:
         chains: list[Any] = []
-        patch.setattr(dry_run, "fake_chain", lambda *args: chains.append(fake_chain(*args)) or chains[-1])
+        patch.setattr(sizes, "fake_chain", lambda *args: chains.append(fake_chain(*args)) or chains[-1])
         trace = certify(task, plan)
     assert executed(task, plan) < len(plan.profile.layers)
     return trace == certify(task, plan, fold=False) and len(chains) == 1 + whole

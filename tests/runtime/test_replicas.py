@@ -15,12 +15,13 @@ from pipefit.capture import Chain, Task
 from pipefit.capture.sample import Sample
 from pipefit.decisions import Decision, Microbatches, Run, What
 from pipefit.errors import UsageError
+from pipefit.fake import sizes as sizes_of_a_model
 from pipefit.fake.chain import fake_chain
 from pipefit.fake.target import FakeTarget
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
-from pipefit.runtime import Trainer, certify, dry_run, train
+from pipefit.runtime import Trainer, certify, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
@@ -92,7 +93,7 @@ def test_a_dry_run_captures_a_model_once_for_each_number_of_samples(
         sizes.append(len(given[0]))
         return fake_chain(task, fake, given)
 
-    monkeypatch.setattr(dry_run, "fake_chain", counted)
+    monkeypatch.setattr(sizes_of_a_model, "fake_chain", counted)
     certify(replicated("normed"), sliced_plan(profiles["normed"], [0, 3, 6], [2, 4], microbatches=2))
     assert sizes == [12, 6, 3]
 

@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,11 +35,22 @@ class GraphLayer(nn.Module):
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
         code = graph.python_code("self")
-        self.generated_code = code.src
-        self.operations = _without_layouts(graph).python_code("self").src
-        names = dict(code.globals)
-        exec(compile(code.src, "<pipefit layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
-        self._run: Callable[..., Values] = names["forward"]
+        self._write(code.src, _without_layouts(graph).python_code("self").src, code.globals)
+
+    def rewrite(self, code: str, operations: str) -> None:
+        """Do what other code says, which calls the same functions; `operations` are those of the new code."""
+        self._write(code, operations, self._run.__globals__)
+
+    def _write(self, code: str, operations: str, names: Mapping[str, Any]) -> None:
+        self.generated_code, self.operations = code, operations
+        own = dict(names)
+        exec(_compiled(code), own)  # noqa: S102 -- the text is torch.fx's own
+        self._run: Callable[..., Values] = own["forward"]
+
+    @property
+    def functions(self) -> Mapping[str, object]:
+        """What the code calls by names."""
+        return {name: value for name, value in self._run.__globals__.items() if name not in ("forward", "__builtins__")}
 
     def forward(self, values: Tensor | Values) -> Tensor | Values:
         """The layer's outputs, a tensor when there is one."""
@@ -50,6 +62,12 @@ class GraphLayer(nn.Module):
             while entered:
                 leave(entered)
         return outputs[0] if len(outputs) == 1 else outputs
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(code: str) -> CodeType:
+    """The code of equal layers is compiled once."""
+    return compile(code, "<pipefit layer>", "exec")
 
 
 @functools.cache

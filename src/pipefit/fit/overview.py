@@ -25,7 +25,7 @@ from pipefit.planner import PLANNERS, Means, Options, Question, solved
 from pipefit.planner.joint import exact_in_time
 from pipefit.plans import Plan
 from pipefit.profiler import Progress
-from pipefit.profiler.on_demand import on_demand
+from pipefit.profiler.on_demand import OnDemand
 from pipefit.profiles import Measurement, ModelProfile, Target
 from pipefit.simulator import simulate
 from pipefit.texts import counted
@@ -67,7 +67,7 @@ def overview(
         )
     say = progress or _silent
     kernels = target or cluster.target
-    profiles = on_demand(task, target=kernels, threads=threads, progress=progress)
+    profiles = OnDemand(task, target=kernels, threads=threads, progress=progress, sizes=_SIZES)
     look = _Look(profiles, cluster, microbatches=microbatches, schedule=schedule, say=say)
     reaches = tuple(look.reach(count) for count in look.counts)
     found = Overview(
@@ -219,7 +219,7 @@ def _precisions(task: Task, look: _Look, target: Target, threads: int) -> Iterat
     for precision in (own, *(other for other in _PRECISIONS if other != own and not look.many)):
         other = look
         if precision != own:
-            profiles = on_demand(replace(task, precision=precision), target=target, threads=threads)
+            profiles = OnDemand(replace(task, precision=precision), target=target, threads=threads)
             try:
                 other = _Look(
                     profiles, look.cluster, microbatches=look.microbatches, schedule=look.schedule, say=look.say

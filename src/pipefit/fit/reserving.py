@@ -16,6 +16,7 @@ from pipefit.allocator import AllocatorSettings
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError
+from pipefit.fake.sizes import Chains
 from pipefit.plans import Plan
 from pipefit.runtime import certify
 from pipefit.trace import DeviceTrace
@@ -26,11 +27,16 @@ _SEGMENT = 20 * MIB  # what the allocator has from the driver at least, where it
 
 
 def plan_reserving(
-    task: Task, cluster: Cluster, make: Callable[[Cluster], Plan], allocator: AllocatorSettings | None = None
+    task: Task,
+    cluster: Cluster,
+    make: Callable[[Cluster], Plan],
+    allocator: AllocatorSettings | None = None,
+    chains: Chains | None = None,
 ) -> Plan:
     """The plan of `make` for `cluster`, or one that leaves more of its devices, whose processes have room on them.
 
-    Its prediction tells what they take (`Prediction.processes`). The model of `task` is run dry under `allocator`.
+    Its prediction tells what they take (`Prediction.processes`). The model of `task` is run dry under `allocator`, and
+    not traced for numbers of samples for which `chains` have a trace.
 
     Raises:
         InfeasibleError: the tensors of a plan fit but not its processes, and no other plan was found.
@@ -43,7 +49,7 @@ def plan_reserving(
             if not short:
                 raise
             raise InfeasibleError(f"{short[-1]}. No plan was found that leaves it as much: {error}") from None
-        devices = certify(task, made, target="cuda", allocator=settings).devices
+        devices = certify(task, made, target="cuda", allocator=settings, chains=chains).devices
         if not any(device.lack_bytes for device in devices):
             return _told(made, devices, short)
         short.append(max(devices, key=lambda device: device.lack_bytes).shortage)

@@ -16,8 +16,8 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.sample import check_samples, sample
 from pipefit.capture.task import Task
 from pipefit.errors import UsageError
-from pipefit.fake.chain import fake_chain
 from pipefit.fake.fingerprint import Fingerprinted, fingerprint, precision_of, with_loss
+from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
 from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
@@ -44,14 +44,18 @@ def profile_sizes(
     threads: int,
     tensor: Sequence[int] = (),
     progress: Progress | None = None,
+    chains: Chains | None = None,
 ) -> ModelProfile:
     """The profile of `task` at each of these numbers of samples, as `profile_fake` makes it at one.
+
+    With `chains`, chains are those that they have; by default each is traced.
 
     Raises:
         UsageError: the model has other layers at one size than at another, such as a trace with other branches.
     """
+    chains = chains or Chains(task)
     first, *others = (
-        profile_fake(task, microbatch_size=size, target=target, threads=threads, tensor=tensor, progress=progress)
+        profile_fake(chains, microbatch_size=size, target=target, threads=threads, tensor=tensor, progress=progress)
         for size in sizes
     )
     for other in others:
@@ -69,7 +73,7 @@ def profile_sizes(
 
 
 def profile_fake(
-    task: Task,
+    chains: Chains,
     *,
     microbatch_size: int,
     target: Target,
@@ -77,18 +81,19 @@ def profile_fake(
     tensor: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> ModelProfile:
-    """The profile of `task` at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads.
+    """The profile of a task at `microbatch_size` samples, for `target`'s kernels with `threads` CPU threads.
 
     Layers are measured whole, and divided between each number of ranks in `tensor`.
 
     Raises:
         UsageError: so many ranks divide nothing of the model, or a layer cannot be followed.
     """
+    task = chains.task
     like = sample(task, microbatch_size)
     check_samples(like, microbatch_size, task.name)
     kernels = Kernels(threads) if target == "cpu" else None
     with FakeTarget(target) as fake:
-        chain = fake_chain(task, fake, like)
+        chain = chains.of(microbatch_size, fake, like)
         made = fingerprint(task, chain)
         values = tuple(map(fake.fake, chain.flatten(like[0])))
         targets = tuple(map(fake.fake, chain.flatten_targets(like[1])))

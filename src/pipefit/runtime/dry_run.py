@@ -8,6 +8,7 @@ certified before anyone pays for a GPU.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
 from pipefit.errors import PipefitWarning, UsageError
-from pipefit.fake.chain import chain_again, fake_chain
+from pipefit.fake.chain import chain_again
+from pipefit.fake.sizes import Chains
 from pipefit.fake.target import FakeTarget
 from pipefit.meter.kernels import Kernels
 from pipefit.plans import Plan
@@ -38,6 +40,7 @@ from pipefit.runtime.rank_shards import RankShards
 from pipefit.runtime.repeated import Shortened
 from pipefit.runtime.repeated_meter import RepeatedMeter
 from pipefit.runtime.replicas import Source, Sources, Wanted, check_as_profiled
+from pipefit.runtime.representatives import representatives
 from pipefit.runtime.reserved import LivesOf, allocator_peaks, lent_events, overheads
 from pipefit.runtime.runner import DeviceRunner, Microbatch
 from pipefit.runtime.tensor_groups import without_peers
@@ -56,19 +59,22 @@ def certify(
     target: Target | None = None,
     fold: bool = True,
     allocator: AllocatorSettings | None = None,
+    chains: Chains | None = None,
 ) -> Trace:
     """The peaks of `plan` on every device, over `steps` training steps, to the byte.
 
     Without `steps`, as many are run as differ (`pipefit.schedule.distinct_steps`): two, because optimizer state is born
     in the first. Times in the trace are positions in the program, not seconds. Budgets are not enforced: compare
-    `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), and
-    of equal layers in a row, four (`pipefit.runtime.repeated`), unless `fold` is False: the bytes are the same, and it
-    takes many times longer. Under an endless schedule microbatches are folded (`pipefit.runtime.endless_folding`), and
-    layers are not.
+    `trace.peak_bytes` with the cluster's. Of microbatches that do the same, one is run (`pipefit.runtime.folding`), of
+    equal layers in a row, four (`pipefit.runtime.repeated`), and of replicas that do the same, the first
+    (`pipefit.runtime.representatives`), unless `fold` is False: the bytes are the same, and it takes many times longer.
+    Under an endless schedule microbatches are folded (`pipefit.runtime.endless_folding`), and layers are not.
 
     With settings of CUDA's caching `allocator`, which only the target `cuda` has, the trace also says what a GPU
     allocates and reserves (`DeviceTrace.allocator`). All layers are run then, since what is reserved depends on where
     each block lies; under an endless schedule, all microbatches too.
+
+    With `chains` of the task, the model is not traced for numbers of samples that they have.
 
     For the target `cpu` the profile tells what kernels take, also on another machine; an operation that it did not meet
     is measured here. Warns (`PipefitWarning`) of another machine, and of operations that could not be measured.
@@ -87,7 +93,8 @@ def certify(
     kernels = Kernels(plan.profile.assumptions.threads, plan.profile.kernels) if target == "cpu" else None
     programs = step_programs(plan)
     lending = Lending.dry(plan, whole_run(plan))
-    dry = _DryRun(task, plan, programs, lending, sample(task, plan.training.microbatch_size), steps, kernels, allocator)
+    like, chains = sample(task, plan.training.microbatch_size), chains or Chains(task)
+    dry = _DryRun(task, plan, programs, lending, like, steps, kernels, allocator, chains)
     with recording("certifying"), torch.random.fork_rng(devices=[]), FakeTarget(target) as fake:
         ran = dry.run(fake, fold=fold)
     if kernels is not None:
@@ -130,6 +137,7 @@ class _DryRun:
     steps: int
     kernels: Kernels | None
     allocator: AllocatorSettings | None
+    chains: Chains
 
     def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
         """All steps, with those layers and microbatches that stand for all if `fold`."""
@@ -148,11 +156,12 @@ class _DryRun:
         return allocator_peaks(self.plan, self.programs[-1], device, events, self.allocator, requested)
 
     def _whole(self, fake: FakeTarget) -> _Ran:
-        return self._run(fake, self._everything(fake), Folding.none(self.programs))
+        each = {device: device for device in self.plan.workers}
+        return self._run(fake, self._everything(fake), Folding.none(self.programs), each)
 
     def _all_layers(self, fake: FakeTarget) -> _Ran:
-        """All layers, and those microbatches that stand for all."""
-        ran = self._run(fake, self._everything(fake), Folding.of(self.programs[0]))
+        """All layers, and those microbatches and replicas that stand for all."""
+        ran = self._run(fake, self._everything(fake), Folding.of(self.programs[0]), self._representatives)
         return ran if ran.alike else self._whole(fake)
 
     def _everything(self, fake: FakeTarget) -> Shortened:
@@ -164,7 +173,7 @@ class _DryRun:
         wanted = [self.programs[min(step, last)] for step in range(self.steps)]
         executed = fewer(self.plan, wanted)
         short = Shortened.none(self.plan, executed[-1], self._chain(fake))
-        runners, meters = self._runners(fake, short)
+        runners, meters = self._runners(fake, short, short.plan.workers)
         effects = [Effects(meter.level) for meter in meters]
         for program, known in zip(executed, labels(self.plan, executed), strict=True):
             run_in_turn(runners, *self._data(fake, short, program.microbatches), program=program)
@@ -178,39 +187,47 @@ class _DryRun:
         return _Ran(samples)
 
     def _folded(self, fake: FakeTarget) -> _Ran:
-        """Those layers and microbatches that stand for all."""
+        """Those layers, microbatches and replicas that stand for all."""
         (program,) = self.programs
-        folding = Folding.of(program)
+        folding, run_for = Folding.of(program), self._representatives
         short = Shortened.of(self.task, self.plan, program, self._chain(fake))
-        ran = self._run(fake, short, folding)
+        ran = self._run(fake, short, folding, run_for)
         # Layers that seemed to be equal may differ: then all of them are run, and not those that have been trained.
-        return ran if ran.alike else self._run(fake, self._everything(fake), folding)
+        return ran if ran.alike else self._run(fake, self._everything(fake), folding, run_for)
+
+    @property
+    def _representatives(self) -> dict[int, int]:
+        return representatives(self.plan, self.programs, self.lending.arenas)
 
     def _chain(self, fake: FakeTarget, samples: int | None = None) -> Chain:
         """A chain of the model for so many samples, by default a microbatch, with tensors of its own."""
         like = self.like if samples is None else sample(self.task, samples)
-        chain = fake_chain(self.task, fake, like)
+        chain = self.chains.of(samples or self.plan.training.microbatch_size, fake, like)
         check_model(self.plan, self.task, chain, samples)
         return chain
 
-    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding) -> _Ran:
-        """Every step of a shortened plan, in the microbatches of a folding."""
-        runners, meters = self._runners(fake, short)
+    def _run(self, fake: FakeTarget, short: Shortened, folding: Folding, run_for: Mapping[int, int]) -> _Ran:
+        """Every step of a shortened plan, in the microbatches of a folding, on devices that are run for all."""
+        ran = sorted(set(run_for.values()), key=short.plan.workers.index)
+        runners, found = self._runners(fake, short, ran)
+        meters = dict(zip(ran, found, strict=True))
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
-        unfoldings = [Unfolding(folding, meter.level) for meter in meters]
+        unfoldings = {device: Unfolding(folding, meters[other].level) for device, other in run_for.items()}
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
-        lives = {runner.number: LivesOf(folding) for runner in runners}
+        lives = {device: LivesOf(folding) for device in run_for}
         for step in range(self.steps):
-            ran = folding.later if step else folding.first
+            few = folding.later if step else folding.first
             program = self.programs[min(step, len(self.programs) - 1)]
             executed = program if program.endless else short.program  # the steps of an endless schedule are whole
-            run_in_turn(runners, data, wanted, program=shortened(executed, ran))
-            for runner, meter, unfolding in zip(runners, meters, unfoldings, strict=True):
-                actions = program.actions[runner.number]
-                samples[runner.number] += unfolding.step(step, actions, meter.changes())
-                if isinstance(meter, LivesMeter):
-                    lives[runner.number].step(step, actions, meter.take())
-        alike = all(meter.alike for meter in meters) and all(of_device.consistent for of_device in lives.values())
+            run_in_turn(runners, data, wanted, program=shortened(executed, few))
+            changes = {device: meter.changes() for device, meter in meters.items()}
+            taken = {device: meter.take() for device, meter in meters.items() if isinstance(meter, LivesMeter)}
+            for device, other in run_for.items():
+                actions = program.actions[device]
+                samples[device] += unfoldings[device].step(step, actions, changes[other])
+                if other in taken:
+                    lives[device].step(step, actions, taken[other])
+        alike = all(meter.alike for meter in found) and all(of_device.consistent for of_device in lives.values())
         return _Ran(samples, alike, lives)
 
     def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
@@ -220,21 +237,23 @@ class _DryRun:
         wanted = [fake.fake(tensor) for tensor in short.chain.flatten_targets(targets)]
         return [given] * microbatches, [wanted] * microbatches
 
-    def _runners(self, fake: FakeTarget, short: Shortened) -> tuple[list[DeviceRunner], list[RepeatedMeter]]:
-        """The runner and the meter of every device."""
+    def _runners(
+        self, fake: FakeTarget, short: Shortened, devices: Sequence[int]
+    ) -> tuple[list[DeviceRunner], list[RepeatedMeter]]:
+        """The runner and the meter of each of these devices."""
         site = Site(
             task=self.task,
             sources=self._sources(fake, short),
             plan=short.plan,
             program=short.program,
-            transport=InProcess(),
+            transport=InProcess(present=frozenset(devices)),
             clock=lambda: 0.0,
             seed=0,
             absent=short.absent,
             lending=self.lending,
         )
         runners, meters = [], []
-        for device in short.plan.workers:
+        for device in devices:
             meter = self._meter(fake, short, device)
             runner = assemble(site, device, device=fake.device, meter=meter)
             for stage in runner.stages.values():

@@ -45,7 +45,6 @@ class DegreeTables:
         self.question, self.degree = question, degree
         self.measurement = question.measured(degree)
         self._peaks: dict[tuple[Surroundings, ...], Floats] = {}
-        self._ranges = Ranges(self.measurement, question.edges, microbatches=question.training.microbatches)
 
     def peaks(self, stages_left: int) -> Floats:
         """The peak of a device, as a stage with so many stages from itself to the last one."""
@@ -72,6 +71,11 @@ class DegreeTables:
     def gradients(self) -> Floats:
         """Bytes of gradients that replicas add up."""
         return ranges(self._ranges.gradients[np.array(self.question.edges)].astype(float))
+
+    @cached_property
+    def _ranges(self) -> Ranges:
+        question = self.question
+        return Ranges(self.measurement, question.edges, microbatches=question.training.microbatches)
 
     @cached_property
     def _band(self) -> Band:

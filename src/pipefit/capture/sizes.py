@@ -1,0 +1,131 @@
+"""Chains of a traced model for other numbers of samples, written from the chains of two.
+
+A trace holds for the number of samples that it was made with. Of two traces, with few samples and with many, each
+number in the operations is either the same in both, or as many times as large as there are more samples. Where that
+holds for all numbers, and where nothing else differs, the chain for a number of samples between has the numbers that
+are in proportion. Everything else of it is the same as in both: where layers and blocks end follows from sums of bytes,
+which are compared, and a comparison of two straight lines that comes out alike at both ends does so between.
+
+A model that asks how many samples there are may compute otherwise between the two. So whoever uses such a chain holds
+it against a trace (`Family.has`). A trace of GPT-2 takes a second, and its chain for another size a tenth of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from torch import nn
+
+from pipefit.capture.chain import Chain, ChainLayer
+from pipefit.capture.custom_functions import CustomFunction
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.settings import layout
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+
+
+class Template(NamedTuple):
+    """Code with gaps: the text around them, and the number in each, as a text or for every sample."""
+
+    around: tuple[str, ...]
+    numbers: tuple[str | int, ...]
+
+    @staticmethod
+    def of(few: str, a: int, many: str, b: int) -> Template | None:
+        """The template of two texts of code, for `a` and for `b` samples; None where they differ in another way."""
+        around = NUMBER.split(few)
+        if around != NUMBER.split(many):
+            return None
+        pairs = zip(NUMBER.findall(few), NUMBER.findall(many), strict=True)
+        numbers = tuple(one if one == other else _each(one, a, other, b) for one, other in pairs)
+        known = tuple(number for number in numbers if number is not None)
+        return Template(tuple(around), known) if len(known) == len(numbers) else None
+
+    def at(self, samples: int) -> str:
+        """The code for so many samples."""
+        numbers = (str(samples * number) if isinstance(number, int) else number for number in self.numbers)
+        return "".join(part for pair in zip_longest(self.around, numbers, fillvalue="") for part in pair)
+
+
+def _each(one: str, a: int, other: str, b: int) -> int | None:
+    """What a number of `a` samples and one of `b` samples are for each; None where they are not in proportion."""
+    if not (one.isdigit() and other.isdigit()) or int(one) % a or int(one) * b != int(other) * a:
+        return None
+    return int(one) // a
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The chains of a traced model for all numbers of samples from `few` to `many`.
+
+    `chain` is that of `few`, and `codes` are the code of every layer, and its operations.
+    """
+
+    chain: Chain
+    few: int
+    many: int
+    codes: tuple[tuple[Template, Template], ...]
+
+    @staticmethod
+    def of(chain: Chain, few: int, other: Chain, many: int) -> Family | None:
+        """The family of two chains; None where they differ in more than numbers that are in proportion."""
+        if not _alike(chain, other):
+            return None
+        codes = list[tuple[Template, Template]]()
+        for one, another in zip(_modules(chain), _modules(other), strict=True):
+            code = Template.of(one.generated_code, few, another.generated_code, many)
+            operations = Template.of(one.operations, few, another.operations, many)
+            if code is None or operations is None:
+                return None
+            codes.append((code, operations))
+        return Family(chain, few, many, tuple(codes))
+
+    def write(self, chain: Chain, samples: int) -> None:
+        """Make a copy of the family's chain, which has layers of its own, one for so many samples."""
+        for module, (code, operations) in zip(_modules(chain), self.codes, strict=True):
+            module.rewrite(code.at(samples), operations.at(samples))
+
+    def has(self, chain: Chain, samples: int) -> bool:
+        """Whether a chain that was traced with so many samples is what `write` makes."""
+        return _alike(self.chain, chain) and all(
+            (module.generated_code, module.operations) == (code.at(samples), operations.at(samples))
+            for module, (code, operations) in zip(_modules(chain), self.codes, strict=True)
+        )
+
+
+def _modules(chain: Chain) -> Sequence[GraphLayer]:
+    return [layer.module for layer in chain.layers if isinstance(layer.module, GraphLayer)]
+
+
+def _alike(one: Chain, other: Chain) -> bool:
+    """Whether two traced chains are the same but for the code of their layers."""
+    return (
+        one.traced
+        and other.traced
+        and (one.name, one.blocks, one.inputs, one.outputs, one.targets, one.autocast, one.packing)
+        == (other.name, other.blocks, other.inputs, other.outputs, other.targets, other.autocast, other.packing)
+        and [shared.places for shared in one.shared] == [shared.places for shared in other.shared]
+        and [list(_described(layer)) for layer in one.layers] == [list(_described(layer)) for layer in other.layers]
+    )
+
+
+def _described(layer: ChainLayer) -> Iterator[object]:
+    """All of a layer but its code: what it holds, and which functions it calls."""
+    module = layer.module
+    yield layer.name, dict(layer.originals), layer.autocast, layer.packing, layer.orders, layer.leaves, type(module)
+    yield [(name, layout(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    yield [(name, layout(buffer)) for name, buffer in module.named_buffers(remove_duplicate=False)]
+    yield module.training
+    yield (
+        {name: _called(function) for name, function in module.functions.items()}
+        if isinstance(module, GraphLayer)
+        else nn.Module
+    )
+
+
+def _called(function: object) -> object:
+    return function.function if isinstance(function, CustomFunction) else function

@@ -1,0 +1,157 @@
+"""Chains that are written for other numbers of samples, beside traces with so many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gallery
+from pipefit.capture import Chain, Task
+from pipefit.capture.graph_layer import GraphLayer
+from pipefit.capture.sample import sample
+from pipefit.capture.sizes import Template
+from pipefit.cluster import Cluster
+from pipefit.errors import InfeasibleError
+from pipefit.fake import sizes
+from pipefit.fake.chain import fake_chain
+from pipefit.fake.sizes import Chains
+from pipefit.fake.target import FakeTarget
+from pipefit.planned import plan
+from pipefit.profiler import profile
+from pipefit.profiler.on_demand import OnDemand
+from pipefit.zoo import build
+
+SAMPLE = ("segments", "tagger")  # for every run of the tests: images, and a recurrent layer
+EVERY = (1, 2, 3, 5, 8)
+WIDTH = 6
+
+
+def told(chain: Chain) -> list[Any]:
+    """What a chain is, in texts and numbers."""
+    found: list[Any] = [chain.blocks, chain.inputs, chain.outputs, chain.targets, chain.packing, chain.autocast]
+    for layer in chain.layers:
+        module = layer.module
+        assert isinstance(module, GraphLayer)
+        found += [layer.name, sorted(layer.originals.items()), type(module), module.generated_code, module.operations]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found.append((name, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
+    return found
+
+
+class Asking(nn.Module):
+    """Does more where there are so many samples."""
+
+    def __init__(self, more: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.first, self.second, self.more = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), more
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x.tanh().sigmoid() if self.more(len(x)) else x.tanh())
+
+
+def asking(more: Callable[[int], bool]) -> Task:
+    """The task of a model that asks how many samples there are."""
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+
+    return Task(lambda: Asking(more), batch=batch, loss=F.mse_loss, name="asking")
+
+
+def traces(task: Task, *wanted: int) -> list[int]:
+    """The sizes that are traced where chains of these sizes are asked for, in this order."""
+    found = list[int]()
+
+    def counted(task: Task, fake: FakeTarget, like: Any) -> Chain:
+        found.append(len(like[0]))
+        return fake_chain(task, fake, like)
+
+    chains = Chains(task, EVERY)
+    with FakeTarget("cpu") as fake, mock.patch.object(sizes, "fake_chain", counted):
+        for samples in wanted:
+            chains.of(samples, fake)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.gallery) for name in gallery.MODELS],
+)
+def test_a_chain_that_is_written_is_that_of_a_trace(name: str) -> None:
+    """In the names, code and tensors of all layers, in its blocks and in the shapes of its ends."""
+    task = gallery.task(name)
+    with FakeTarget("cpu") as fake:
+        traced = fake_chain(task, fake, sample(task, 3))
+        made = Chains(task, EVERY).of(3, fake)
+        if not traced.traced:  # by hand
+            assert [layer.name for layer in made.layers] == [layer.name for layer in traced.layers]
+            return
+        assert told(made) == told(traced)
+
+
+def test_a_profile_of_a_chain_that_is_written_is_that_of_a_trace() -> None:
+    """Bytes, work, fingerprint and the digest of sizes."""
+    task = build("gpt", layers=1, hidden=16, heads=2, sequence=8, vocabulary=50)
+    known = OnDemand(task, target="cuda", sizes=(1, 2, 4))
+    assert known(2) == profile(task, microbatch_size=2, target="cuda")
+
+
+def test_two_traces_do_for_all_sizes() -> None:
+    """The smallest and the largest; where a single sample is another model, the next one is traced too."""
+    assert traces(asking(lambda _: False), 3, 2, 5, 8, 1) == [1, 8]
+    assert traces(asking(lambda samples: samples == 1), 3, 2, 5, 8, 1) == [1, 8, 2]
+    assert traces(asking(lambda samples: samples < 3), 3, 2, 5) == [1, 8, 2, 3, 5]
+
+
+def test_sizes_of_which_none_lies_between_are_traced_when_they_are_asked_for() -> None:
+    """A plan with microbatches of one size takes one trace."""
+    assert traces(asking(lambda _: False), 8) == [8]
+    assert traces(asking(lambda _: False), 1, 8) == [1, 8]
+
+
+def test_a_model_that_is_another_one_between_is_profiled_by_traces() -> None:
+    """A size that is held against its trace and differs: from then on profiles are those of traces."""
+    task = asking(lambda samples: samples == 4)
+    known = OnDemand(task, sizes=(1, 2, 4, 8))
+    assert known(4) != profile(task, microbatch_size=4)
+    assert known.as_traced([2])
+    assert not known.as_traced([2, 4])
+    assert known(4) == profile(task, microbatch_size=4)
+    assert known.as_traced()
+
+
+def test_a_plan_has_the_profile_of_a_trace() -> None:
+    """Of a model that is another one at the size that is chosen, and of a refusal."""
+    task = asking(lambda samples: samples == 2)
+    room = plan(task, Cluster.emulated((1, 1 << 30)), microbatch_size=2, microbatches=2).prediction
+    assert room is not None
+    made = plan(task, Cluster.emulated((1, room.peak_bytes[0])), batch_size=4, objective="peak")
+    for one in made.profile.measurements:
+        assert one == profile(task, microbatch_size=one.microbatch_size).measurements[0]
+    with pytest.raises(InfeasibleError):
+        plan(task, Cluster.emulated((1, 100)), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "between"),
+    [
+        ("view(x, [2, 7, 3])", "view(x, [8, 7, 3])", "view(x, [4, 7, 3])"),
+        ("view(x_2, [6, 0.5, -1])", "view(x_2, [24, 0.5, -1])", "view(x_2, [12, 0.5, -1])"),
+        ("expand(x, [4])", "expand(x, [64])", None),  # the square
+        ("expand(x, [3])", "expand(x, [9])", None),  # one more
+        ("mul(x, 0.5)", "mul(x, 0.125)", None),
+        ("view(x, [2])", "reshape(x, [8])", None),
+        ("view(x, [2])", "view(x, [8, 1])", None),
+    ],
+)
+def test_numbers_are_the_same_or_in_proportion(few: str, many: str, between: str | None) -> None:
+    """Of two and eight samples; what grows otherwise, or is other code, has no template."""
+    found = Template.of(few, 2, many, 8)
+    assert (None if found is None else found.at(4)) == between
