@@ -142,3 +142,19 @@ def told_sharing(stages: Sequence[Stage]) -> Iterator[str]:
         numbers = [str(number) for number, stage in enumerate(stages) if stage.grid.sharing == way]
         which = f"Stages {', '.join(numbers[:-1])} and {numbers[-1]} have" if numbers[1:] else f"Stage {numbers[0]} has"
         yield f"{which} {way}."
+
+
+def dividing(size: int, data: int, batch: int | None) -> str:
+    """What so many replicas could divide instead of microbatches of `size` samples, in words.
+
+    `batch` is that of a step, if it was asked for: then microbatches divide it.
+    """
+    if batch is None:
+        sizes = [size - size % data, size + -size % data]
+    else:
+        every = [number for number in range(data, batch + 1, data) if batch % number == 0]
+        sizes = [*[number for number in every if number < size][-1:], *[n for n in every if n > size][:1]]
+    if sizes := [number for number in sizes if number]:
+        return f"microbatches of {' or '.join(map(str, sizes))} samples"
+    batches = [number for number in ((batch or 0) // data * data, -(-(batch or 0) // data) * data) if number]
+    return f"a batch of {' or '.join(map(str, batches))} samples"

@@ -17,7 +17,7 @@ from pipefit.compactions import table
 from pipefit.decisions import Decision, What
 from pipefit.errors import UsageError
 from pipefit.fingerprints import samples
-from pipefit.grids import Stage, told_sharing
+from pipefit.grids import Stage, dividing, told_sharing
 from pipefit.predictions import Prediction, reserves
 from pipefit.profiles import Measurement, ModelProfile, told_copies
 from pipefit.provenance import Provenance
@@ -85,11 +85,9 @@ class Plan:
         for number, stage in enumerate(self.stages):
             data = stage.grid.data
             if size % data:
-                sizes = dict.fromkeys((size - size % data or data, size + -size % data))
                 raise UsageError(
                     f"the {data} replicas of stage {number} cannot divide a microbatch of {counted(size, 'sample')} "
-                    f"equally: use microbatches of {' or '.join(map(str, sizes))} samples, or another number of "
-                    "replicas"
+                    f"equally: use {dividing(size, data, self.training.batch_size)}, or another number of replicas"
                 )
             if size // data not in known:
                 raise UsageError(

@@ -46,12 +46,15 @@ class Prediction:
 
     def is_tight(self, cluster: Cluster, device: int) -> bool:
         """Whether little is left of a GPU: for its process, or for tensors where that is not known."""
-        if cluster.backend != "cuda":
-            return False
         process = self.processes[device] if self.processes else None
         if process is None:
-            return self.peak_bytes[device] >= TIGHT * cluster.budgets[device]
-        return process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+            return is_tight(cluster, device, self.peak_bytes[device])
+        return cluster.backend == "cuda" and process.process_bytes >= TIGHT * cluster.devices[device].memory_bytes
+
+
+def is_tight(cluster: Cluster, device: int, peak_bytes: int) -> bool:
+    """Whether so high a peak leaves little of a GPU's budget."""
+    return cluster.backend == "cuda" and peak_bytes >= TIGHT * cluster.budgets[device]
 
 
 def reserves(cluster: Cluster, devices: tuple[int, ...], prediction: Prediction | None) -> Iterator[str]:

@@ -222,3 +222,22 @@ def test_a_single_arrangement_has_no_alternatives() -> None:
     """Where everything is pinned nothing is priced, and nothing is said of choices."""
     made = plan(profile(alike(8)), devices(*[AMPLE] * 2), batch_size=8, schedule="1f1b", stages=2)
     assert made.alternatives == () and "chosen from" not in str(made)
+
+
+@pytest.mark.parametrize(
+    ("overhead", "backend", "size"), [(0.005, "cuda", 2), (0.005, "emulated", 4), (0.1, "cuda", 4)]
+)
+def test_a_gpu_is_left_room_unless_that_costs_a_hundredth(overhead: float, backend: str, size: int) -> None:
+    """Of three sizes the largest is the fastest and fills a GPU: by a quarter of a per cent, or by more than one."""
+
+    def at(size: int) -> ModelProfile:
+        cost = replace(keeping_layer(2 * size, 1000 * size, 10, size + overhead), update=once.update)
+        loss = layer((value(2 * size), value(size)), (value(4),), seconds=0.5 * size)
+        return profile(replace(measurement([cost, cost], loss), microbatch_size=size))
+
+    once = keeping_layer(1, 1, 10, 1.0)
+    ample = plan(at, devices(AMPLE), batch_size=BATCH, microbatch_size=4).prediction
+    assert ample
+    tight = replace(devices(round(ample.peak_bytes[0] / 0.97)), backend=backend).reserving([0])
+    made = plan(at, tight, batch_size=BATCH)
+    assert made.training.microbatch_size == size

@@ -15,6 +15,7 @@ from made_up import AMPLE, devices, hostile, plain, skewed
 from pipefit.cluster import Cluster
 from pipefit.decisions import State
 from pipefit.errors import UsageError
+from pipefit.grids import dividing
 from pipefit.planner import Options, exact, plan
 from pipefit.planner.closed_forms.surroundings import surroundings
 from pipefit.plans import Plan
@@ -160,7 +161,7 @@ def test_replicas_that_keep_too_much_recompute_and_move_saved_tensors() -> None:
 
 
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 8", {"data": 4}),
+    ("4 replicas cannot divide microbatches of 6 samples equally: use microbatches of 4 or 12", {"data": 4}),
     ("3 replicas compute slices of 2 samples, and synthetic was profiled at 3, 6: profile it at 6 and 2", {"data": 3}),
     ("data is 1 or more, not 0", {"data": 0}),
     ("schedule pipedream updates with microbatches in flight", {"data": 2, "schedule": "pipedream"}),
@@ -203,3 +204,20 @@ def test_the_first_size_that_is_profiled_on_demand_brings_its_slices() -> None:
     made = plan(at, devices(*[AMPLE] * 4), batch_size=8, microbatch_size=8)
     assert set(asked_of) == {8, 4, 2}
     assert made.training.microbatch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "batch", "advice"),
+    [
+        (4, 3, None, "microbatches of 3 or 6 samples"),
+        (2, 3, None, "microbatches of 3 samples"),
+        (4, 3, 24, "microbatches of 3 or 6 samples"),
+        (16, 3, 24, "microbatches of 12 or 24 samples"),
+        (1, 3, 16, "a batch of 15 or 18 samples"),
+        (15, 2, 15, "a batch of 14 or 16 samples"),
+        (1, 4, 3, "a batch of 4 samples"),
+    ],
+)
+def test_advice_about_replicas_can_be_followed(size: int, data: int, batch: int | None, advice: str) -> None:
+    """Replicas divide the microbatches that are named, and these divide the batch, if one was asked for."""
+    assert dividing(size, data, batch) == advice

@@ -341,7 +341,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     [
         (0, 4, 2, "steps must be a whole number of at least 1"),
         (1, 3, 2, "3 microbatches, the plan has 4"),
-        (1, 4, 1, "1 stages, the plan has 2"),
+        (1, 4, 1, "1 stage, the plan has 2"),
     ],
 )
 def test_a_program_of_another_plan_is_refused(steps: int, microbatches: int, stages: int, message: str) -> None:

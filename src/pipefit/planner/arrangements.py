@@ -35,6 +35,7 @@ from pipefit.planner.mixed import Mixed, mixed
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.planner.spaces import Space, by_distance
+from pipefit.predictions import is_tight
 from pipefit.profiles import ModelProfile
 from pipefit.provenance import Objective
 from pipefit.simulator import Simulation
@@ -43,6 +44,7 @@ from pipefit.texts import counted
 _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions, of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
+_ROOM = 0.01  # the part of a step that a plan has to gain that leaves a GPU hardly any room
 _BOUND = 0.15  # new actions that take as long as a bound does for a range of blocks as one stage
 
 
@@ -85,6 +87,11 @@ class Trial(NamedTuple):
         """Seconds of a step."""
         return self.order[1]
 
+    @property
+    def tight(self) -> bool:
+        """Whether the plan leaves a GPU hardly any room."""
+        return _is_tight(self.question, self.searched.evaluation.peaks)
+
     def longer(self) -> Trial:
         """The same after a search with the effort that the question asks for."""
         return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
@@ -125,15 +132,15 @@ class Trials:
                 self._look_at(arrangement)
         if not self._known:
             self._try(self._roomiest)
-        return self._longest(sorted(self._known.values(), key=lambda trial: trial.order))
+        return self._roomier(self._longest(sorted(self._known.values(), key=lambda trial: trial.order)))
 
     def told(self, trial: Trial) -> tuple[Question, Found]:
         """The best plan of all, which is that of the best trial unless stages of different degrees are faster; with
         the bound of all arrangements, and sentences about them.
         """
         question, found = self._of_trial(trial)
-        other = min(self.mixed, key=lambda one: one.seconds, default=None)
-        if other is not None and (not trial.fits or other.seconds < found.value * (1 - _GAIN)):
+        other = self._best_mixed
+        if other is not None and (not trial.fits or other.seconds < found.value * self._allowed(trial, other)):
             found = Found(
                 other.split, Objective.STEP, other.seconds, found.evaluated, proven=False, decisions=(),
                 remarks=found.remarks,
@@ -307,6 +314,30 @@ class Trials:
         known = [trial.seconds for trial in self._known.values() if trial.fits]
         return min([*known, *(one.seconds for one in self.mixed)], default=math.inf)
 
+    # ---------------------------------------------------------------- room on GPUs
+
+    def _roomier(self, best: Trial) -> Trial:
+        """The best trial, or one that is hardly slower and leaves every GPU room, where the best does not."""
+        if not (best.fits and best.tight):
+            return best
+        others = (one for one in self._known.values() if one.fits and one.seconds <= best.seconds * (1 + _ROOM))
+        return min((one for one in others if not one.tight), key=lambda one: one.order, default=best)
+
+    @property
+    def _best_mixed(self) -> Mixed | None:
+        """The fastest plan of any degrees, or one that is hardly slower and leaves every GPU room."""
+        fastest = min(self.mixed, key=lambda one: one.seconds, default=None)
+        if fastest is None or not _is_tight(fastest.question, fastest.peaks):
+            return fastest
+        others = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
+        roomy = (one for one in others if not _is_tight(one.question, one.peaks))
+        return min(roomy, key=lambda one: one.seconds, default=fastest)
+
+    def _allowed(self, trial: Trial, other: Mixed) -> float:
+        """The part of a trial's seconds in which another plan is preferred."""
+        tight = _is_tight(other.question, other.peaks)
+        return 1 - _GAIN if tight == trial.tight else 1 - _ROOM if tight else 1 + _ROOM
+
     @property
     def _roomiest(self) -> Arrangement:
         """The arrangement that is the most likely to fit where hardly anything does."""
@@ -350,6 +381,11 @@ class Trials:
             others = f"{counted(short, 'other arrangement')} that may be faster" if short else ""
             left = " and ".join(filter(None, (sizes, others)))
             yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
+
+
+def _is_tight(question: Question, peaks: Sequence[int]) -> bool:
+    """Whether these peaks leave a GPU hardly any room."""
+    return any(is_tight(question.cluster, device, peak) for device, peak in enumerate(peaks))
 
 
 def _listed(numbers: Sequence[int], noun: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
+from pipefit.grids import dividing
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.texts import counted
 from pipefit.training import Training
@@ -79,8 +80,12 @@ def _divides(one: Measurement, size: int) -> bool:
     return size % one.microbatch_size == 0
 
 
-def check_pins(profile: ModelProfile, size: int, devices: int, *, data: int | None, tensor: int | None) -> None:
+def check_pins(
+    profile: ModelProfile, size: int, devices: int, *, data: int | None, tensor: int | None, batch: int | None = None
+) -> None:
     """Check that stages can have the degrees that were asked for with microbatches of so many samples.
+
+    `batch` is the number of samples in a step, if it was asked for.
 
     Raises:
         UsageError: they cannot.
@@ -93,16 +98,15 @@ def check_pins(profile: ModelProfile, size: int, devices: int, *, data: int | No
         return
     if asked.devices > devices:
         raise UsageError(f"a stage of {asked} needs {asked.devices} devices, and there are {devices}: use fewer")
-    _check_slices(profile, size, asked.data)
+    _check_slices(profile, size, asked.data, batch)
     profile.at(size // asked.data, asked.tensor)
 
 
-def _check_slices(profile: ModelProfile, size: int, data: int) -> None:
+def _check_slices(profile: ModelProfile, size: int, data: int, batch: int | None) -> None:
     if size % data:
-        sizes = dict.fromkeys((size - size % data or data, size + -size % data))
         raise UsageError(
-            f"{data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use microbatches of "
-            f"{' or '.join(map(str, sizes))} samples, or another number of replicas"
+            f"{data} replicas cannot divide microbatches of {counted(size, 'sample')} equally: use "
+            f"{dividing(size, data, batch)}, or another number of replicas"
         )
     measured = sorted({one.microbatch_size for one in profile.measurements})
     if size // data not in measured:

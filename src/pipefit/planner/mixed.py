@@ -28,6 +28,11 @@ class Mixed(NamedTuple):
     seconds: float
     actions: int
 
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The peak of every device in bytes."""
+        return Simulation(plan_of(self.question, self.split)).peak_bytes
+
 
 def mixed(question: Question) -> Mixed | None:
     """The fastest plan; None if none fits."""

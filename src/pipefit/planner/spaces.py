@@ -145,7 +145,7 @@ def space_of(
     profiles: Profiles = (lambda _: profile) if isinstance(profile, ModelProfile) else profile
     if not isinstance(profile, ModelProfile) and (may.degrees or options.data is not None):
         profiles = _with_slices(profile, len(cluster.devices), options.data)
-    profiles = _with_pins(profiles, len(cluster.devices), options)
+    profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
     question = Question(profile=made, cluster=cluster, training=training, options=options)
@@ -182,12 +182,12 @@ def _with_slices(profiles: Profiles, devices: int, data: int | None) -> Profiles
     return at
 
 
-def _with_pins(profiles: Profiles, devices: int, options: Options) -> Profiles:
+def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | None) -> Profiles:
     """Profiles of the sizes at which stages can have the degrees that are asked for; other sizes are refused."""
 
     def at(size: int) -> ModelProfile:
         made = profiles(size)
-        check_pins(made, size, devices, data=options.data, tensor=options.tensor)
+        check_pins(made, size, devices, data=options.data, tensor=options.tensor, batch=batch)
         return made
 
     return at

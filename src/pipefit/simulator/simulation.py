@@ -29,6 +29,7 @@ from pipefit.simulator.readings import Reading, reading
 from pipefit.simulator.timed_device import COMPUTE, COPY, JOIN, NOTHING, DeviceReader
 from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
+from pipefit.texts import counted
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
 from pipefit.validation import whole
 
@@ -253,12 +254,14 @@ def _check(plan: Plan, program: Program, steps: int) -> None:
     """Refuse a program of another plan."""
     whole("steps", steps, 1)
     for what, of_plan, of_program in (
-        ("stages", len(plan.stages), program.stages),
-        ("microbatches", plan.training.microbatches, program.microbatches),
-        ("devices", len(plan.cluster.devices), len(program.actions)),
+        ("stage", len(plan.stages), program.stages),
+        ("microbatch", plan.training.microbatches, program.microbatches),
+        ("device", len(plan.cluster.devices), len(program.actions)),
     ):
         if of_plan != of_program:
-            raise UsageError(f"the program is for {of_program} {what}, the plan has {of_plan}: lower the plan again")
+            raise UsageError(
+                f"the program is for {counted(of_program, what)}, the plan has {of_plan}: lower the plan again"
+            )
     for number, (there, stage) in enumerate(zip(program.placement, plan.stages, strict=True)):
         if len(there) != len(stage.devices):
             raise UsageError(
