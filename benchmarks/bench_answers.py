@@ -28,7 +28,7 @@ from measured_on import machine
 from page_tables import markdown, with_tables
 
 PAGE, TITLE = Path(__file__).parents[1] / "docs" / "choosing.md", "how long answers take"
-CLUSTERS = {"zoo:mlp": "emulated:2x1MiB", "hf:gpt2": "4x-titan-rtx", "hf:llama": "hgx-h200"}  # by model
+CLUSTERS = {"zoo:mlp": "emulated:2x32MiB", "hf:gpt2": "4x-titan-rtx", "hf:llama": "hgx-h200"}  # by model
 COMMANDS = "plan", "fit", "profile", "simulate", "certify", "report"
 
 

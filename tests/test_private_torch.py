@@ -18,7 +18,16 @@ SOURCE = Path(__file__).parent.parent / "src" / "pipefit"
 # Fake tensors and their devices
 FAKES = {
     f"fake/{name}.py"
-    for name in ("target", "attention_choice", "autocast", "cuda_choices", "missing_shapes", "chain", "fingerprint")
+    for name in (
+        "target",
+        "attention_choice",
+        "autocast",
+        "cuda_choices",
+        "missing_shapes",
+        "chain",
+        "fingerprint",
+        "sizes",
+    )
 }
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {

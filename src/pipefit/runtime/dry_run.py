@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from pipefit.capture.caller import recording
 from pipefit.capture.chain import Chain
 from pipefit.capture.sample import Sample, sample
 from pipefit.capture.task import Task
+from pipefit.cost.communicators import communicators
 from pipefit.errors import PipefitWarning, UsageError
 from pipefit.fake.chain import chain_again
 from pipefit.fake.sizes import Chains
@@ -138,6 +139,7 @@ class _DryRun:
     kernels: Kernels | None
     allocator: AllocatorSettings | None
     chains: Chains
+    known: dict[object, AllocatorPeaks] = field(default_factory=dict)
 
     def run(self, fake: FakeTarget, *, fold: bool) -> _Ran:
         """All steps, with those layers and microbatches that stand for all if `fold`."""
@@ -148,12 +150,17 @@ class _DryRun:
         return self._endless(fake) if is_endless(self.plan) else self._folded(fake)
 
     def peaks(self, device: int, ran: _Ran) -> AllocatorPeaks | None:
-        """What the allocator of a device holds at most; None unless it is simulated."""
+        """What the allocator of a device holds at most; None unless it is simulated, once for equal devices."""
         if self.allocator is None:
             return None
-        events = [*lent_events(self.lending.arenas, device), *ran.lives[device].events]
+        lent, lives = lent_events(self.lending.arenas, device), ran.lives[device]
         requested = max(sample.total_bytes for sample in ran.samples[device])
-        return allocator_peaks(self.plan, self.programs[-1], device, events, self.allocator, requested)
+        program, memory = self.programs[-1], self.plan.cluster.devices[device].memory_bytes
+        key = id(lives), memory, overheads(self.plan, device), communicators(self.plan, program, device)
+        if lent or key not in self.known:
+            events = [*lent, *lives.events]
+            self.known[key] = allocator_peaks(self.plan, program, device, events, self.allocator, requested)
+        return self.known[key]
 
     def _whole(self, fake: FakeTarget) -> _Ran:
         each = {device: device for device in self.plan.workers}
@@ -214,7 +221,7 @@ class _DryRun:
         data, wanted = self._data(fake, short, self.plan.training.microbatches)
         unfoldings = {device: Unfolding(folding, meters[other].level) for device, other in run_for.items()}
         samples: list[list[MemorySample]] = [[] for _ in self.plan.cluster.devices]
-        lives = {device: LivesOf(folding) for device in run_for}
+        lives = {device: LivesOf(folding) for device in ran}
         for step in range(self.steps):
             few = folding.later if step else folding.first
             program = self.programs[min(step, len(self.programs) - 1)]
@@ -225,10 +232,10 @@ class _DryRun:
             for device, other in run_for.items():
                 actions = program.actions[device]
                 samples[device] += unfoldings[device].step(step, actions, changes[other])
-                if other in taken:
-                    lives[device].step(step, actions, taken[other])
+            for device, seen in taken.items():
+                lives[device].step(step, program.actions[device], seen)
         alike = all(meter.alike for meter in found) and all(of_device.consistent for of_device in lives.values())
-        return _Ran(samples, alike, lives)
+        return _Ran(samples, alike, {device: lives[other] for device, other in run_for.items()})
 
     def _data(self, fake: FakeTarget, short: Shortened, microbatches: int) -> tuple[list[Microbatch], list[Microbatch]]:
         """Inputs and targets of so many microbatches, without bytes."""
