@@ -63,6 +63,11 @@ def dropped() -> list[nn.Module]:
     return [Wide(), Wide(), nn.Tanh(), Wide(dropout=0.1), Wide(), nn.Linear(WIDTH, 4)]
 
 
+def still() -> list[nn.Module]:
+    """Layers without draws or statistics, whose numbers are the same in any slices."""
+    return [Wide(dropout=0.0), Wide(dropout=0.0), nn.Tanh(), Wide(dropout=0.0), nn.Tanh(), nn.Linear(WIDTH, 4)]
+
+
 def normed() -> list[nn.Module]:
     """Layers with statistics, buffers and constants."""
     return [Wide(dropout=0.0), Normed(), nn.Tanh(), Normed(), Wide(dropout=0.0), nn.Linear(WIDTH, 4)]
@@ -89,7 +94,7 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 
 
 def _built(name: str) -> nn.Sequential:
-    return nn.Sequential(*MODELS[name]()).double()
+    return nn.Sequential(*(MODELS | {"still": still})[name]()).double()
 
 
 Degrees = tuple[int, int]  # of data and of tensor parallelism

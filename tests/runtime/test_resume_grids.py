@@ -1,0 +1,138 @@
+"""Training that goes on under other grids: old plan by new plan, with replicas, divided state and tensor shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from divided import divided, grid_plan
+from pipefit.grids import Sharding
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer
+from slices import batches, equal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, SAVED = 4, 2
+
+
+class Grids(NamedTuple):
+    """Where stages begin and end, their degrees of data and of tensor parallelism, and what replicas divide."""
+
+    edges: tuple[int, ...]
+    degrees: tuple[tuple[int, int], ...]
+    shard: Sharding = "none"
+    schedule: str = "1f1b"
+
+
+GRIDS = {
+    "one device": Grids((0, 6), ((1, 1),)),
+    "pipeline": Grids((0, 2, 6), ((1, 1), (1, 1)), schedule="gpipe"),
+    "replicas": Grids((0, 4, 6), ((2, 1), (1, 1))),
+    "ZeRO 1": Grids((0, 6), ((2, 1),), "optimizer"),
+    "ZeRO 2": Grids((0, 3, 6), ((1, 1), (2, 1)), "gradients"),
+    "ZeRO 3": Grids((0, 6), ((2, 1),), "parameters"),
+    "shards": Grids((0, 3, 6), ((1, 2), (1, 1))),
+    "replicas of shards": Grids((0, 6), ((2, 2),)),
+    "ZeRO 1 of shards": Grids((0, 3, 6), ((1, 1), (2, 2)), "optimizer"),
+}
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    """The profile of microbatches and slices, whole and in shards."""
+    return profile(divided(name), microbatch_size=(4, 2), tensor=(1, 2), threads=torch.get_num_threads())
+
+
+def plan_of_grids(name: str, grids: str) -> Plan:
+    edges, degrees, shard, schedule = GRIDS[grids]
+    plan = grid_plan(profiled(name), edges, degrees, schedule=schedule)
+    stages = (replace(s, grid=replace(s.grid, shard=shard if s.grid.data > 1 else "none")) for s in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def trained(name: str, before: str, after: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and state of a training with a break, after which another trainer goes on under another plan."""
+    task, plans = divided(name), [plan_of_grids(name, before), plan_of_grids(name, after)]
+    data = batches(task, plans[0], STEPS)
+    first = Trainer(task, plans[0], seed=5)
+    losses = [first.step(batch) for batch in data[:SAVED]]
+    first.save(folder, background=False)
+    second = Trainer(task, plans[1], seed=6)
+    assert second.load(folder) == SAVED
+    losses += [second.step(batch) for batch in data[SAVED:]]
+    return losses, second.state_dict(optimizer=True)
+
+
+def unbroken(name: str, grids: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same without a break."""
+    task, plan = divided(name), plan_of_grids(name, grids)
+    trainer = Trainer(task, plan, seed=5)
+    return [trainer.step(batch) for batch in batches(task, plan, STEPS)], trainer.state_dict(optimizer=True)
+
+
+def plain() -> tuple[list[float], dict[str, Tensor]]:
+    """The same by a loop of plain PyTorch."""
+    task = divided("still")
+    torch.manual_seed(5)
+    module, losses = task.build(), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for inputs, targets in batches(task, plan_of_grids("still", "one device"), STEPS):
+        loss = torch.nn.functional.mse_loss(module(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(module.state_dict())
+
+
+def goes_on_as_plain_training(before: str, after: str, folder: Path) -> None:
+    losses, state = trained("still", before, after, folder)
+    expected, theirs = plain()
+    assert losses == pytest.approx(expected, rel=1e-6)  # they are told in float32
+    assert equal({name: state[name] for name in theirs}, theirs, relative=1e-9)
+
+
+def goes_on_bitwise(grids: str, folder: Path) -> None:
+    losses, state = trained("dropped", grids, grids, folder)
+    expected, theirs = unbroken("dropped", grids)
+    assert losses == expected
+    assert equal(state, theirs, relative=0)
+
+
+SAMPLE = [("ZeRO 3", "shards"), ("replicas of shards", "ZeRO 2"), ("pipeline", "ZeRO 1 of shards")]
+
+
+@pytest.mark.parametrize(("before", "after"), SAMPLE)
+def test_training_goes_on_under_other_grids(before: str, after: str, tmp_path: Path) -> None:
+    """The losses and parameters are those of a plain loop that was never stopped."""
+    goes_on_as_plain_training(before, after, tmp_path)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize(("before", "after"), [case for case in product(GRIDS, GRIDS) if case not in SAMPLE])
+def test_training_goes_on_from_any_grids_to_any(before: str, after: str, tmp_path: Path) -> None:
+    """The same for every pair."""
+    goes_on_as_plain_training(before, after, tmp_path)
+
+
+@pytest.mark.parametrize("grids", ["ZeRO 1 of shards"])
+def test_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) -> None:
+    """Bit by bit, with dropout and the optimizer's state."""
+    goes_on_bitwise(grids, tmp_path)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("grids", [one for one in GRIDS if one != "ZeRO 1 of shards"])
+def test_all_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) -> None:
+    """The same for all."""
+    goes_on_bitwise(grids, tmp_path)
