@@ -249,8 +249,8 @@ def poisoned(step: int) -> Task:
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 
-def mortal(folder: str) -> Task:
-    """A task with dropout, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once."""
+def mortal(folder: str, name: str = "dropout") -> Task:
+    """A feature's task, whose workers die where a file in `folder` says so: `WORKER-STEP-ACTION`, each once."""
     worker = mp.current_process().name.rpartition("-")[2]
     deaths = {name for name in os.listdir(folder) if name.startswith(f"{worker}-")}
     step, original = 0, DeviceRunner._timed
@@ -258,7 +258,7 @@ def mortal(folder: str) -> Task:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         nonlocal step
         step = torch.initial_seed() - SEED
-        return FEATURES["dropout"].task().batch(size)
+        return FEATURES[name].task().batch(size)
 
     def timed(self: DeviceRunner, done: Action, text: str, stream: Stream) -> None:
         if (name := f"{worker}-{step}-{text}") in deaths:
@@ -268,7 +268,7 @@ def mortal(folder: str) -> Task:
 
     if deaths:
         mock.patch.object(DeviceRunner, "_timed", timed).start()
-    return replace(FEATURES["dropout"].task(), batch=batch)
+    return replace(FEATURES[name].task(), batch=batch)
 
 
 def faulty(fault: str, place: str, worker: int, step: int) -> Task:

@@ -15,6 +15,7 @@ from pipefit.work import Work
 
 OriginKind = Literal["own", "input", "parameter", "constant"]
 Packing = Literal["bare", "tuple", "list"]
+LARGEST_BYTES = 1 << 46  # of one kind in a layer: 64 TiB, of which thousands of layers can be added up in 64 bits
 Order = tuple[int, ...]  # of a value's dimensions in memory; empty where it is their own
 
 
@@ -169,6 +170,8 @@ class LayerCost:
         for what, sizes in self._sizes():
             if min(sizes, default=0) < 0:
                 self._refuse(f"has a negative number of bytes as {what}: {min(sizes)}")
+            self._check_size(what, sizes)
+        self._check_size("backward_peak", [abs(span.peak_bytes) for span in self._spans])
         if len(self.output_origins) != len(self.outputs):
             self._refuse(f"has {len(self.outputs)} outputs, but origins for {len(self.output_origins)}")
         self._check_origins("storage", (*self.output_origins, *(tensor.origin for tensor in self.saved)), self.storages)
@@ -191,6 +194,11 @@ class LayerCost:
         yield "parameters", [nbytes for one in self.parameters for nbytes in (one.nbytes, one.copy_bytes)]
         yield "saved", [tensor.nbytes for tensor in self.saved]
         yield "workspace", [span.workspace_bytes for span in self._spans]
+
+    def _check_size(self, what: str, sizes: Sequence[int]) -> None:
+        """Check that a device may have as much, and planners can add it up over layers."""
+        if sum(sizes) >= LARGEST_BYTES:
+            self._refuse(f"has {sum(sizes)} bytes as {what}, which no device has: profile again")
 
     def _check_origins(self, what: str, origins: Sequence[Origin | GradientOrigin], own: Sequence[int]) -> None:
         """Check that every origin is one of the layer's own storages, or of its inputs or outputs."""

@@ -13,6 +13,7 @@ from made_up import alike, devices, plain, profile, training, vgg_like
 from pipefit.cluster import Cluster
 from pipefit.devices import Host
 from pipefit.errors import InfeasibleError, UsageError
+from pipefit.layer_costs import Span
 from pipefit.planner import Options, exact, uniform
 from pipefit.planner import plan as planned
 from pipefit.plans import Plan
@@ -37,13 +38,16 @@ def refusal(*question: object, **options: object) -> str:
     return str(caught.value)
 
 
-def test_a_size_beyond_all_devices_is_refused() -> None:
+@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62, 1 << 70])
+def test_a_size_beyond_all_devices_is_refused(nbytes: int) -> None:
     """A profile written by hand may hold a number that planners cannot add up: it is refused, with the way out."""
-    measured = alike(4)
-    first, *others = measured.kinds
-    wrong = profile(replace(measured, kinds=(replace(first, buffer_bytes=1 << 70), *others)))
-    with pytest.raises(UsageError, match="more than 8 EiB"):
-        plan(wrong, devices(AMPLE, AMPLE), training("1f1b", 4))
+    first = alike(4).kinds[0]
+    with pytest.raises(UsageError, match=f"has {nbytes} bytes as buffer_bytes, which no device has: profile again"):
+        replace(first, buffer_bytes=nbytes)
+    for peak in (nbytes, -nbytes):
+        with pytest.raises(UsageError, match="bytes as backward_peak, which no device has"):
+            replace(first, backward_first=(Span(peak_bytes=peak),))
+    replace(first, buffer_bytes=(1 << 46) - 1)
 
 
 def peaks(made: Plan) -> tuple[int, ...]:

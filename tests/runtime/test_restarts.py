@@ -9,19 +9,22 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import pipefit
 from pipefit.checkpoints import folders
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
-from pipefit.runtime import train
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from pipefit.runtime import Trainer, train
 from pipefit.runtime.saving import Saving
 from pipefit.schedule import lower
 from resuming import SEED, mortal, named, plan_for, undisturbed
@@ -112,6 +115,58 @@ def test_with_a_device_less_it_plans_again_and_goes_on(tmp_path: Path) -> None:
     assert len(plans[1].cluster.devices) == 2
     workers = len(plans[1].workers)
     assert re.search(f"restart 1 of 1 goes on after step [36], with {workers} workers on emulated:2x1MiB$", told)
+
+
+@cache
+def sliced() -> ModelProfile:
+    """The profile of a task without draws, with slices and shards."""
+    return profile(named("adamw"), microbatch_size=(2, 1), tensor=(1, 2), threads=torch.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    ("asked", "left", "degrees"),
+    [
+        ({"stages": 2, "data": 2}, 3, {(2, 1)}),
+        ({"stages": 2, "data": 2}, 1, {(1, 1)}),
+        ({"stages": 2, "tensor": 2}, 3, {(1, 2)}),
+        ({"data": 2, "tensor": 2}, 3, {(1, 2)}),
+        ({"tensor": 2}, 1, {(1, 1)}),
+    ],
+)
+def test_grids_are_planned_again_for_what_is_left(asked: Any, left: int, degrees: set[tuple[int, int]]) -> None:
+    """Replicas and shards stay as far as there are devices: fewer stages first, then no replicas, then no shards."""
+    before = pipefit.plan(sliced(), Cluster.emulated((4, 1 << 30)), batch_size=8, microbatches=4, **asked)
+    after = pipefit.plan_again(before, Cluster.emulated((left, 1 << 30)))
+    assert {(stage.grid.data, stage.grid.tensor) for stage in after.stages} == degrees
+    assert len(after.workers) <= left
+    assert after.training.microbatches == 4
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("asked", [{"stages": 2, "data": 2}, {"data": 2, "tensor": 2}])
+def test_a_grid_with_a_device_less_goes_on(asked: Any, tmp_path: Path) -> None:
+    """A worker of four dies and its device is gone: the losses are those of one process that nobody has disturbed."""
+    plan = pipefit.plan(sliced(), Cluster.emulated((4, 1 << 30)), batch_size=8, microbatches=4, **asked)
+    clusters = iter([plan.cluster, Cluster.emulated((3, 1 << 30))])
+    (tmp_path / "deaths").mkdir()
+    (tmp_path / "deaths" / "3-5-1F1" if asked.get("stages") else tmp_path / "deaths" / "3-5-0F1").touch()
+    with pytest.warns(PipefitWarning, match=r"^worker 3 .* restart 1 of 1 goes on after step [24], with 2 workers"):
+        losses, _ = train(
+            partial(mortal, str(tmp_path / "deaths"), "adamw"),
+            plan,
+            steps=8,
+            seed=SEED,
+            numbers=False,
+            saving=Saving(directory=str(tmp_path / "runs"), every=2),
+            restarts=1,
+            replan=lambda plan: pipefit.plan_again(plan, next(clusters)),
+        )
+    whole = Trainer(named("adamw"), plan_for("adamw", "1f1b", (6,)), seed=SEED, numbers=False)
+    expected = []
+    for step in range(8):
+        torch.manual_seed(SEED + step)
+        expected.append(whole.step(whole.task.batch(8)))
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_where_nothing_fits_any_more_it_says_so(tmp_path: Path) -> None:

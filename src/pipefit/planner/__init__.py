@@ -6,12 +6,14 @@ and makes the plan (`planner.driver`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Literal, TypedDict, cast
 
 from pipefit.cluster import Cluster
-from pipefit.errors import UsageError
+from pipefit.errors import InfeasibleError, UsageError
 from pipefit.planner.additive import additive
 from pipefit.planner.alpa import alpa
 from pipefit.planner.arrangements import Trials
@@ -190,8 +192,8 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
     """The plan for the same training on another cluster, as when a device is gone; `old` itself on its own cluster.
 
     It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
-    and so do the numbers. Where `old` was asked for a number of stages, there are no more of them, and stages have as
-    many replicas and shards as were asked for, if there are devices for them.
+    and so do the numbers. Stages have as many replicas and shards as `old` was asked for, and there are no more of
+    them, as far as there are devices for them all; else without those replicas, and at last without those shards.
 
     Raises:
         UsageError: the planner cannot answer for this cluster.
@@ -201,17 +203,34 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         return old
     made = old.provenance
     asked = made.options if made else {}
-    stages, data, shards = asked.get("stages"), asked.get("data"), asked.get("tensor")
-    return plan(
+    again = partial(
+        plan,
         old.profile,
         cluster,
         old.training,
         recompute=cast("Recompute", asked.get("recompute", "never")),  # out of a file: checked where options are made
         planner=made.planner if made and made.planner in PLANNERS else "joint",
-        stages=min(stages, len(cluster.devices)) if isinstance(stages, int) else None,
-        data=data if isinstance(data, int) and data <= len(cluster.devices) else None,
-        tensor=shards if isinstance(shards, int) and shards <= len(cluster.devices) else None,
     )
+    *ways, last = _degrees(asked, len(cluster.devices))
+    for stages, data, tensor in ways:
+        with suppress(UsageError, InfeasibleError):
+            return again(stages=stages, data=data, tensor=tensor)
+    stages, data, tensor = last
+    return again(stages=stages, data=data, tensor=tensor)
+
+
+def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None, int | None, int | None]]:
+    """Stages, replicas and shards that a plan was asked for, for so many devices, and with less and less of that."""
+    stages, data, shards = (
+        found if isinstance(found, int) else None for found in map(asked.get, ("stages", "data", "tensor"))
+    )
+    ways: list[tuple[int | None, int | None, int | None]] = []
+    for replicas, ranks in ((data, shards), (None, shards), (None, None)):
+        room = devices // ((replicas or 1) * (ranks or 1))
+        way = stages and min(stages, room), replicas, ranks
+        if room and way not in ways:
+            ways.append(way)
+    return ways
 
 
 def _leanest(space: Space) -> Plan:

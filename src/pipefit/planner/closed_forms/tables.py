@@ -8,7 +8,6 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from pipefit.errors import UsageError
 from pipefit.layer_costs import Span
 from pipefit.planner.closed_forms.bands import Ints
 from pipefit.planner.closed_forms.lifetimes import NEVER, Lifetime, Lifetimes, released_bytes
@@ -72,15 +71,8 @@ def diagonal(table: Ints, starts: int) -> Ints:
 
 
 def integers(values: Iterable[int]) -> Ints:
-    """An array of 64 bits an element.
-
-    Raises:
-        UsageError: a size of more than 8 EiB.
-    """
-    try:
-        return np.fromiter(values, np.int64)
-    except OverflowError:
-        raise UsageError("the profile holds a size of more than 8 EiB, which no device has: profile again") from None
+    """An array of 64 bits an element, which sums of sizes do not exceed (`layer_costs.LARGEST_BYTES`)."""
+    return np.fromiter(values, np.int64)
 
 
 def cumulated(values: Iterable[int]) -> Ints:
