@@ -20,7 +20,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from pipefit.errors import UsageError
-from pipefit.fake.target import FAKE_CUDA, FakeTarget, Target
+from pipefit.fake.target import FAKE_CUDA, FakeTarget, Target, _fill_slot
 from saving import ATTENDED, HALF, MODELS, OPTIMIZERS, TARGETS, Block, Meter, Saved, cnn, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
@@ -239,15 +239,12 @@ def test_cpu_target_fills_no_device_slot() -> None:
     assert _run("-c", code).split() == ["privateuseone", FAKE_CUDA]
 
 
-def test_a_taken_slot_is_explained() -> None:
+def test_a_taken_slot_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another extension holds torch's open device slot, the error names it and says what to do."""
-    code = (
-        "import torch; torch.utils.rename_privateuse1_backend('npu')\n"
-        "from pipefit.fake.target import FakeTarget\n"
-        "try: FakeTarget('cuda')\n"
-        "except ValueError as error: print(error)"
-    )
-    assert "'npu' holds" in _run("-c", code)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    monkeypatch.setattr("pipefit.fake.target._fill_slot", _fill_slot.__wrapped__)  # which forgets an earlier call
+    with pytest.raises(UsageError, match="'npu' holds: use a process that does not import"):
+        FakeTarget("cuda")
 
 
 def test_unknown_target_is_refused() -> None:
