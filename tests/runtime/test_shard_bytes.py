@@ -21,7 +21,7 @@ from pipefit.runtime import certify, joining
 from pipefit.runtime.tensor_groups import without_peers
 from pipefit.simulator import simulate
 from pipefit.zoo import build
-from sampled import seeds
+from sampled import sampled
 from step_peaks import step_peaks
 
 FEW = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of two samples' sizes, and two ranks
@@ -88,8 +88,9 @@ def check_simulated(name: str, seed: int, grids: Sequence[tuple[int, int]] = FEW
     assert all(simulated[device] > dry[device] for device in differing)
 
 
-@pytest.mark.parametrize("seed", seeds(1, of=2))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "seed"), sampled([(name, seed) for name in MODELS for seed in (0, 1)], often=[("normed", 0), ("tied", 1)])
+)
 def test_the_simulator_s_bytes_are_the_dry_run_s(name: str, seed: int) -> None:
     """The peaks of every device of random stages in grids, recomputed runs and moved tensors mixed in."""
     check_simulated(name, seed)

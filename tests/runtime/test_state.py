@@ -14,6 +14,7 @@ from pipefit.capture import Task
 from pipefit.errors import UsageError
 from pipefit.plans import Plan
 from pipefit.runtime import Trainer
+from sampled import sampled
 from tiny import batch_of, plan_of, task_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -60,8 +61,11 @@ def same(ours: Trainer, theirs: Trainer) -> bool:
     return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("before", SPLITS, ids=lambda split: "-".join(map(str, split[0])))
-@pytest.mark.parametrize("after", SPLITS, ids=lambda split: "-".join(map(str, split[0])))
+EVERY = [(before, after) for before in SPLITS for after in SPLITS]
+OFTEN = [*zip(SPLITS, SPLITS[1:] + SPLITS[:1], strict=True), *zip(SPLITS, SPLITS[2:] + SPLITS[:2], strict=True)]
+
+
+@pytest.mark.parametrize(("before", "after"), sampled(EVERY, often=OFTEN))
 def test_training_goes_on_under_another_plan_as_if_nothing_had_happened(
     before: tuple[list[int], dict[str, Any]], after: tuple[list[int], dict[str, Any]]
 ) -> None:
