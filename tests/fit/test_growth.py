@@ -79,7 +79,7 @@ def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     def trained(layers: int) -> Task:
         return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8, optimizer=torch.optim.AdamW)
 
-    demand = Demand(cluster=Cluster.emulated((2, 12 * KIB)), microbatch_size=2, microbatches=2)
+    demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2)
     ours, alone = (setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact")))
     found, split = find(ours), find(alone)
     check_certified(found, ours)

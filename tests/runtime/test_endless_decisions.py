@@ -112,7 +112,7 @@ def assert_foretold(name: str, schedule: str, seed: int) -> None:
 EVERY = [(name, schedule) for name in TASKS for schedule in ENDLESS]
 
 
-@pytest.mark.parametrize(("name", "schedule"), sampled(EVERY, often=(*EVERY[::4], *EVERY[3::4])))  # each name once
+@pytest.mark.parametrize(("name", "schedule"), sampled(EVERY, often=(*EVERY[1::4], *EVERY[2::4])))  # each name once
 def test_whatever_is_decided_numbers_and_bytes_are_as_told(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
