@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from pipefit.errors import UsageError
 from pipefit.texts import counted
 from pipefit.validation import check_types
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)  # each divides what the one before does, and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -331,7 +331,8 @@ def _planner(plan: Plan) -> Iterator[str]:
         return
     yield str(made)
     if made.proves_lowest_peak and plan.is_sliced:
-        yield f"This holds for every split of {plan.profile.parts}, with any number of replicas of each stage."
+        divided = "" if "shard" in made.options else ", whatever they divide"
+        yield f"This holds for every split of {plan.profile.parts}, with any number of replicas of each stage{divided}."
     elif made.proves_lowest_peak:
         parts = len(plan.profile.block_names)
         splits = comb(parts - 1, len(plan.stages) - 1)

@@ -37,7 +37,7 @@ def instance(seed: int) -> tuple[ModelProfile, Cluster, Training, Options]:
     sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
     how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
     stages = rng.choice((None, None, rng.randrange(1, min(count, len(sizes)) + 1)))
-    options = Options(stages=stages, recompute=rng.choice(RECOMPUTE), allow_infeasible=True)
+    options = Options(stages=stages, recompute=rng.choice(RECOMPUTE), allow_infeasible=True, shard="none")
     fixed = [value.nbytes for cost in chain.costs[:2] for value in cost.inputs] if rng.random() < 0.3 else []
     cluster = devices(*(sizes if rng.random() < 0.6 else [AMPLE] * len(sizes)))
     return sized(chain, *slices, fixed=fixed), cluster, how, options
@@ -90,8 +90,8 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_plan_has_a_lower_peak(seed: int) -> None:
-    """Cuts, numbers of stages, replicas of each and devices of several sizes: the lowest peak of all that there are,
-    and it is the simulator's.
+    """Cuts, numbers of stages, whole replicas of each and devices of several sizes: the lowest peak of all that there
+    are, and it is the simulator's.
     """
     check(seed)
 

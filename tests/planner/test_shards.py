@@ -60,7 +60,7 @@ def lowest(of: ModelProfile) -> int:
 def test_no_plan_of_replicas_and_shards_has_a_lower_peak(tied: bool) -> None:
     """Every cut and every degree of every stage; with an embedding that two stages share too."""
     of = costs(tied=tied)
-    found = plan(of, devices(*[AMPLE] * 3), HOW, objective="peak")
+    found = plan(of, devices(*[AMPLE] * 3), HOW, objective="peak", shard="none")
     assert found.provenance and found.prediction
     assert found.prediction.peak_bytes == Simulation(found).peak_bytes
     assert max(found.prediction.peak_bytes) == lowest(of)

@@ -13,6 +13,7 @@ Precision = Literal[
     "mixed-bfloat16", "mixed-float16", "master-bfloat16", "master-float16",
 ]  # fmt: skip
 PRECISIONS = ", ".join(get_args(Precision))
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 Recomputed = Literal["never", "except_last", "except_one", "always"]
 Recompute = Annotated[
     Recomputed,

@@ -18,6 +18,7 @@ from pipefit.cli.options import (
     Recomputed,
     Reserve,
     Settings,
+    Sharding,
     Target,
     Versions,
 )
@@ -96,6 +97,10 @@ def command(
         int | None,
         typer.Option(min=1, help="Devices that divide the layers of every replica of a stage; chosen likewise."),
     ] = None,
+    shard: Annotated[
+        Sharding | None,
+        typer.Option(help="What replicas of a stage divide between them, as ZeRO does; chosen by joint and exact."),
+    ] = None,
     settings: Settings = [],  # noqa: B006 - typer reads it and makes a list of its own
     microbatch_size: Annotated[
         int | None,
@@ -160,6 +165,7 @@ def command(
             stages=stages,
             data=data,
             tensor=tensor,
+            shard=shard,
         )
     built = built_with(profile, settings) if _is_model(profile) else ""
     deliver(made, output=output, as_json=as_json, describe=lambda: told(made.explanation, built))

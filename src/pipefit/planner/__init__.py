@@ -14,6 +14,7 @@ from typing import Literal, TypedDict, cast
 
 from pipefit.cluster import Cluster
 from pipefit.errors import InfeasibleError, UsageError
+from pipefit.grids import Sharding
 from pipefit.planner.additive import additive
 from pipefit.planner.alpa import alpa
 from pipefit.planner.arrangements import Trials
@@ -22,7 +23,7 @@ from pipefit.planner.bisection import bisection
 from pipefit.planner.capture import capture
 from pipefit.planner.collecting import uncollected
 from pipefit.planner.driver import answer, plan_of, solved
-from pipefit.planner.exact import exact
+from pipefit.planner.exact import exact, leanest_of
 from pipefit.planner.exhaustive import exhaustive
 from pipefit.planner.first_last import first_last
 from pipefit.planner.joint import joint
@@ -113,6 +114,7 @@ class Asked(TypedDict, total=False):
     stages: int | None
     data: int | None
     tensor: int | None
+    shard: Sharding | None
     effort: float
     allow_infeasible: bool
 
@@ -137,6 +139,7 @@ def plan(
     stages: int | None = None,
     data: int | None = None,
     tensor: int | None = None,
+    shard: Sharding | None = None,
     effort: float = 1.0,
     allow_infeasible: bool = False,
 ) -> Plan:
@@ -147,12 +150,13 @@ def plan(
     microbatches of `microbatch_size`, `schedule`, `clip_norm`, the norm to which gradients are clipped, and `versions`,
     as in `Training`. What is left out of microbatches, `schedule` and `stages` the `joint` planner chooses
     (`planner.arrangements`), among the microbatch sizes of the profile, or any where `profile` is a function that makes
-    one for a size. `joint` and `exact` also choose how many replicas each stage has, as far as the profile has the
-    sizes of the slices that these compute, and `exact` the size of microbatches; `data` and `tensor` are the degrees of
-    all stages. Without `batch_size`, and under other planners, microbatches have the first size that was profiled, the
-    schedule is 1f1b, and there are stages on all devices. Without `batch_size` and `microbatches`, there are four
-    microbatches for each device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`,
-    `recompute`, `effort` and `allow_infeasible` are explained in `Options`.
+    one for a size. `joint` and `exact` also choose how many replicas each stage has and what these divide, as far as
+    the profile has the sizes of the slices that they compute, and `exact` the size of microbatches; `data` and `tensor`
+    are the degrees of all stages, and `shard` is what the replicas of each divide, if it has several. Without
+    `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
+    and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
+    device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
+    `allow_infeasible` are explained in `Options`.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -177,7 +181,13 @@ def plan(
             "schedule, clip_norm and versions, not both"
         )
     options = Options(
-        stages=stages, data=data, tensor=tensor, recompute=recompute, effort=effort, allow_infeasible=allow_infeasible
+        stages=stages,
+        data=data,
+        tensor=tensor,
+        shard=shard,
+        recompute=recompute,
+        effort=effort,
+        allow_infeasible=allow_infeasible,
     )
     chooses = planner == "joint"
     may = Open(sizes=planner in PLANNER_FOR.values(), arrangements=chooses, degrees=planner in _GRIDS)
@@ -194,6 +204,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
     It is found by the planner of `old`, and by `joint` where that is not known. The batch and its microbatches stay,
     and so do the numbers. Stages have as many replicas and shards as `old` was asked for, and there are no more of
     them, as far as there are devices for them all; else without those replicas, and at last without those shards.
+    Replicas divide what they were asked to divide, if there are devices for any.
 
     Raises:
         UsageError: the planner cannot answer for this cluster.
@@ -210,6 +221,7 @@ def plan_again(old: Plan, cluster: Cluster) -> Plan:
         old.training,
         recompute=cast("Recompute", asked.get("recompute", "never")),  # out of a file: checked where options are made
         planner=made.planner if made and made.planner in PLANNERS else "joint",
+        shard=cast("Sharding | None", asked.get("shard")) if len(cluster.devices) > 1 else None,
     )
     *ways, last = _degrees(asked, len(cluster.devices))
     for stages, data, tensor in ways:
@@ -242,13 +254,12 @@ def _leanest(space: Space) -> Plan:
     Raises:
         InfeasibleError: it does not fit.
     """
-    began, found = perf_counter(), list[tuple[Found, Question]]()
+    began, asked = perf_counter(), list[Question]()
     for size in space.sizes:
-        if not found or size <= space.sizes[0] * len(space.question.cluster.devices):
+        if not asked or size <= space.sizes[0] * len(space.question.cluster.devices):
             with suppress(UsageError):
-                question = space.question_of(size, space.profiles(size))
-                found.append((exact(question), question))
-    best, question = min(found, key=lambda one: one[0].value, default=(exact(space.question), space.question))
+                asked.append(space.question_of(size, space.profiles(size)))
+    question, best = leanest_of(asked or [space.question])
     seconds = perf_counter() - began
     return answer(question, best, planner=exact, name="exact", seconds=seconds, asked=question.options)
 

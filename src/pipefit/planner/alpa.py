@@ -27,7 +27,7 @@ def alpa(question: Question) -> Found:
     Raises:
         UsageError: there is no plan of the degrees that are asked for.
     """
-    search, best = Search(question), list[Hybrid]()
+    search, best = Search(question, shards=question.shards[:1]), list[Hybrid]()
     for level in (budget_level(question), float("inf")):
         for slowest in _values(search):
             within = _within(search, slowest, level)

@@ -7,8 +7,8 @@ cannot be profiled is left out. Arrangements that remain get a short search, and
 follow, the best first, as long as a budget of work lasts.
 
 Stages may have several replicas. Where all have as many, one replica of the whole pipeline is an arrangement like any
-other (`planner.replicas`). Where they differ, `planner.hybrid` names the fastest plans that fit and keep everything on
-their devices, and those that it estimates to be the fastest are simulated.
+other (`planner.replicas`). Where they differ, `planner.hybrid` names the fastest plans that fit, whose stages may
+divide state and run again in part, and those that it estimates to be the fastest are simulated (`planner.mixed`).
 
 So the answer is never slower than that of any arrangement whose search was within the budget, as in all small
 questions. GPipe is not among the choices, because 1F1B needs no more seconds and less memory, and schedules that change
@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 from pipefit.errors import UsageError
 from pipefit.planner.bounds import simple_bound, step_bound
@@ -35,7 +34,7 @@ from pipefit.planner.mixed import Mixed, mixed
 from pipefit.planner.question import Found, Question
 from pipefit.planner.replicas import expanded, representative, seconds_together
 from pipefit.planner.spaces import Space, by_distance
-from pipefit.predictions import is_tight
+from pipefit.planner.trial import Arrangement, Trial, leaves_no_room
 from pipefit.profiles import ModelProfile
 from pipefit.provenance import Objective
 from pipefit.simulator import Simulation
@@ -45,56 +44,8 @@ _SHORT = 0.1  # the part of its budget that joint takes to try an arrangement
 _TRYING, _SEARCHING = 150_000, 500_000  # new actions, of all short searches, and of all searches
 _GAIN = 1e-3  # the part of a step that an arrangement has to gain
 _ROOM = 0.01  # the part of a step that a plan has to gain that leaves a GPU hardly any room
+_EACH = 10  # actions for each microbatch of a stage
 _BOUND = 0.15  # new actions that take as long as a bound does for a range of blocks as one stage
-
-
-class Arrangement(NamedTuple):
-    """A schedule, a number of stages, a microbatch size, and how many replicas and shards every stage has."""
-
-    schedule: str
-    stages: int
-    microbatch_size: int
-    degree: Degree = SINGLE
-
-
-class Trial(NamedTuple):
-    """An arrangement that was searched, its best plan so far, and how much work that took.
-
-    Of replicas, the question, the search and its plan are those of one of them (`planner.replicas`), and they take
-    `apart` seconds to add their gradients up.
-    """
-
-    arrangement: Arrangement
-    question: Question
-    search: Search
-    searched: Searched
-    work: int
-    apart: float = 0.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether the plan fits."""
-        return self.searched.evaluation.fits
-
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """Lower is better."""
-        missing, seconds, peak = self.searched.evaluation.order
-        return missing, seconds + self.apart, peak
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.order[1]
-
-    @property
-    def tight(self) -> bool:
-        """Whether the plan leaves a GPU hardly any room."""
-        return _is_tight(self.question, self.searched.evaluation.peaks)
-
-    def longer(self) -> Trial:
-        """The same after a search with the effort that the question asks for."""
-        return self._replace(searched=self.search.best(self.question.options.effort), work=self.search.work)
 
 
 class Trials:
@@ -106,7 +57,7 @@ class Trials:
         question = space.question
         self._profiles: dict[int, ModelProfile | UsageError] = {question.training.microbatch_size: question.profile}
         self._bounds: list[float] = []  # of all that were looked at
-        self._least: list[float] = []  # that plans of any degrees take, of every size that was looked at
+        self._least: dict[int, float] = {}  # seconds that plans of any degrees take, of every size that was looked at
         self.mixed: list[Mixed] = []  # that fit
         self._spent = 0.0  # new actions, or what takes as long
         self._unseen: list[int] = []  # sizes for which it was too small
@@ -130,7 +81,7 @@ class Trials:
                 self._look_at(self._widest(size))
             for arrangement in self._others():
                 self._look_at(arrangement)
-        if not self._known:
+        if not self._known and not any(map(self.tried, self._like_mixed)):
             self._try(self._roomiest)
         return self._roomier(self._longest(sorted(self._known.values(), key=lambda trial: trial.order)))
 
@@ -141,12 +92,17 @@ class Trials:
         question, found = self._of_trial(trial)
         other = self._best_mixed
         if other is not None and (not trial.fits or other.seconds < found.value * self._allowed(trial, other)):
-            found = Found(
-                other.split, Objective.STEP, other.seconds, found.evaluated, proven=False, decisions=(),
-                remarks=found.remarks,
-            )  # fmt: skip
             question = other.question
-        bounds = [*self._bounds, *self._least] if self._bounds else [trial.search.bound]
+            found = Found(
+                other.split,
+                Objective.STEP,
+                other.seconds,
+                found.evaluated,
+                proven=False,
+                decisions=other.decisions if question.options.recompute == "never" else None,
+                remarks=found.remarks,
+            )
+        bounds = [*self._bounds, *self._least.values()] if self._bounds else [trial.search.bound]
         return question, found._replace(bound=min(found.value, *bounds), remarks=(*self._remarks, *found.remarks))
 
     def _of_trial(self, trial: Trial) -> tuple[Question, Found]:
@@ -165,7 +121,7 @@ class Trials:
             if self.degrees(size) == (SINGLE,):
                 return
             question = self.space.question_of(size, self._profile(size))
-            self._least.append(least_seconds(question))
+            self._least[size] = least_seconds(question)
             found = mixed(question) if exact_in_time(question) else None
             self.mixed += [found] if found is not None else []
 
@@ -179,7 +135,8 @@ class Trials:
         microbatches = asked.training.batch_size // size
         how = replace(asked.training, microbatches=microbatches, schedule=arrangement.schedule)
         data, tensor = arrangement.degree
-        options = replace(asked.options, stages=arrangement.stages, data=data, tensor=tensor)
+        shard = asked.options.shard if data > 1 else None
+        options = replace(asked.options, stages=arrangement.stages, data=data, tensor=tensor, shard=shard)
         found = replace(asked, profile=self._profile(size), training=how, options=options)
         return found if arrangement.degree == SINGLE else representative(found, arrangement.degree)
 
@@ -265,23 +222,25 @@ class Trials:
                 for stages in sorted(self.space.stages, reverse=True):
                     for schedule in self.space.schedules:
                         arrangement = Arrangement(schedule, stages, size, degree)
-                        if arrangement != self._widest(size) and stages * degree.devices <= self._devices:
+                        if arrangement != self._widest(size) and self._is_possible(arrangement):
                             yield arrangement
 
     def degrees(self, size: int) -> tuple[Degree, ...]:
         """The degrees that all stages of an arrangement of this size may have."""
         return self.space.question_of(size, self._profile(size)).degrees if self.space.grids else (SINGLE,)
 
-    @property
-    def _devices(self) -> int:
-        return len(self.space.question.cluster.devices)
+    def _is_possible(self, arrangement: Arrangement) -> bool:
+        """Whether there are devices for an arrangement, and enough of them for all work to be the fastest."""
+        devices = len(self.space.question.cluster.devices)
+        used, least = arrangement.stages * arrangement.degree.devices, self._least.get(arrangement.microbatch_size)
+        return used <= devices and (least is None or self._may_win(least * devices / used))
 
     def _look_at(self, arrangement: Arrangement) -> None:
         """Search an arrangement shortly, if it may be the fastest and can be carried out."""
         with suppress(UsageError):
             bound = self._bound(arrangement)
             self._bounds.append(bound)
-            if self._may_win(bound) and self._spent_on_trying:
+            if self._may_win(bound) and (self._spent_on_trying or self._is_long(arrangement)):
                 self._untried += 1
             elif self._may_win(bound):
                 self._try(arrangement, bound)
@@ -296,13 +255,31 @@ class Trials:
         simple = simple_bound(question)
         if self._spent_on_trying or not self._may_win(simple):
             return simple
-        self._spent += _BOUND * arrangement.stages * question.blocks**2
+        cost = _BOUND * arrangement.stages * question.blocks**2
+        if self._keeps and cost > self._budget:
+            return simple
+        self._spent += cost
         return step_bound(question)
+
+    def _is_long(self, arrangement: Arrangement) -> bool:
+        """Whether one simulation takes the whole budget, and a plan is known that keeps all."""
+        of_stage = min(self.question(arrangement).training.microbatches, 2 * arrangement.stages + 2)
+        return self._keeps and _EACH * arrangement.stages * of_stage > self._budget
 
     @property
     def _spent_on_trying(self) -> bool:
-        """Whether the budget of short searches has ended. Where all can be kept, they hardly find anything faster."""
-        return self._spent > (_TRYING / 4 if self.mixed else _TRYING) * self.space.question.options.effort
+        """Whether the budget of short searches has ended."""
+        return self._spent > self._budget
+
+    @property
+    def _budget(self) -> float:
+        """What all short searches may take. Where all can be kept, they hardly find anything faster."""
+        return (_TRYING / 4 if self._keeps else _TRYING) * self.space.question.options.effort
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a plan is known that keeps all on its devices, and divides nothing."""
+        return any(one.is_whole for one in self.mixed)
 
     def _may_win(self, bound: float) -> bool:
         """Whether a plan with this bound may be visibly faster than those that are known."""
@@ -327,16 +304,23 @@ class Trials:
     def _best_mixed(self) -> Mixed | None:
         """The fastest plan of any degrees, or one that is hardly slower and leaves every GPU room."""
         fastest = min(self.mixed, key=lambda one: one.seconds, default=None)
-        if fastest is None or not _is_tight(fastest.question, fastest.peaks):
+        if fastest is None or not leaves_no_room(fastest.question, fastest.peaks):
             return fastest
         others = (one for one in self.mixed if one.seconds <= fastest.seconds * (1 + _ROOM))
-        roomy = (one for one in others if not _is_tight(one.question, one.peaks))
+        roomy = (one for one in others if not leaves_no_room(one.question, one.peaks))
         return min(roomy, key=lambda one: one.seconds, default=fastest)
 
     def _allowed(self, trial: Trial, other: Mixed) -> float:
         """The part of a trial's seconds in which another plan is preferred."""
-        tight = _is_tight(other.question, other.peaks)
+        tight = leaves_no_room(other.question, other.peaks)
         return 1 - _GAIN if tight == trial.tight else 1 - _ROOM if tight else 1 + _ROOM
+
+    @property
+    def _like_mixed(self) -> Iterator[Arrangement]:
+        """The arrangements that are the most like the fastest plan of mixed degrees."""
+        for one in sorted(self.mixed, key=lambda one: one.seconds):
+            grid, how, stages = one.split.grids[0], one.question.training, len(one.split.devices)
+            yield Arrangement(how.schedule, stages, how.microbatch_size, Degree(grid.data, grid.tensor))
 
     @property
     def _roomiest(self) -> Arrangement:
@@ -350,6 +334,9 @@ class Trials:
         best: Trial | None = None
         for trial in trials:
             if best is not None and not self._may_win(trial.search.bound):
+                continue
+            if best is None and self._spent_on_trying and self._keeps and self._fastest < trial.seconds * (1 - _GAIN):
+                self._tried_shortly, best = self._tried_shortly + 1, trial
                 continue
             if best is not None and self._spent > _SEARCHING * self.space.question.options.effort:
                 self._tried_shortly += 1
@@ -381,11 +368,6 @@ class Trials:
             others = f"{counted(short, 'other arrangement')} that may be faster" if short else ""
             left = " and ".join(filter(None, (sizes, others)))
             yield f"The search ended before {left}: --stages, --microbatch-size and --schedule leave it less to search."
-
-
-def _is_tight(question: Question, peaks: Sequence[int]) -> bool:
-    """Whether these peaks leave a GPU hardly any room."""
-    return any(is_tight(question.cluster, device, peak) for device, peak in enumerate(peaks))
 
 
 def _listed(numbers: Sequence[int], noun: str) -> str:

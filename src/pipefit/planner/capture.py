@@ -44,7 +44,7 @@ class CaptureOptions:
 
 def capture(question: Question, options: CaptureOptions | None = None) -> Found:
     """The plan with the lowest predicted peak of the fullest worker. All devices count as alike."""
-    search, runs = Search(question), Runs(question)
+    search, runs = Search(question, shards=question.shards[:1]), Runs(question)
     early = options is not None and options.early_release
 
     def cost(left: int, choice: Choice) -> Cost:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.errors import UsageError
-from pipefit.grids import dividing
+from pipefit.grids import Sharding, dividing
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.texts import counted
 from pipefit.training import Training
@@ -38,6 +38,7 @@ class Degree(NamedTuple):
 
 
 SINGLE = Degree(1, 1)
+_DIVIDED = {"optimizer": "optimizer state", "gradients": "gradients", "parameters": "parameters"}
 
 
 def divisors(size: int, most: int) -> tuple[int, ...]:
@@ -50,19 +51,27 @@ def divisors(size: int, most: int) -> tuple[int, ...]:
 
 
 def degrees_of(
-    profile: ModelProfile, training: Training, devices: int, *, data: int | None = None, tensor: int | None = None
+    profile: ModelProfile,
+    training: Training,
+    devices: int,
+    *,
+    data: int | None = None,
+    tensor: int | None = None,
+    shard: Sharding | None = None,
 ) -> tuple[Degree, ...]:
     """The degrees that stages may have on so many devices, rising; all of `data` replicas and `tensor` shards if given.
+
+    Some have several replicas if these are to divide anything (`shard`).
 
     Raises:
         UsageError: those that are asked for are not possible; says what would be.
     """
     size, asked = training.microbatch_size, Degree(data or 1, tensor or 1)
-    check_pins(profile, size, devices, data=data, tensor=tensor)
-    if training.endless and asked != SINGLE:
+    check_pins(profile, size, devices, data=data, tensor=tensor, shard=shard)
+    if training.endless and (asked != SINGLE or shard not in (None, "none")):
         raise UsageError(
-            f"schedule {training.schedule} updates with microbatches in flight, which {asked.devices} devices of a "
-            "stage cannot do together yet: use schedule 1f1b, or one device for each stage"
+            f"schedule {training.schedule} updates with microbatches in flight, which several devices of a stage "
+            "cannot do together yet: use schedule 1f1b, or one device for each stage"
         )
     found = {Degree(size // one.microbatch_size, one.tensor) for one in profile.measurements if _divides(one, size)}
     most = 1 if training.endless else devices
@@ -81,9 +90,17 @@ def _divides(one: Measurement, size: int) -> bool:
 
 
 def check_pins(
-    profile: ModelProfile, size: int, devices: int, *, data: int | None, tensor: int | None, batch: int | None = None
+    profile: ModelProfile,
+    size: int,
+    devices: int,
+    *,
+    data: int | None,
+    tensor: int | None,
+    shard: Sharding | None = None,
+    batch: int | None = None,
 ) -> None:
-    """Check that stages can have the degrees that were asked for with microbatches of so many samples.
+    """Check that stages can have the degrees that were asked for with microbatches of so many samples, and replicas if
+    these are to divide anything.
 
     `batch` is the number of samples in a step, if it was asked for.
 
@@ -93,6 +110,8 @@ def check_pins(
     for what, number in (("data", data), ("tensor", tensor)):
         if number is not None and number < 1:
             raise UsageError(f"a stage has at least one device: {what} is 1 or more, not {number}")
+    if shard not in (None, "none"):
+        _check_replicas(profile, size, shard, most=min(size, devices // (tensor or 1)) if data is None else data)
     asked = Degree(data or 1, tensor or 1)
     if asked == SINGLE:
         return
@@ -100,6 +119,17 @@ def check_pins(
         raise UsageError(f"a stage of {asked} needs {asked.devices} devices, and there are {devices}: use fewer")
     _check_slices(profile, size, asked.data, batch)
     profile.at(size // asked.data, asked.tensor)
+
+
+def _check_replicas(profile: ModelProfile, size: int, shard: str, *, most: int) -> None:
+    """Check that a stage can have two replicas or more, up to `most`."""
+    counts = {size // one.microbatch_size for one in profile.measurements if _divides(one, size)}
+    if not any(1 < count <= most for count in counts):
+        raise UsageError(
+            f"replicas of a stage divide {_DIVIDED[shard]}, and with microbatches of {counted(size, 'sample')} no "
+            f"stage can have two here: profile {profile.model} at a size and its half, as -b 2 -b 1 does, ask for 2 "
+            "replicas or more, or leave out what they divide"
+        )
 
 
 def _check_slices(profile: ModelProfile, size: int, data: int, batch: int | None) -> None:

@@ -20,6 +20,7 @@ from pipefit.planner.collecting import uncollected
 from pipefit.planner.infeasible import explanation
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Options, Planner, Question, Split
+from pipefit.planner.undivided import undivided
 from pipefit.plans import Plan
 from pipefit.predictions import Prediction
 from pipefit.provenance import Provenance
@@ -86,7 +87,7 @@ def answer(
             bound=bound if bound is not None and isfinite(bound) else None,
             evaluated=found.evaluated,
             seconds=seconds,
-            remarks=(*found.remarks, *told.remarks),
+            remarks=(*found.remarks, *told.remarks, *undivided(plan)),
         ),
         alternatives=alternatives,
     )
@@ -119,10 +120,12 @@ def _check(question: Question, found: Found, peaks: tuple[int, ...], short: str,
     Raises:
         InfeasibleError: one has not.
     """
-    devices = found.split.devices
-    over = any(peaks[device] > question.cluster.budgets[device] for device in devices)
+    budgets, split = question.cluster.budgets, found.split
+    grids = map(split.grid, range(len(split.devices)))
+    devices = tuple(max(grid.devices, key=lambda device: peaks[device] / budgets[device]) for grid in grids)
+    over = any(peaks[device] > budgets[device] for device in devices)
     if over or short:
-        held = tuple(peaks[device] for device in devices)
+        held, found = tuple(peaks[device] for device in devices), found._replace(split=split._replace(devices=devices))
         where = "" if over else short
         raise InfeasibleError(explanation(question, found, held, planner=name, elsewhere=where, judge=judge))
 

@@ -15,8 +15,11 @@ searches of mCAP, section 3.4, and CAPTURE.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from pipefit.errors import UsageError
 from pipefit.planner.degrees import SINGLE
-from pipefit.planner.hybrid import leanest
+from pipefit.planner.hybrid import leanest, lowest_peak
 from pipefit.planner.minmax_search import solve
 from pipefit.planner.peaks import stage_peaks
 from pipefit.planner.question import Found, Question
@@ -28,9 +31,39 @@ def exact(question: Question) -> Found:
     if alone is not None and question.degrees == (SINGLE,):
         return alone
     found = leanest(question)
+    best = Found(found.split, question.objective, found.value, found.evaluated)
     if alone is not None and alone.value <= found.value:
-        return alone
-    return Found(found.split, question.objective, found.value, found.evaluated)
+        best = alone
+    return best._replace(proven=found.bound >= best.value, bound=min(found.bound, best.value))
+
+
+def leanest_of(questions: Iterable[Question]) -> tuple[Question, Found]:
+    """The question whose answer has the lowest peak, and that answer; its bound holds for all of them.
+
+    Those of which a bound says that they have no lower one are not answered.
+
+    Raises:
+        UsageError: there is no plan; as the last of them says.
+    """
+    levels, refusal, best = list[tuple[float, int, Question]](), None, None
+    for number, question in enumerate(questions):
+        try:
+            levels.append((0.0 if question.degrees == (SINGLE,) else lowest_peak(question), number, question))
+        except UsageError as error:
+            refusal = error
+    bound = float("inf")
+    for level, _, question in sorted(levels, key=lambda one: one[:2]):
+        if best is not None and level >= best[1].value:
+            bound = min(bound, level)
+            break
+        found = exact(question)
+        bound = min(bound, found.value if found.proven or found.bound is None else found.bound)
+        if best is None or found.value < best[1].value:
+            best = question, found
+    if best is None:
+        raise refusal or UsageError("no question was asked")
+    question, found = best
+    return question, found._replace(proven=bound >= found.value, bound=min(bound, found.value))
 
 
 def _alone(question: Question) -> Found:

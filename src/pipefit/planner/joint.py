@@ -85,7 +85,7 @@ class Search:
     """
 
     def __init__(self, question: Question, bound: float | None = None) -> None:
-        question = replace(question, options=replace(question.options, data=1, tensor=1))
+        question = replace(question, options=replace(question.options, data=1, tensor=1, shard=None))
         self.bound = step_bound(question) if bound is None else bound
         self._filler = Filler(Evaluator(question))
 

@@ -7,22 +7,26 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from pipefit.alternatives import Alternative
 from pipefit.errors import UsageError
-from pipefit.planner.arrangements import Arrangement, Trial, Trials
+from pipefit.planner.arrangements import Trials
 from pipefit.planner.driver import plan_of
-from pipefit.planner.exact import exact
+from pipefit.planner.exact import leanest_of
+from pipefit.planner.hybrid import candidates
 from pipefit.planner.joint import exact_in_time
 from pipefit.planner.question import Question
 from pipefit.planner.spaces import Space
+from pipefit.planner.trial import Arrangement, Trial
+from pipefit.schedule.whole_stages import Recompute
 from pipefit.simulator import Simulation
 from pipefit.simulator.assembled import Assembled
 from pipefit.training import Training
 
+_CANDIDATES = 2_000_000  # stages that are compared with all that replicas may divide
 _LEANER = 0.99  # of the best plan's peak, the most that a leaner plan has
 
 
@@ -72,25 +76,37 @@ def _of_single_devices(trials: Trials, best: Arrangement) -> Arrangement:
 def _leanest(trials: Trials, best: Trial) -> Iterator[Alternative]:
     """The leanest plan, if it is so much leaner than the best that it is worth knowing."""
     asked = trials.space.question.options
-    lean = min(_lean(trials), key=lambda one: max(one[1].peak_bytes), default=None)
+    lean = _lean(trials, dict.fromkeys((asked.recompute, "always" if asked.recompute == "never" else asked.recompute)))
     if lean is not None and max(lean[1].peak_bytes) <= _LEANER * max(best.searched.evaluation.peaks):
         question, simulation = lean
         again = question.options.recompute
         recompute = f" --recompute {again}" if again != asked.recompute else ""
-        pins = f"--objective peak{recompute}{_pins(trials.space, question.training)}"
+        shard = f" --shard {question.options.shard}" if question.options.shard != asked.shard else ""
+        pins = f"--objective peak{recompute}{shard}{_pins(trials.space, question.training)}"
         yield _alternative("leanest", question, simulation, pins)
 
 
-def _lean(trials: Trials) -> Iterator[tuple[Question, Simulation]]:
-    """The leanest splits of every microbatch size that was looked at, as asked for or with all recomputed."""
-    asked = trials.space.question.options.recompute
+def _lean(trials: Trials, ways: Iterable[Recompute]) -> tuple[Question, Simulation] | None:
+    """The leanest plan of all these ways to recompute; where layers cannot run twice, of the first of them."""
+    for asked in (tuple(ways), tuple(ways)[:1]):
+        with suppress(UsageError):
+            question, found = leanest_of(_questions(trials, asked))
+            simulation = Simulation(plan_of(question, found.split))
+            if simulation.peak_bytes:
+                return question, simulation
+    return None
+
+
+def _questions(trials: Trials, ways: Iterable[Recompute]) -> Iterator[Question]:
+    """Those of every microbatch size that was looked at; where there are many stages to compare, of whole replicas."""
     for size in trials.sizes:
         first = trials.whole_question(Arrangement(trials.space.schedules[0], max(trials.space.stages), size))
-        for recompute in dict.fromkeys((asked, "always" if asked == "never" else asked)):
+        for recompute in ways:
             question = replace(first, options=replace(first.options, recompute=recompute))
+            if candidates(question, question.shards) > _CANDIDATES:
+                question = replace(question, options=replace(question.options, shard=question.shards[0]))
             if exact_in_time(question):
-                with suppress(UsageError):  # layers that cannot run twice
-                    yield question, Simulation(plan_of(question, exact(question).split))
+                yield question
 
 
 def _pins(space: Space, training: Training, stages: int | None = None) -> str:

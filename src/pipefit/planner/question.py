@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision
 from pipefit.errors import UsageError
-from pipefit.grids import Grid
+from pipefit.grids import SHARDINGS, Grid, Sharding
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree, degrees_of
@@ -30,7 +30,8 @@ class Options:
     every stage runs twice (`pipefit.schedule.whole_stages`). With `allow_infeasible` the plan is returned even where a
     device's budget is too small for it; otherwise that raises `InfeasibleError`. `effort` is the part of their budgets
     that searches by simulation take, more than 0. `data` and `tensor` are the degrees of all stages: how many replicas
-    each has, and how many shards each of these; without them, planners that can choose them do.
+    each has, and how many shards each of these; without them, planners that can choose them do. The same holds of
+    `shard`, what the replicas of a stage divide (`Grid`).
 
     Raises:
         UsageError: no effort, or a field of another type.
@@ -39,6 +40,7 @@ class Options:
     stages: int | None = None
     data: int | None = None
     tensor: int | None = None
+    shard: Sharding | None = None
     recompute: Recompute = "never"
     allow_infeasible: bool = False
     effort: float = 1.0
@@ -135,7 +137,13 @@ class Question:
             UsageError: those that are asked for are not possible.
         """
         asked, devices = self.options, len(self.cluster.devices)
-        return degrees_of(self.profile, self.training, devices, data=asked.data, tensor=asked.tensor)
+        pins = {"data": asked.data, "tensor": asked.tensor}
+        return degrees_of(self.profile, self.training, devices, **pins, shard=asked.shard)
+
+    @property
+    def shards(self) -> tuple[Sharding, ...]:
+        """What replicas of a stage may divide, the least first."""
+        return SHARDINGS if self.options.shard is None else (self.options.shard,)
 
     def measured(self, degree: Degree) -> Measurement:
         """The layer costs of a device of a stage of this degree."""

@@ -4,7 +4,7 @@ Where every stage has the same number of replicas, each replica of a stage excha
 before and one of the stage behind alone. So one of them is a pipeline of its own, on one device of every group, with
 microbatches of the slice's size; any planner of single devices plans it, with what it decides about saved tensors. What
 replicas do together comes at the end of a step, where they add their gradients up. Their state does not move, and they
-lend each other nothing.
+lend each other nothing. They divide what was asked for, and each is planned as if it kept all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pipefit.errors import UsageError
 from pipefit.grids import Grid
 from pipefit.places import Member, MemberKind
 from pipefit.planner.degrees import Degree
+from pipefit.planner.hybrid.divided import BUCKETS
 from pipefit.planner.hybrid.tables import DegreeTables, sum_seconds
 from pipefit.planner.question import Found, Planner, Question, Split
 
@@ -65,16 +66,17 @@ def representative(question: Question, degree: Degree) -> Question:
         profile=replace(profile, measurements=ranks),
         cluster=_part(question.cluster, [devices[0] for devices in groups]),
         training=replace(how, batch_size=how.batch_size // degree.data),
-        options=replace(options, data=1, tensor=1),
+        options=replace(options, data=1, tensor=1, shard=None),
         means=replace(question.means, peers=False, state=False, spill=False),
     )
 
 
 def expanded(question: Question, found: Found, degree: Degree) -> Found:
     """What was found for one replica, for all of them."""
-    groups = groups_of(question, degree)
+    groups, shard = groups_of(question, degree), question.shards[0] if degree.data > 1 else "none"
     grids = tuple(
-        Grid(devices=groups[device], data=degree.data, tensor=degree.tensor) for device in found.split.devices
+        Grid(devices=groups[device], data=degree.data, tensor=degree.tensor, shard=shard, buckets=BUCKETS[shard])
+        for device in found.split.devices
     )
     return found._replace(split=Split(found.split.edges, tuple(grid.devices[0] for grid in grids), grids))
 

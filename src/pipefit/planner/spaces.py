@@ -187,7 +187,7 @@ def _with_pins(profiles: Profiles, devices: int, options: Options, batch: int | 
 
     def at(size: int) -> ModelProfile:
         made = profiles(size)
-        check_pins(made, size, devices, data=options.data, tensor=options.tensor, batch=batch)
+        check_pins(made, size, devices, data=options.data, tensor=options.tensor, shard=options.shard, batch=batch)
         return made
 
     return at

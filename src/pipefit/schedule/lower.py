@@ -224,8 +224,8 @@ def _synchronous(
 ) -> tuple[_OfDevices, Bundles]:
     """What the devices of these ranks do in a step of a synchronous schedule; the arguments are those of `lower`."""
     _check_shared(plan)
-    every, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches), bundles_of(plan)
-    orders = dict(zip(ranks, recomputed([every[rank] for rank in ranks], plan, sums=update), strict=True))
+    own, bundles = computes(plan, schedule_named(plan.training.schedule), microbatches, ranks), bundles_of(plan)
+    orders = dict(zip(ranks, recomputed(own, plan, sums=update), strict=True))
     ends = {rank: list(updated(plan.ranks[rank], plan, bundles)) if update else [] for rank in ranks}
 
     def actions(rank: int, slices: Slices) -> list[Action]:

@@ -6,7 +6,7 @@ stages of one rank are its chunks 0, 1 and so on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from pipefit.actions import Action, Kind
@@ -56,8 +56,8 @@ def check_alone(name: str, chunks: int) -> None:
         )
 
 
-def computes(plan: Plan, schedule: Schedule, microbatches: int) -> list[Order]:
-    """The compute actions of every rank of `plan` under `schedule`.
+def computes(plan: Plan, schedule: Schedule, microbatches: int, which: Sequence[int] | None = None) -> list[Order]:
+    """The compute actions of every rank of `plan` under `schedule`, or of these ranks alone.
 
     Raises:
         UsageError: stage s is not on rank s modulo the number of ranks, or ranks have different numbers of stages.
@@ -73,4 +73,5 @@ def computes(plan: Plan, schedule: Schedule, microbatches: int) -> list[Order]:
     return [
         [Action(*compute) for compute in schedule(number, len(ranks), len(stages), microbatches)]
         for number, stages in enumerate(ranks)
+        if which is None or number in which
     ]

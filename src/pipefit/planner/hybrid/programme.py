@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.grids import Sharding
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.takes import Take
+from pipefit.planner.hybrid.takes import Indices, Take
 
 Floats = NDArray[np.float64]
 
@@ -44,12 +45,23 @@ class Cost(NamedTuple):
     add: Floats | None = None
 
 
+class Way(NamedTuple):
+    """How a stage saves memory: what its replicas divide, and whether it keeps its inputs alone and runs again."""
+
+    shard: Sharding = "none"
+    again: bool = False
+
+
+WHOLE = Way()
+
+
 class Placed(NamedTuple):
-    """A stage of the best plan."""
+    """A stage of the best plan, and how it saves memory."""
 
     start: int
     stop: int
     choice: Choice
+    way: Way = WHOLE
 
 
 Costs = Callable[[int, Choice], Cost]  # of a stage with so many stages behind it and itself
@@ -92,10 +104,11 @@ class Programme:
         for choice in self._choices:
             head, add = self._cost(stages, choice)
             rest, best = behind[choice.degree], found[choice.degree]
-            before, after = choice.take.before, choice.take.after
-            stops = np.flatnonzero((head < np.inf).any(axis=0) & (rest[:, before] < np.inf).any(axis=1))
+            before, after = _reached(rest, choice.take)
+            allowed = head < np.inf
+            stops = np.flatnonzero(allowed.any(axis=0) & (rest[:, before] < np.inf).any(axis=1))
             for stop in stops:
-                starts = np.flatnonzero(head[:stop, stop] < np.inf)
+                starts = np.flatnonzero(allowed[:stop, stop])
                 first, last = int(starts[0]), int(starts[-1]) + 1
                 here = rest[stop, before][None, :]
                 if add is not None:
@@ -148,3 +161,16 @@ class Programme:
             row, column = np.unravel_index(int(values.argmin()), values.shape)
             found.append((float(values[row, column]), start + 1 + int(row), int(before[column]), choice))
         return found
+
+
+def _reached(rest: Floats, take: Take) -> tuple[Indices | slice, Indices | slice]:
+    """The states before and after a stage takes devices, of those that stages behind it can have left."""
+    there = np.isfinite(rest.min(axis=0))[take.before]
+    return _run(take.before[there]), _run(take.after[there])
+
+
+def _run(states: Indices) -> Indices | slice:
+    """States in a row as a slice, which is no copy."""
+    if len(states) and states[-1] - states[0] == len(states) - 1 and (np.diff(states) == 1).all():
+        return slice(int(states[0]), int(states[-1]) + 1)
+    return states

@@ -1,24 +1,32 @@
 """The best plans whose stages may be on grids of devices: the leanest one, and the fastest that fits.
 
 Every cut between blocks, every number of stages and every degree of every stage is considered, on every choice of
-devices (`hybrid.takes`). The peak is the closed form's, which is the simulator's to the byte. Seconds are estimates,
-which leave out what messages take; whoever needs true ones simulates.
+devices (`hybrid.takes`), and everything that replicas may divide (ZeRO). The peak is the closed form's, which is the
+simulator's to the byte. Where replicas divide state, a bound stands in its place (`hybrid.divided`) until a plan has
+such a stage; its program is then read, and the search is repeated with what that says. So the last plan is as good as
+any, unless a limit of work comes first. Seconds are estimates, which leave out what messages take, and say of sums that
+begin in a backward that they run beside it; whoever needs true ones simulates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost.collectives import Ring
+from pipefit.decisions import Decision, Run, What
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
+from pipefit.grids import Sharding
 from pipefit.planner.degrees import SINGLE, Degree
+from pipefit.planner.hybrid.divided import BUCKETS
 from pipefit.planner.hybrid.placing import grids_of
-from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme
-from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts, sum_seconds
+from pipefit.planner.hybrid.programme import Choice, Cost, Costs, Floats, Placed, Programme, Way
+from pipefit.planner.hybrid.reading import Reader
+from pipefit.planner.hybrid.tables import DegreeTables, barred_cuts
 from pipefit.planner.hybrid.takes import States
 from pipefit.planner.question import DeviceClass, Question, Split
 from pipefit.texts import counted
@@ -26,18 +34,23 @@ from pipefit.texts import counted
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
 _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
+_WORK = 20_000_000  # candidate stages that are compared again with what was read of others
+_TIMES = 6  # that plans are looked for which turn out to fit
 
 
 class Hybrid(NamedTuple):
-    """A plan of the search: its split, what was minimised, how many candidate stages were compared, and its stages."""
+    """A plan of the search: its split, what was minimised, how many candidate stages were compared, and its stages. No
+    plan has a value below the `bound`.
+    """
 
     split: Split
     value: float
     evaluated: int
     stages: tuple[Placed, ...]
+    bound: float = 0.0
 
 
-def searches(question: Question) -> list[Search]:
+def searches(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> list[Search]:
     """The searches over a question: one, or one for all degrees in which devices have the same parts of parameters that
     stages may share, since these have to hold the same part.
     """
@@ -45,22 +58,76 @@ def searches(question: Question) -> list[Search]:
     for degree in question.degrees:
         forms = tuple(one.form for one in question.measured(degree).shared)
         alike.setdefault((degree.tensor, forms) if forms else None, []).append(degree)
-    return [Search(question)] if len(alike) == 1 else [Search(question, degrees) for degrees in alike.values()]
+    return [Search(question, degrees, shards, again=again) for degrees in alike.values()]
+
+
+def candidates(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> int:
+    """How many stages are compared by a search, each in all ways to save memory."""
+    every = searches(question, shards, again=again)
+    return sum(one.candidates for one in every)
 
 
 def leanest(question: Question) -> Hybrid:
     """The plan with the lowest peak; among those, the one of the fewest estimated seconds.
 
-    The value is in bytes, or a share of budgets that differ.
+    The value is in bytes, or a share of budgets that differ. The bound is as high, unless a limit of work has ended the
+    search.
     """
-    level, search = min(((min(one.lowest()), one) for one in searches(question)), key=lambda found: found[0])
-    return search.fastest(level)[0]._replace(value=level)
+    every, best = searches(question, question.shards), list[Hybrid]()
+    levels = [min(one.lowest()) for one in every]
+    for _ in range(1 + _WORK // candidates(question, question.shards)):
+        level, number = min((level, number) for number, level in enumerate(levels))
+        found = every[number].fastest(level)[0]
+        best.append(found._replace(value=every[number].value(found)))
+        if best[-1].value <= level:
+            break
+        levels[number] = min(every[number].lowest())
+    found = min(reversed(best), key=lambda one: one.value)
+    return found._replace(bound=min(found.value, *levels))
 
 
-def fastest(question: Question, most: int) -> list[Hybrid]:
-    """Plans that fit: for up to `most` numbers of stages the one of the fewest estimated seconds, the fastest first."""
-    found = [one for search in searches(question) for one in search.fastest(budget_level(question))]
+def lowest_peak(question: Question) -> float:
+    """What the peak of no plan is below, in bytes or as a share: where nothing is divided, what the best plan has."""
+    return min(min(one.lowest()) for one in searches(question, question.shards))
+
+
+def fastest(
+    question: Question, most: int, shards: Sequence[Sharding], at_most: float = _INFINITE, *, again: bool = False
+) -> list[Hybrid]:
+    """Plans that fit, whose replicas divide one of `shards`: for up to `most` numbers of stages the one of the fewest
+    estimated seconds, if these are no more than `at_most`; the fastest first. Stages may keep their inputs alone if
+    they may run `again`.
+
+    Where state is divided, those that a few searches find.
+    """
+    level, found = budget_level(question), list[Hybrid]()
+    for search in searches(question, shards, again=again):
+        found += _fitting(search, level, at_most, most)
     return sorted(found, key=lambda one: one.value)[:most]
+
+
+def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hybrid]:
+    """Up to `most` plans that take no longer than `at_most` seconds and whose stages stay within a level."""
+    search.expects = True
+    for _ in range(1 + min(_TIMES, _WORK // search.candidates)):
+        tried = search.fastest(level, at_most)[:most]
+        fit = [one for one in tried if search.value(one) <= level]
+        if fit[:1] == tried[:1]:
+            return fit
+    return fit
+
+
+def repeated(question: Question, found: Hybrid) -> tuple[Decision, ...]:
+    """The decisions of a plan: which of its stages run again, for all microbatches."""
+    return tuple(
+        Decision(
+            stage=number,
+            subject=Run(start=question.edges[one.start], stop=question.edges[one.stop]),
+            what=What.RECOMPUTE,
+        )
+        for number, one in enumerate(found.stages)
+        if one.way.again
+    )
 
 
 def budget_level(question: Question) -> float:
@@ -87,14 +154,28 @@ def least_seconds(question: Question) -> float:
 class Search:
     """The choices of a question, of all degrees or of some, and the programmes over them."""
 
-    def __init__(self, question: Question, degrees: Sequence[Degree] | None = None) -> None:
-        self.question, degrees = question, degrees or question.degrees
+    def __init__(
+        self,
+        question: Question,
+        degrees: Sequence[Degree] | None = None,
+        shards: Sequence[Sharding] = ("none",),
+        *,
+        again: bool = False,
+    ) -> None:
+        self.question, degrees, self.shards, self.again = question, degrees or question.degrees, shards, again
         self.classes = sorted(question.classes, key=lambda one: one.memory_bytes)
         self.states = States([len(one.devices) for one in self.classes])
         self.tables = {degree: DegreeTables(question, degree) for degree in degrees}
         self.choices = [Choice(degree, take) for degree in degrees for take in self.states.takes(degree.devices)]
         self.barred = barred_cuts(question, self.tables)
-        self._times: dict[tuple[Degree, int], tuple[Floats, Floats]] = {}
+        self.expects = False  # other stages to be as far above their bounds as those that were read
+        self._reader = Reader(question)
+        self._times: dict[tuple[Degree, int, Way], tuple[Floats, Floats]] = {}
+
+    def ways(self, degree: Degree) -> list[Way]:
+        """How a stage of this degree may save memory."""
+        shards = self.shards if degree.data > 1 else ("none",)
+        return [Way(shard, again) for again in ((False, True) if self.again else (False,)) for shard in shards]
 
     @property
     def counts(self) -> range:
@@ -119,25 +200,57 @@ class Search:
             )
         return self._made(programme.best(count), value)
 
-    def fastest(self, level: float) -> list[Hybrid]:
+    def fastest(self, level: float, at_most: float = _INFINITE) -> list[Hybrid]:
         """The fastest plans whose stages stay within a level, for each number of stages the best one that is no slower
-        than the best of few stages.
+        than the best of few stages, and than `at_most` seconds.
         """
-        few = self.programme(lambda left, choice: self._within(left, choice, level), most=_FEW)
+        few = self.programme(lambda left, choice: self._within(left, choice, level, at_most), most=_FEW)
         most = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
-        programme = self.programme(lambda left, choice: self._within(left, choice, level, most * _ROUNDING))
+        most = min(most * _ROUNDING, at_most)
+        programme = self.programme(lambda left, choice: self._within(left, choice, level, most))
         values = {count: programme.values[count - 1] for count in self.counts}
         found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
-        return [self._made(programme.best(count), value) for value, count in found]
+        return [self._made(programme.best(count), value, level) for value, count in found]
 
-    def _made(self, stages: tuple[Placed, ...], value: float) -> Hybrid:
+    def _made(self, stages: tuple[Placed, ...], value: float, level: float = _INFINITE) -> Hybrid:
+        left = range(len(stages), 0, -1)
+        stages = tuple(one._replace(way=self._way(n, one, level)) for n, one in zip(left, stages, strict=True))
         return Hybrid(self.split(stages), value, self.evaluated, stages)
+
+    def _way(self, left: int, one: Placed, level: float) -> Way:
+        """How a stage saves memory for the fewest seconds within a level."""
+
+        def seconds(way: Way) -> float:
+            within = self.shares(left, one.choice, way)[one.start, one.stop] <= level
+            return float(self.seconds(one.choice, way)[0][one.start, one.stop]) if within else _INFINITE
+
+        return min(self.ways(one.choice.degree), key=seconds)
+
+    def value(self, found: Hybrid) -> float:
+        """The highest peak of a plan's stages, in bytes or as a share; those that are not known are read."""
+        left = range(len(found.stages), 0, -1)
+        known = [
+            self.tables[one.choice.degree].read(n, one.way, one.start, one.stop)
+            for n, one in zip(left, found.stages, strict=True)
+        ]
+        numbers = [number for number, nbytes in enumerate(known) if nbytes is None]
+        decisions = repeated(self.question, found)
+        for number, nbytes in zip(numbers, self._reader.peaks(found.split, numbers, decisions), strict=True):
+            one, known[number] = found.stages[number], nbytes
+            tables = self.tables[one.choice.degree]
+            tables.take(left[number], one.way, one.start, one.stop, nbytes, expects=self.expects)
+        return max((nbytes or 0) / self._unit(one.choice) for nbytes, one in zip(known, found.stages, strict=True))
 
     @property
     def evaluated(self) -> int:
         """The candidate stages: ranges of blocks at every place, of every degree, on all choices of devices."""
         blocks = self.question.blocks
         return blocks * (blocks + 1) // 2 * self.counts[-1] * len(self.choices)
+
+    @property
+    def candidates(self) -> int:
+        """The same, each in all ways to save memory."""
+        return self.evaluated * len(self.ways(max(self.tables)))
 
     def programme(self, cost: Costs, most: int | None = None) -> Programme:
         """The tables for all numbers of stages, or for up to `most`, by these costs."""
@@ -157,27 +270,39 @@ class Search:
         """What peaks are divided by: the smallest budget of a stage's devices, if budgets differ."""
         return 1 if self.question.equal_budgets else self.classes[choice.take.lowest].memory_bytes
 
-    def shares(self, left: int, choice: Choice) -> Floats:
-        """The peak of a stage, as a share of its devices' budgets where they differ."""
-        return self.tables[choice.degree].peaks(left) / self._unit(choice)
+    def shares(self, left: int, choice: Choice, way: Way | None = None) -> Floats:
+        """The peak of a stage, as a share of its devices' budgets where they differ; the lowest of all ways to save
+        memory unless one is given.
+        """
+        ways = self.ways(choice.degree) if way is None else (way,)
+        peaks: Floats = np.minimum.reduce([self.tables[choice.degree].peaks(left, one) for one in ways])
+        return peaks / self._unit(choice)
 
     def _within(self, left: int, choice: Choice, level: float, most: float = _INFINITE) -> Cost:
-        """The seconds of a stage, if its peak is within the level, and if they are no more than `most`."""
-        head, add = self.seconds(choice)
-        return Cost(np.where((self.shares(left, choice) <= level) & (head <= most), head, _INFINITE), add)
+        """The seconds of a stage, if its peak is within the level, and if they are no more than `most`: those of the
+        fastest way to save memory.
+        """
+        found = list[tuple[Floats, Floats]]()
+        for way in self.ways(choice.degree):
+            head, add = self.seconds(choice, way)
+            found.append((np.where((self.shares(left, choice, way) <= level) & (head <= most), head, _INFINITE), add))
+        best, each = found[0]
+        for head, add in found[1:]:
+            best, each = np.minimum(head, best), np.where(head < best, add, each)
+        return Cost(best, each)
 
-    def seconds(self, choice: Choice) -> tuple[Floats, Floats]:
+    def seconds(self, choice: Choice, way: Way | None = None) -> tuple[Floats, Floats]:
         """The seconds of all microbatches and the end of a step, and those of a microbatch."""
-        key = choice.degree, choice.take.lowest
+        way = way or self.ways(choice.degree)[0]
+        key = choice.degree, choice.take.lowest, way
         if key not in self._times:
             classes = [self.classes[number] for number in self.states.classes(choice.take)]
             tables, kinds = self.tables[choice.degree], [self._kind(one) for one in classes]
             devices = [device for one in classes for device in one.devices]
             (shards, replicas), cluster = choice.degree.rings(devices), self.question.cluster
-            passes = (tables.seconds(kind, Ring.of(cluster, shards)) for kind in kinds)
+            passes = (tables.seconds(kind, Ring.of(cluster, shards), again=way.again) for kind in kinds)
             times = [np.maximum.reduce(parts) for parts in zip(*passes, strict=True)]
-            each, update = times[0] + times[1], times[2]
-            end = update + sum_seconds(Ring.of(cluster, replicas), tables.gradients)
+            each, end = tables.divided_seconds(times[0] + times[1], times[2], Ring.of(cluster, replicas), way.shard)
             self._times[key] = self.question.training.microbatches * each + end, each
         return self._times[key]
 
@@ -198,4 +323,8 @@ class Search:
         hosts = [device.host for device in self.question.cluster.devices]
         free = [list(one.devices) for one in self.classes]
         grids = grids_of([(one.choice.degree, one.choice.take.lowest) for one in stages], free, hosts)
+        grids = tuple(
+            replace(grid, shard=one.way.shard, buckets=BUCKETS[one.way.shard])
+            for grid, one in zip(grids, stages, strict=True)
+        )
         return Split(edges, tuple(grid.devices[0] for grid in grids), grids)

@@ -8,21 +8,24 @@ blocks from i to j - 1; infinity where a stage of this degree cannot hold them.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost.collectives import Ring
 from pipefit.cost.time import layer_seconds
 from pipefit.devices import DeviceKind
 from pipefit.errors import UsageError
+from pipefit.grids import Sharding
 from pipefit.layer_costs import Value
 from pipefit.planner.closed_forms.bands import Band, stage_peak
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.planner.closed_forms.surroundings import Surroundings, surroundings
 from pipefit.planner.degrees import Degree
-from pipefit.planner.hybrid.programme import Allowed, Floats
+from pipefit.planner.hybrid.divided import least
+from pipefit.planner.hybrid.programme import WHOLE, Allowed, Floats, Way
 from pipefit.planner.prices import ranges
 from pipefit.planner.question import Question
 from pipefit.profiles import Measurement
@@ -44,19 +47,56 @@ class DegreeTables:
     def __init__(self, question: Question, degree: Degree) -> None:
         self.question, self.degree = question, degree
         self.measurement = question.measured(degree)
-        self._peaks: dict[tuple[Surroundings, ...], Floats] = {}
+        self._peaks: dict[tuple[tuple[Surroundings, ...], Way], Floats] = {}
+        self._read: dict[tuple[tuple[Surroundings, ...], Way], dict[tuple[int, int], float]] = {}
+        self._least: dict[Sharding, tuple[Band, ...]] = {}
+        self._bars: dict[Way, Floats] = {}
+        self._expected: dict[Way, float] = {}  # how many times their bounds peaks are
 
-    def peaks(self, stages_left: int) -> Floats:
-        """The peak of a device, as a stage with so many stages from itself to the last one."""
-        how, again = self.question.training, self.question.options.recompute
-        met = surroundings(how.schedule, 0, stages_left, how.microbatches, again, versions=how.versions)
-        if met not in self._peaks:
-            self._peaks[met] = self.barred + self._square(stage_peak(self._band, met).astype(float))
-        return self._peaks[met]
+    def peaks(self, stages_left: int, way: Way = WHOLE) -> Floats:
+        """The peak of a device, as a stage with so many stages from itself to the last one; of replicas that divide
+        state, what was read of their programs, or no more than that.
+        """
+        met = self._met(stages_left, way)
+        if way.shard != "none":
+            return self._peaks_divided(met, way)
+        if (met, way) not in self._peaks:
+            self._peaks[met, way] = self._barred(way) + self._square(stage_peak(self._band, met).astype(float))
+        return self._peaks[met, way]
 
-    def seconds(self, kind: DeviceKind, ring: Ring | None = None) -> Passes:
+    def _peaks_divided(self, met: tuple[Surroundings, ...], way: Way) -> Floats:
+        """The peaks of replicas that divide state. They are made anew each time, as all of them would be many bytes."""
+        if way.shard not in self._least:
+            data = self.degree.data
+            self._least[way.shard] = least(self._band, self.measurement, self.question.edges, data, way.shard)
+        rows = np.maximum.reduce([stage_peak(band, met) for band in self._least[way.shard]]).astype(float)
+        found = self._expected.get(way, 1.0) * self._square(rows) + self._barred(way)
+        for (start, stop), nbytes in self._read.get((met, way), {}).items():
+            found[start, stop] = nbytes
+        return found
+
+    def read(self, stages_left: int, way: Way, start: int, stop: int) -> float | None:
+        """The peak of the fullest replica of a stage of these blocks, if that has been read; else it is a bound."""
+        if way.shard == "none":
+            return float(self.peaks(stages_left, way)[start, stop])
+        return self._read.get((self._met(stages_left, way), way), {}).get((start, stop))
+
+    def take(self, stages_left: int, way: Way, start: int, stop: int, nbytes: float, *, expects: bool = False) -> None:
+        """Take the peak of the fullest replica of a stage of these blocks into the tables. If it `expects` that, all
+        others are as far above their bounds.
+        """
+        bound = float(self.peaks(stages_left, way)[start, stop])
+        self._read.setdefault((self._met(stages_left, way), way), {})[start, stop] = nbytes
+        if expects and bound < nbytes < np.inf:
+            self._expected[way] = self._expected.get(way, 1.0) * nbytes / bound
+
+    def _met(self, stages_left: int, way: Way) -> tuple[Surroundings, ...]:
+        how, again = self.question.training, "always" if way.again else self.question.options.recompute
+        return surroundings(how.schedule, 0, stages_left, how.microbatches, again, versions=how.versions)
+
+    def seconds(self, kind: DeviceKind, ring: Ring | None = None, *, again: bool = False) -> Passes:
         """Forward, backward and update of a microbatch on a device of this kind, each a table; with what shards do
-        together around a ring.
+        together around a ring, and a second forward before the backward if it runs `again`.
         """
         of_layers = layer_seconds(self.measurement, kind, self.question.training.dtype, ring)
         edges = np.array(self.question.edges)
@@ -64,13 +104,30 @@ class DegreeTables:
         forward, backward, update = (
             ranges(np.concatenate(([0.0], np.cumsum(times)))[edges]) for times in zip(*of_layers, strict=True)
         )
-        again = self.question.options.recompute != "never"
+        again = again or self.question.options.recompute != "never"
         return Passes(forward, backward + forward * again, update)
+
+    def divided_seconds(self, each: Floats, update: Floats, ring: Ring, shard: Sharding) -> tuple[Floats, Floats]:
+        """The seconds of a microbatch and of the end of a step, of replicas around a ring that divide state: sums for
+        owners, and what owners bring to the others, run beside the passes if these are divided.
+        """
+        sums, brought = sum_seconds(ring, self.gradients), sum_seconds(ring, self.parameters) / 2
+        if shard == "none":
+            return each, update + sums
+        end = update / self.degree.data + sums / 2 + brought
+        exchanged = {"optimizer": 0.0 * sums, "gradients": sums / 2, "parameters": sums / 2 + 2 * brought}[shard]
+        return np.maximum(each, exchanged), end
 
     @cached_property
     def gradients(self) -> Floats:
         """Bytes of gradients that replicas add up."""
         return ranges(self._ranges.gradients[np.array(self.question.edges)].astype(float))
+
+    @cached_property
+    def parameters(self) -> Floats:
+        """Bytes of parameters, which owners bring to the other replicas where these divide state."""
+        every = [0.0, *accumulate(float(cost.parameter_bytes) for cost in self.measurement.costs)]
+        return ranges(np.array(every)[np.array(self.question.edges)])
 
     @cached_property
     def _ranges(self) -> Ranges:
@@ -83,12 +140,16 @@ class DegreeTables:
 
     def _square(self, rows: Floats) -> Floats:
         """A table out of rows by width."""
-        count = self.question.blocks
-        found = np.full((count, count + 1), np.inf)
-        for row, values in enumerate(rows):
-            starts = np.arange(count - row)
-            found[starts, starts + row + 1] = values[: count - row]
+        found = np.full((self.question.blocks, self.question.blocks + 1), np.inf)
+        starts, stops = self._ends
+        found[starts, stops] = rows[stops - starts - 1, starts]
         return found
+
+    @cached_property
+    def _ends(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The first block of every range, and the one behind its last."""
+        starts, last = np.triu_indices(self.question.blocks)
+        return starts, last + 1
 
     @cached_property
     def barred(self) -> Floats:
@@ -97,6 +158,28 @@ class DegreeTables:
         fed_back = [float(any(cost.fed_back for cost in costs[a:b])) for a, b in pairwise(edges)]
         held = ranges(np.concatenate(([0.0], np.cumsum(fed_back))))
         found: Floats = np.where((held > 0) & (self.degree.data > 1), np.inf, 0.0)
+        return found
+
+    def _barred(self, way: Way) -> Floats:
+        """The same of stages that save memory: gradients of a parameter that other stages share stay on all replicas,
+        and some layers cannot run twice.
+        """
+        if way not in self._bars:
+            self._bars[way] = self._bars_of(way)
+        return self._bars[way]
+
+    def _bars_of(self, way: Way) -> Floats:
+        found, edges = self.barred.copy(), np.array(self.question.edges)
+        starts, stops = edges[:-1, None], edges[None, :]
+        if way.again:
+            once = [float(bool(cost.unrepeatable)) for cost in self.measurement.costs]
+            once[-1] += float(bool(self.measurement.loss.unrepeatable))
+            found[ranges(np.array([0.0, *accumulate(once)])[edges]) > 0] = np.inf
+        for shared in self.measurement.shared if way.shard in ("gradients", "parameters") else ():
+            users = np.array(shared.users)[:, None, None]
+            inside = (starts <= users) & (users < stops)
+            if shared.gradient_bytes:
+                found[inside.any(axis=0) & ~inside.all(axis=0)] = np.inf
         return found
 
 

@@ -1,0 +1,178 @@
+"""What replicas divide, as planners choose it, against every plan there is, of which the simulator says the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise, permutations, product
+from random import Random
+
+import pytest
+
+from made_up import AMPLE, devices, heavy, hostile, plain, skewed
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Sharding, Stage
+from pipefit.planner import plan
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+from slice_sizes import sized
+
+BUCKETS: dict[Sharding, int] = {"none": 1, "optimizer": 1, "gradients": 4, "parameters": 4}
+SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
+
+
+def every_plan(
+    profile: ModelProfile, cluster: Cluster, how: Training, recompute: Recompute = "never"
+) -> Iterator[Plan]:
+    """All cuts, replicas of every stage, and all that they may divide, on devices in their order."""
+    layers, most = len(profile.layers), len(cluster.devices)
+    sizes = {one.microbatch_size for one in profile.measurements}
+    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
+    stages = [(degree, shard) for degree in degrees for shard in BUCKETS if degree > 1 or shard == "none"]
+    for count in range(1, min(layers, most) + 1):
+        for cuts, chosen in product(combinations(range(1, layers), count - 1), product(stages, repeat=count)):
+            if sum(degree for degree, _ in chosen) <= most:
+                yield _written(profile, cluster, how, (0, *cuts, layers), chosen, recompute)
+
+
+def _written(
+    profile: ModelProfile,
+    cluster: Cluster,
+    how: Training,
+    edges: tuple[int, ...],
+    chosen: tuple[tuple[int, Sharding], ...],
+    recompute: Recompute,
+) -> Plan:
+    firsts = [0, *accumulate(degree for degree, _ in chosen)]
+    stages = tuple(
+        Stage(
+            start=start,
+            stop=stop,
+            grid=Grid(devices=tuple(range(first, last)), data=degree, shard=shard, buckets=BUCKETS[shard]),
+        )
+        for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
+    )
+    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
+
+
+def simulated(plans: Iterator[Plan]) -> Iterator[Simulation]:
+    """Those that can be carried out."""
+    for one in plans:
+        try:
+            found = Simulation(one)
+            assert found.peak_bytes
+        except UsageError:
+            continue
+        yield found
+
+
+def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:
+    """The highest peak of a plan; of budgets that differ, the lowest highest share on any choice of devices."""
+    peaks = [max(found.peak_bytes[device] for device in stage.devices) for stage in found.plan.stages]
+    if len(set(budgets)) == 1:
+        return max(peaks)
+    ends = [0, *accumulate(stage.grid.data for stage in found.plan.stages)]
+    return min(
+        max(peak / min(order[a:b]) for peak, (a, b) in zip(peaks, pairwise(ends), strict=True))
+        for order in set(permutations(budgets, ends[-1]))
+    )
+
+
+def check(seed: int) -> None:
+    rng = Random(seed)
+    size, count = rng.choice((2, 4, 6)), rng.randrange(1, 4)
+    profile = sized(rng.choice((plain, hostile, skewed))(rng, count), size, size // 2, *([1] if size == 4 else []))
+    sizes = [rng.choice((300, 500, 500, 900)) for _ in range(rng.randrange(2, 5))]
+    cluster = devices(*(sizes if rng.random() < 0.5 else [AMPLE] * len(sizes)))
+    how = Training(batch_size=size * 3, microbatches=3, schedule=rng.choice(SCHEDULES))
+    recompute = rng.choice((*RECOMPUTE, "never", "never"))
+    made = plan(profile, cluster, how, objective="peak", recompute=recompute, allow_infeasible=True)
+    every = [lowest(one, cluster.budgets) for one in simulated(every_plan(profile, cluster, how, recompute))]
+    assert made.provenance and made.prediction
+    assert made.provenance.value == made.provenance.bound == min(every)
+    assert made.prediction.peak_bytes == Simulation(made).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
+    """Cuts, replicas, what they divide and devices of several sizes: the lowest peak of all that there are."""
+    check(seed)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("seed", range(6, 206))
+def test_no_plan_of_many_has_a_lower_peak_whatever_its_replicas_divide(seed: int) -> None:
+    """The same of two hundred more."""
+    check(seed)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_peaks_that_few_microbatches_show_are_those_of_all(stages: int) -> None:
+    """Of a step of twenty microbatches under 1F1B, in which the last stage keeps as many losses."""
+    profile = sized(heavy(4, times=3), 2, 1)
+    how = Training(batch_size=40, microbatches=20)
+    made = plan(profile, devices(*[AMPLE] * 4), how, objective="peak", stages=stages, data=2, shard="parameters")
+    assert made.provenance and made.prediction
+    assert made.provenance.value == max(Simulation(made).peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_fastest_plan_that_fits_may_divide_state(seed: int) -> None:
+    """Where no whole replicas fit. The bound holds for every plan that fits, and no pin is faster by a hundredth."""
+    rng = Random(seed)
+    profile, how = sized(plain(rng, 3), 4, 2), Training(batch_size=12, microbatches=3)
+    ample = devices(*[AMPLE] * 3)
+    peaks = {shard: plan(profile, ample, how, objective="peak", shard=shard).provenance for shard in ("none", None)}
+    budget = sum(int(made.value) for made in peaks.values() if made) // 2
+    cluster = devices(*[budget] * 3)
+    made = plan(profile, cluster, how)
+    assert made.provenance and made.provenance.bound is not None and made.prediction
+    assert max(Simulation(made).peak_bytes) <= budget
+    fit = [one for one in simulated(every_plan(profile, cluster, how)) if max(one.peak_bytes) <= budget]
+    assert made.provenance.bound <= min((one.step_seconds[-1] for one in fit), default=made.provenance.bound) * (
+        1 + 1e-9
+    )
+    for shard in BUCKETS:
+        pinned = plan(profile, cluster, how, shard=shard, allow_infeasible=True)
+        assert pinned.prediction
+        if max(pinned.prediction.peak_bytes) <= budget:
+            assert made.prediction.step_seconds <= pinned.prediction.step_seconds * 1.0101
+
+
+@pytest.mark.parametrize("planner", ["joint", "exact", "capture", "alpa", "uniform", "time"])
+def test_every_planner_gives_replicas_what_they_are_asked_to_divide(planner: str) -> None:
+    """In as many buckets as planners make, or more under joint; and says what whole replicas would need."""
+    profile, cluster = sized(plain(Random(1), 5), 4, 2), devices(*[AMPLE] * 5)
+    for shard, buckets in BUCKETS.items():
+        made = plan(profile, cluster, batch_size=8, microbatch_size=4, planner=planner, stages=2, data=2, shard=shard)
+        assert {stage.grid.shard for stage in made.stages} == {shard}
+        assert {stage.grid.buckets for stage in made.stages} == {buckets} or planner == "joint"
+        assert made.prediction and made.prediction.peak_bytes == Simulation(made).peak_bytes
+        grids = (replace(stage.grid, shard="none") for stage in made.stages)
+        stages = tuple(replace(stage, grid=grid) for stage, grid in zip(made.stages, grids, strict=True))
+        peaks = Simulation(replace(made, stages=stages)).peak_bytes
+        said = f"device {peaks.index(max(peaks))} would need {max(peaks)} B"
+        assert (said in " ".join(made.provenance.remarks if made.provenance else ())) == (shard != "none")
+
+
+def test_there_have_to_be_replicas_that_divide() -> None:
+    """Where no stage can have two, and under schedules that never flush."""
+    profile, cluster = sized(plain(Random(1), 3), 4, 2), devices(*[AMPLE] * 4)
+    for planner in ("joint", "exact", "uniform"):
+        with pytest.raises(UsageError, match="divide parameters, and with microbatches of 2 samples no stage can have"):
+            plan(profile, cluster, batch_size=4, microbatch_size=2, planner=planner, shard="parameters")
+        with pytest.raises(UsageError, match="schedule pipedream updates with microbatches in flight"):
+            plan(
+                profile,
+                cluster,
+                batch_size=8,
+                microbatch_size=4,
+                planner=planner,
+                shard="optimizer",
+                schedule="pipedream",
+            )
