@@ -19,6 +19,7 @@ from pipefit.sharding.forms import join, take
 from pipefit.sharding.rules import products
 from pipefit.sharding.rules.products import with_bias
 from pipefit.zoo import build
+from pipefit.zoo.huggingface import hf
 from sharded import CHEAP
 
 Broken = Callable[[pytest.MonkeyPatch], None]
@@ -142,6 +143,27 @@ def test_short_sequences_show_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     no_sum_backward(monkeypatch)
     with pytest.raises(UsageError, match=r"sequences of 8 instead of 20 positions and without dropout"):
         compare_blocks(sharded, values, targets, free_bytes=1 << 33, longest=0.0)
+
+
+WIDE = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 260, "num_attention_heads": 4}
+WIDE |= {"vocab_size": 500, "max_position_embeddings": 40, "sequence": 40}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_embd": 96, "n_head": 4, "vocab_size": 500, "n_positions": 40},
+    "llama": {**WIDE, "num_key_value_heads": 2},
+    "bert": WIDE,
+    "t5": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 96, "d_kv": 24, "d_ff": 260, "vocab_size": 500},
+    "mixtral": {**WIDE, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize("longest", [100.0, 0.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_transformers_agree_in_full_and_cut_short(family: str, longest: float) -> None:
+    """Masks, tables of positions, pairs of positions and experts of tokens have other sizes then."""
+    pytest.importorskip("transformers")
+    found = compare(hf(family, **FAMILIES[family]), longest=longest)
+    assert found.blocks > 2 and not found.left_out and found.apart < 1e-9
 
 
 def test_layers_by_hand_take_shorter_batches_as_they_are() -> None:

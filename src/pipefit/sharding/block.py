@@ -113,7 +113,7 @@ class Block:
 
     def _of_rank(self, group: Collectives, values: Values) -> Made:
         stage = self.divided.stage
-        tensors = stage.tensors(group.rank, lambda tensor: self.drawn.get(id(tensor), self._widened(tensor)))
+        tensors = stage.tensors(group.rank, self._of_whole)
         *layers, loss = stage.layers(group, (*self.block, self.block.stop), tensors)
 
         def lost(found: Values, form: Form) -> Tensor:
@@ -123,6 +123,11 @@ class Block:
             return as_values(short.outputs((*found, *map(self._widened, self.targets))), "the loss")[0].reshape(())
 
         return self._run(layers, lost, values, Form())
+
+    def _of_whole(self, tensor: Tensor) -> Tensor:
+        """What whole layers have in the place of a tensor of the model, or of a constant of the trace."""
+        known = self.drawn.get(id(tensor))
+        return self.size.held(self._widened(tensor)) if known is None else known
 
     def _loss(self, values: Values, form: Form) -> Tensor:
         criterion: Any = self.chain.criterion
@@ -165,7 +170,9 @@ class Block:
     def _drawn(self, tensor: Tensor, generator: torch.Generator) -> Tensor:
         """Numbers in the place of a parameter's: with a norm near 1 behind a product, and none near zero otherwise."""
         wide = self._widened(tensor)
-        if not isinstance(tensor, nn.Parameter) or not wide.is_floating_point():
+        if not isinstance(tensor, nn.Parameter):
+            return self.size.held(wide).clone()
+        if not wide.is_floating_point():
             return wide
         limit = sqrt(3 * tensor.shape[0] / max(tensor.numel(), 1)) if tensor.ndim > 1 else 0.5
         numbers = torch.empty(min(tensor.numel(), _PERIOD), dtype=wide.dtype).uniform_(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -22,16 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipefit.capture.graph_layer import GraphLayer
 from pipefit.capture.structure import Values
 
-_SHORT, _FEW = 8, 2  # positions, and samples
+_SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and most experts of a token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortening:
-    """A way to cut a batch: sequences of `length` to `short` positions, or to the first few samples; or none at all."""
+    """A way to cut a batch of so many `samples`: sequences of `length`, or without one to the first few samples; or
+    neither.
+    """
 
     length: int = 0
     samples: int = 0
-    numbers: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(values: Values, targets: Values) -> Iterator[Shortening]:
@@ -39,8 +41,7 @@ class Shortening:
         size = len(values[0])
         lengths = {value.shape[1] for value in values if value.ndim == 2 and not value.is_floating_point()}
         if len(lengths) == 1 and (length := lengths.pop()) > _SHORT:
-            pairs = {length + more: _SHORT + more for more in (-1, 0, 1)}
-            yield Shortening(length=length, numbers=pairs | {size * n: size * m for n, m in pairs.items() if size > 1})
+            yield Shortening(length=length, samples=size)
         if size > _FEW:
             yield Shortening(samples=size)
 
@@ -55,31 +56,47 @@ class Shortening:
         """A batch, cut."""
         return tuple(map(self._cut, values)), tuple(map(self._cut, targets))
 
+    def held(self, tensor: Tensor) -> Tensor:
+        """A buffer or constant, cut where it is as long as sequences: code may use it without a slice."""
+        for dim, size in enumerate(tensor.shape):
+            if self.length and size == self.length:
+                tensor = tensor.narrow(dim, 0, _SHORT)
+        return tensor
+
     def shortened(self, module: nn.Module) -> nn.Module:
         """A layer for the short batch, with the same tensors: itself where it was not traced."""
-        if not self.numbers or not isinstance(module, GraphLayer):
+        if not self.length or not isinstance(module, GraphLayer):
             return module
         made = copy.copy(module)
-        made._run = _recompiled(module.generated_code, module._run, self.numbers)
+        made._run = _recompiled(module.generated_code, module._run, self._number)
         return made
+
+    def _number(self, number: int) -> int:
+        """What a number of code becomes: one of positions, also one more or less, of a sequence or of all samples; of
+        pairs of positions, for so many heads; or of the experts of all tokens.
+        """
+        for samples, more in product((1, self.samples), (0, 1, -1)):
+            if number == samples * (self.length + more):
+                return samples * (_SHORT + more)
+        pairs, tokens = divmod(number, self.length**2), divmod(number, self.samples * self.length)
+        if not pairs[1]:
+            return pairs[0] * _SHORT**2
+        return tokens[0] * self.samples * _SHORT if not tokens[1] and tokens[0] <= _EXPERTS else number
 
     def without_draws(self) -> AbstractContextManager[object]:
         """Inside, nothing is dropped, if masks would have other sizes than their code says."""
         return _NothingDropped() if self.length else nullcontext()  # type: ignore[no-untyped-call]
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        if self.samples:
-            return tensor[:_FEW]
-        for dim, size in enumerate(tensor.shape):
-            if dim and self.length and size == self.length:
-                tensor = tensor.narrow(dim, 0, _SHORT)
-        return tensor
+        if not self.length:
+            return tensor[:_FEW] if self.samples else tensor
+        return tensor if tensor.ndim < 2 else torch.stack([self.held(one) for one in tensor])
 
 
-def _recompiled(code: str, run: Callable[..., Any], numbers: Mapping[int, int]) -> Callable[..., Any]:
+def _recompiled(code: str, run: Callable[..., Any], number: Callable[[int], int]) -> Callable[..., Any]:
     """The function of generated code with other numbers in it."""
     assert isinstance(run, FunctionType)
-    tree = ast.fix_missing_locations(_Numbers(numbers).visit(ast.parse(code)))
+    tree = ast.fix_missing_locations(_Numbers(number).visit(ast.parse(code)))
     names = dict(run.__globals__)
     exec(compile(tree, "<pipefit short layer>", "exec"), names)  # noqa: S102 -- the text is torch.fx's own
     found: Callable[..., Any] = names["forward"]
@@ -89,12 +106,12 @@ def _recompiled(code: str, run: Callable[..., Any], numbers: Mapping[int, int]) 
 class _Numbers(ast.NodeTransformer):
     """Replaces whole numbers."""
 
-    def __init__(self, numbers: Mapping[int, int]) -> None:
-        self._numbers = numbers
+    def __init__(self, number: Callable[[int], int]) -> None:
+        self._number = number
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         is_whole = isinstance(node.value, int) and not isinstance(node.value, bool)
-        return ast.Constant(self._numbers.get(node.value, node.value)) if is_whole else node  # type: ignore[arg-type]
+        return ast.Constant(self._number(node.value)) if is_whole else node  # type: ignore[arg-type]
 
 
 class _NothingDropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
