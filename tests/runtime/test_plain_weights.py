@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch.nn import functional as F
 
 from pipefit.capture import Task
 from pipefit.checkpoints import export, find, load_state_dict
+from pipefit.checkpoints.plain import load_weights
 from pipefit.errors import FileError, UsageError
 from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
 from pipefit.runtime import Trainer
+from pipefit.sharding.forms import Split
+from pipefit.sharding.shards import Shard
 from pretrained_models import PRETRAINED
 from resuming import ADAMW
 from tiny import batch_of, plan_of
@@ -161,6 +165,28 @@ def test_weights_come_from_hugging_faces_layout(tmp_path: Path) -> None:
     found = trainer.state_dict()
     assert all(torch.equal(found[name], tensor.float()) for name, tensor in tensors.items())
     assert torch.equal(found["head.weight"], tensors["embedding.weight"].float())
+
+
+def mapped(file: Path) -> int:
+    """Bytes of a file that this process has in memory."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(file))
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_a_file_is_read_by_the_slices_that_are_taken(tmp_path: Path) -> None:
+    """Nothing of it where a tensor is found, and of a tensor that ranks divide about the quarter that a rank takes."""
+    weight = torch.arange(1 << 23, dtype=torch.float32).reshape(1 << 12, -1)
+    safetensors.torch.save_file({"weight": weight, "other": weight + 1}, tmp_path / "model.safetensors")
+    found = load_weights(tmp_path / "model.safetensors", ["weight"])["weight"]
+    assert mapped(tmp_path / "model.safetensors") < weight.nbytes / 16
+    shard = Shard.of("weight", weight.shape, Split(dim=0), 1, 4)
+    assert torch.equal(shard.local(found), weight[1 << 10 : 1 << 11])
+    assert mapped(tmp_path / "model.safetensors") < weight.nbytes / 2
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
