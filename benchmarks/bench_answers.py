@@ -116,6 +116,12 @@ def load() -> float:
     return round(os.getloadavg()[0], 1)
 
 
+def write(path: Path, rows: list[Row], highest: float) -> None:
+    """Write the rows so far, with the highest load."""
+    document: dict[str, Any] = {"machine": machine() | {"load": highest}, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Print the rows; with --json write them too, and with --page put the table into the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,9 +136,8 @@ def main() -> None:
                 rows.append(measured(model, command, words, Path(folder)))
                 loads.append(load())
                 print(rows[-1], flush=True)
-    if options.json:
-        document: dict[str, Any] = {"machine": machine() | {"load": max(loads)}, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                if options.json:
+                    write(options.json, rows, max(loads))
     if options.page:
         PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), {TITLE: table(rows)}), encoding="utf-8")
 
