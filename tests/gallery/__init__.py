@@ -43,6 +43,8 @@ SAMPLE = (  # for every run of the tests: one of each family
     "resnet", "masked", "keywords", "two towers", "graph convolutions", "adversaries", "diagonal", "soft experts",
     "segments", "domains", "probe", "time major", "centring", "hf:vit",
 )  # fmt: skip
+# Of these, every run compares the bytes as well; the others take longer
+COMPARED = ("keywords", "two towers", "graph convolutions", "domains", "probe", "time major", "centring")
 CHAINS = ("strided", "skips", "time major", "encoder")  # of layers that no zoo has, for tests of other things
 
 

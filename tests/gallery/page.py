@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from gallery import FAMILIES, MODELS, SAMPLE
+from gallery import COMPARED, FAMILIES, MODELS, SAMPLE
 from gallery.model import Model
 from pipefit.capture.model import build_chain
 
@@ -26,8 +26,9 @@ the byte. What differs is named in the last column, and the tests fail when it d
 
 A `traced` model is a plain module that pipefit cuts into layers, and into blocks of them between which planners cut; a
 `chain` is written as layers, each of which is a block. Every run of the tests
-trains the {len(SAMPLE)} models in **bold**, and `make gallery` all. This page is made by `python -m gallery.page`, with
-`src` and `tests` in `PYTHONPATH`; tests hold it up to date.
+trains the {len(SAMPLE)} models in **bold** and compares the bytes of {len(COMPARED)} of them; `make gallery` does both
+with all. This page is made by `python -m gallery.page`, with `src` and `tests` in `PYTHONPATH`; tests hold it up to
+date.
 """
 HEAD = (
     "| model | form | blocks | layers | parameters | what is special | what differs |\n|---|---|---|---|---|---|---|\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gallery import FAMILIES, MODELS, SAMPLE
+from gallery import COMPARED, FAMILIES, MODELS, SAMPLE
 from gallery.page import PAGE, counts_in, render
 from gallery.plain import Step
 from gallery.plain import train as train_plainly
@@ -30,9 +30,6 @@ of_every_model = pytest.mark.parametrize(
     scope="module",
 )
 
-
-# Of half of them every run compares the bytes too, and all devices; the others take longer
-COMPARED = ("keywords", "two towers", "graph convolutions", "domains", "probe", "time major", "centring")
 
 # Sums do not depend on the number of cores
 pytestmark = pytest.mark.usefixtures("one_thread")
