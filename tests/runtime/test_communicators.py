@@ -33,6 +33,7 @@ def made(plan: Plan, device: int) -> int:
     with (
         mock.patch.object(transport.dist, "new_group", lambda members, **_: groups.append(members)),
         mock.patch.object(transport.dist, "get_rank", return_value=rank),
+        mock.patch.object(transport, "check_members"),  # there are none to talk to
         mock.patch.object(transport.Network, "warm_up"),
     ):
         transport.connect(plan, lower(plan), torch.device("cpu"), timedelta(seconds=1))
