@@ -66,7 +66,7 @@ def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan |
             steps=9,
             seed=SEED,
             numbers=False,
-            timeout_seconds=TIMEOUT,
+            timeout_seconds=TIMEOUT if fault == "stands still (SIGSTOP)" else 30,
             start_seconds=TIMEOUT if (fault, place) == ("stands still (SIGSTOP)", "start") else 60,
             saving=Saving(directory=str(folder), every=EVERY),
         )
