@@ -71,19 +71,26 @@ class InPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """What every device holds if each has the whole model and its own samples, with state divided among all of them.
+    """What each of so many `devices` holds if it has the whole model and samples of its own, with state divided among
+    all of them.
 
     An estimate: the peak of one device, less the part of its state that the others hold, and with the parameters of the
     largest block gathered where those are divided. `largest` is the largest of the microbatches looked at that fits.
     """
 
     way: str
+    devices: int
     need_bytes: int
     largest: int
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"way": self.way, "need_bytes": self.need_bytes, "largest_microbatch": self.largest}
+        return {
+            "way": self.way,
+            "devices": self.devices,
+            "need_bytes": self.need_bytes,
+            "largest_microbatch": self.largest,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

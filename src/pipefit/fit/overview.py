@@ -75,7 +75,7 @@ def overview(
         sizes=look.seen,
         reaches=reaches,
         precisions=tuple(_precisions(task, look, kernels, threads)),
-        replicated=tuple(look.replicated(len(cluster.devices))),
+        replicated=tuple(one for count in look.replicas for one in look.replicated(count)),
         filled={},
     )
     return replace(found, filled=_filled(found.limiting))
@@ -176,6 +176,11 @@ class _Look:
         """The place of the largest size up to this one, 0 if there is none."""
         return max(sum(known <= size for known in self.sizes) - 1, 0)
 
+    @property
+    def replicas(self) -> list[int]:
+        """The numbers of replicas that are looked at: several, and as many as the cluster has devices."""
+        return sorted({*_COUNTS, len(self.cluster.devices)} - {1})
+
     def replicated(self, devices: int) -> Iterator[Replicated]:
         """Every device with the whole model, and its state divided among all of them, less or more."""
         tried = [one for (count, _, how), one in sorted(self.known.items()) if count == 1 and how == "kept"]
@@ -188,6 +193,7 @@ class _Look:
             fits = [one.value for one in tried if one.need_bytes - nbytes <= one.budget_bytes]
             yield Replicated(
                 way=f"ZeRO-{number}" if number else "data parallel",
+                devices=devices,
                 need_bytes=int(tried[0].need_bytes - max(0.0, nbytes)),
                 largest=max(fits, default=0),
             )

@@ -101,16 +101,20 @@ def _precisions(overview: Overview) -> Table:
 
 
 def _replicated(overview: Overview) -> Table:
-    """A row for each way to give every device the whole model."""
-    budget, largest = overview.here.one.budget_bytes, overview.sizes[-1]
+    """A row for each way to give every device the whole model, with a column for each number of devices."""
+    found: dict[str, dict[int, Replicated]] = {}
+    for one in overview.replicated:
+        found.setdefault(one.way, {})[one.devices] = one
+    counts = sorted({one.devices for one in overview.replicated})
+    rows = tuple((way, *(_replica(own[count], overview.sizes[-1]) for count in counts)) for way, own in found.items())
+    title = "the whole model on each, by arithmetic: 1 sample (largest microbatch kept)"
+    return Table(("way", *(counted(count, "device") for count in counts)), rows, title=title)
 
-    def row(one: Replicated) -> tuple[str, ...]:
-        size = "-" if not one.largest else f"{one.largest} or more" if one.largest == largest else str(one.largest)
-        return one.way, format_bytes(one.need_bytes), f"{100 * one.need_bytes / budget:.1f} %", size
 
-    count = counted(len(overview.cluster.devices), "device")
-    title = f"the whole model on each of {count}, by arithmetic"
-    return Table(("way", "1 sample", "full", "kept"), tuple(map(row, overview.replicated)), title=title)
+def _replica(one: Replicated, largest: int) -> str:
+    """What one sample needs, and the largest microbatch; with a plus where none larger was looked at."""
+    size = f"{one.largest}{'+' * (one.largest == largest)}" if one.largest else "-"
+    return f"{format_bytes(one.need_bytes)} ({size})"
 
 
 def _limits(overview: Overview) -> str:
