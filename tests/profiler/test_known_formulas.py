@@ -67,7 +67,7 @@ def test_a_float16_block_with_flash_attention(name: str, size: tuple[int, int, i
     assert kept(name, size, "sdpa", "float16") == 34 * s * b * h + statistics(b, s) + 4 * a * s * b + SEEDS
 
 
-@pytest.mark.parametrize("precision", ["mixed-float16", "mixed-bfloat16"])
+@pytest.mark.parametrize("precision", ["mixed-float16", pytest.param("mixed-bfloat16", marks=pytest.mark.gallery)])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_block_under_autocast(name: str, size: tuple[int, int, int, int], precision: Precision) -> None:

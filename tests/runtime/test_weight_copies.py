@@ -148,7 +148,22 @@ def test_numbers_are_those_of_plain_autocast(decisions: tuple[Decision, ...]) ->
     assert same(parameters(task, plan), dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_an_evaluation_uses_the_copies_of_the_weights_as_they_are() -> None:
+    """Its loss is plain autocast's, behind a step and behind a change of a weight by hand."""
+    task, plan = mixed(), planned()
+    trainer, plain = Trainer(task, plan), task.build()
+    for step in range(2):
+        x, y = batch_of(task, plan, step)
+        trainer.step((x, y))
+        with torch.no_grad():
+            next(trainer.stages).parameters[0].mul_(1.5)
+        plain.load_state_dict(trainer.state_dict())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            wanted = [squared(plain(part), of) for part, of in zip(x.split(2), y.split(2), strict=True)]
+        assert trainer.evaluate((x, y)) == pytest.approx(float(torch.stack(wanted).mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream-2bw", marks=pytest.mark.gallery)])
 def test_every_version_has_copies_of_its_own(schedule: str) -> None:
     """Parameters are bit by bit those of forwards with separate copies, though updates come in between."""
     once, each = (planned(schedule, of=of) for of in (profiled(trained_layers), unlike(trained_layers)))
@@ -218,7 +233,7 @@ def test_copies_are_used_whatever_other_threads_do_in_between() -> None:
     assert copy.tensor.data_ptr() in {tensor.data_ptr() for tensor in saved}
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream-2bw", marks=pytest.mark.gallery)])
 def test_peaks_of_versions(schedule: str) -> None:
     """A version of the weights has its copies; they leave the device with it."""
     versions = moved(0, State(start=0, stop=2, kind="versions"), "host", ahead=1)

@@ -117,8 +117,9 @@ class Passes:
         """Run forward without a graph. Returns the outputs, or on the last stage none, and the loss is in `losses`."""
         with torch.no_grad():
             values = take(flight.values)
-            for layer in flight.layers:
-                values = layer(values)
+            for number, layer in enumerate(flight.layers, start=self.start):
+                with using(self._copied(flight, number), layer.autocast, values):
+                    values = layer(values)
             if self.losses is None:
                 return values
             self.losses[flight.microbatch].copy_(flight.loss(values, take(flight.targets)))
