@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
+from pipefit.fits import Attempt, Fit
+from pipefit.program import Program
+from pipefit.report.compare import compare
+from pipefit.report.difference import difference_of_plans
+from pipefit.report.show import describe
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
-from pipefit.tables import Table, html
+from pipefit.tables import Table, html, plain
 from pipelines import make_plan, random_profile
 
 PLAN = make_plan(random_profile(40), (20, 20), microbatches=8)
+OTHER = make_plan(random_profile(40), (10, 30), microbatches=8)
+TRACE = simulate(PLAN)
+BEST = Attempt(value=40, plan=PLAN, certified_bytes=TRACE.peak_bytes)
+FIT = Fit(grown="layers", sense="largest", best=BEST, beyond=None, tried=(BEST,), refused={})
+DOCUMENTS = [
+    PLAN, PLAN.profile, PLAN.measurement, PLAN.cluster, TRACE, lower(PLAN), FIT, compare(TRACE, TRACE),
+    difference_of_plans(PLAN, OTHER),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "document", [PLAN, PLAN.profile, simulate(PLAN), lower(PLAN)], ids=lambda one: type(one).__name__
+    "document", [one for one in DOCUMENTS if one is not PLAN.cluster], ids=lambda one: type(one).__name__
 )
 def test_a_document_is_a_line(document: object) -> None:
     """Its kind and what it is about, in one line that fits a terminal twice over."""
@@ -41,15 +55,22 @@ class Cells(HTMLParser):
         self.texts.append(data)
 
 
-def test_a_notebook_shows_a_plan_as_tables() -> None:
-    """Every cell of its tables is there, and every tag that opens closes."""
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: type(one).__name__)
+def test_a_notebook_shows_a_document_as_tables(document: Any) -> None:
+    """Every cell of the tables that `pipefit show` prints is there, and every tag that opens closes."""
     reader = Cells()
-    reader.feed(PLAN._repr_html_())
+    reader.feed(document._repr_html_())
     assert reader.open == []
-    cells = [
-        cell for block in PLAN.explanation if isinstance(block, Table) for row in block.rows for cell in row if cell
-    ]
-    assert set(cells) <= set(reader.texts)
+    tables = [block for block in describe(document) if isinstance(block, Table)]
+    assert {cell for table in tables for row in table.rows for cell in row if cell} <= set(reader.texts)
+    assert tables or isinstance(document, Program)
+
+
+@pytest.mark.parametrize("document", [PLAN, PLAN.profile, TRACE, FIT], ids=lambda one: type(one).__name__)
+def test_a_printed_document_is_what_is_shown(document: Any) -> None:
+    """In lines of 80 columns: `print` says what `pipefit show` does."""
+    assert str(document) == plain(describe(document), 80)
+    assert max(map(len, str(document).splitlines())) <= 80
 
 
 def test_names_from_outside_are_no_html() -> None:

@@ -19,6 +19,7 @@ from pipefit.errors import UsageError
 from pipefit.places import Member, MemberKind
 from pipefit.presets import preset_text
 from pipefit.presets.toml import parse_cluster
+from pipefit.tables import Shown
 from pipefit.texts import shortened
 from pipefit.units import WHOLE, format_bytes, parse_bytes
 from pipefit.validation import check_types, whole
@@ -52,7 +53,7 @@ class Tier(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(Shown):
     """Devices, hosts and links. Device and host numbers are positions in the tuples.
 
     Raises:

@@ -10,17 +10,29 @@
     └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
 
 A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
-message to stderr and exits with `exit_code`. What stops nothing but should be known is a `PipefitWarning`, given by
-`warnings.warn`; the command line prints it to stderr too.
+message to stderr and exits with `exit_code`; with `--json` it prints both to stdout too, with `found`. What stops
+nothing but should be known is a `PipefitWarning`, given by `warnings.warn`; the command line prints it to stderr too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipefit.post_mortems import PostMortem
+
 
 class PipefitError(Exception):
-    """Base class of every deliberate failure."""
+    """Base class of every deliberate failure.
+
+    `found` is what is known all the same, as plain data, such as the trace of a dry run that shows that a plan does not
+    fit.
+    """
 
     exit_code = 1
+    found: Mapping[str, Any] = MappingProxyType({})
 
 
 class UsageError(PipefitError, ValueError):
@@ -36,9 +48,13 @@ class InfeasibleError(PipefitError):
 
 
 class OutOfMemory(PipefitError):
-    """A run passed a device's cap: where, at which action, and what held the bytes."""
+    """A run passed a device's cap: where, at which action, and what held the bytes.
+
+    `post_mortem` says what was there at that moment, where it was at an action of a plan.
+    """
 
     exit_code = 4
+    post_mortem: PostMortem | None = None
 
 
 class WorkerFailed(PipefitError):

@@ -28,6 +28,7 @@ from pipefit.cluster import Cluster, parse_emulated
 from pipefit.errors import FileError, UsageError
 from pipefit.pieces import JsonText, Refusal, adapter
 from pipefit.plans import Plan
+from pipefit.post_mortems import PostMortem
 from pipefit.presets import preset_names
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
@@ -35,11 +36,12 @@ from pipefit.texts import printable
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
 from pipefit.validation import parsed, sentence
+from pipefit.writable import obstacle
 
 __all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
 
-Document = Cluster | ModelProfile | Plan | Program | Trace
-Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, Program, Trace)
+Document = Cluster | ModelProfile | Plan | PostMortem | Program | Trace
+Loaded = TypeVar("Loaded", Cluster, ModelProfile, Plan, PostMortem, Program, Trace)
 
 LARGEST_BYTES = 512 << 20
 LARGEST_TOML_BYTES = 128 << 10  # people write TOML; its parser takes a hundred times the size of a hostile text
@@ -73,6 +75,7 @@ _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
     "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
     "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
+    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out", 1),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
 }
@@ -96,7 +99,7 @@ def save_text(text: str | bytes, path: str | os.PathLike[str]) -> None:
     Raises:
         FileError: the file cannot be written.
     """
-    check_target(path)
+    _check_place(path)
     try:
         _replace(Path(os.path.realpath(path)), text.encode() if isinstance(text, str) else text)
     except OSError as error:
@@ -113,7 +116,7 @@ def dumps(document: Document) -> str:
     stored = _program_text(document) if isinstance(document, Program) else document
     kind = _KINDS[name]
     body = adapter(kind.stored).dump_python(stored, mode="python", warnings="none")
-    indent = None if name == "trace" else 1  # a trace is large, and read by programs
+    indent = None if name in ("trace", "post-mortem") else 1  # a trace is large, and read by programs
     try:
         text = json.dumps({"pipefit": name, "version": kind.version, **body}, indent=indent, allow_nan=False)
     except ValueError:
@@ -127,6 +130,18 @@ def check_target(path: str | os.PathLike[str]) -> None:
     Raises:
         FileError: its folder does not exist or cannot be written to, or `path` is a folder or a device.
     """
+    if reason := obstacle(_check_place(path).parent):
+        raise FileError(
+            f"{_named(path)} cannot be written: nothing can be made in its folder ({reason}); choose another"
+        )
+
+
+def _check_place(path: str | os.PathLike[str]) -> Path:
+    """The file that is meant, if it may be one.
+
+    Raises:
+        FileError: its folder does not exist, or `path` is a folder or a device.
+    """
     target = Path(os.path.realpath(path))
     try:
         taken = target.exists() and not target.is_file()
@@ -136,8 +151,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise FileError(f"{_named(path)} cannot be written: it is not a file; name one such as result.json")
     if not target.parent.is_dir():
         raise FileError(f"{_named(path)} cannot be written: its folder is missing; create {_named(target.parent)}")
-    if not os.access(target.parent, os.W_OK):
-        raise FileError(f"{_named(path)} cannot be written: you may not write to its folder; choose another")
+    return target
 
 
 def _replace(target: Path, content: bytes) -> None:

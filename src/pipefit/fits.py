@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal
 
 from pipefit.plans import Plan
+from pipefit.tables import Shown
 from pipefit.texts import first_to_last
 from pipefit.units import format_bytes
 
@@ -112,7 +113,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(Shown):
     """The `sense` value of what was `grown` that fits, and the next one, which does not.
 
     `beyond` is None where nothing further was allowed or where the model refused it; `refused` has its reasons.
@@ -124,6 +125,11 @@ class Fit:
     beyond: Attempt | None
     tried: tuple[Attempt, ...]  # by rising value
     refused: dict[int, str]
+
+    def __repr__(self) -> str:
+        """A line: the plans of all that was tried would be thousands."""
+        plan, value = self.best.plan, self.named(self.best.value)
+        return f"<Fit: {value} is the {self.sense} that fits, {plan.profile.model} on {plan.cluster}>"
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the shape of `pipefit fit --json`."""

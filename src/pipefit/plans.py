@@ -22,7 +22,7 @@ from pipefit.predictions import Prediction, reserves
 from pipefit.profiles import Measurement, ModelProfile, told_copies
 from pipefit.provenance import Provenance
 from pipefit.rows import Division, dimensions
-from pipefit.tables import Table, html, plain
+from pipefit.tables import Shown, Table
 from pipefit.texts import counted, numbered
 from pipefit.training import Training
 from pipefit.units import format_bytes, format_number, format_seconds
@@ -33,7 +33,7 @@ _SIZES = "parameters", "peak", "of budget", "full", ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Shown):
     """Stages in pipeline order over the devices of a cluster, and decisions about their memory.
 
     A device may hold several stages; two stages share either all of their devices or none.
@@ -237,17 +237,9 @@ class Plan:
         freed = table(self.prediction.compactions, step) if self.prediction else ()
         return [_head(self), self.stage_table, *freed, text, *paragraph(self.alternatives, step)]
 
-    def __str__(self) -> str:
-        """The explanation as text of 80 columns."""
-        return plain(self.explanation, 80)
-
     def __repr__(self) -> str:
         """A line: of what, in how many stages, on what; a plan of everything that is in it would be thousands."""
         return f"<Plan: {_head(self).splitlines()[0]}>"
-
-    def _repr_html_(self) -> str:
-        """The explanation, for notebooks."""
-        return html(self.explanation)
 
 
 def _check_decision(decision: Decision, stages: tuple[Stage, ...], cluster: Cluster) -> None:

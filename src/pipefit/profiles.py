@@ -21,6 +21,7 @@ from pipefit.fingerprints import Fingerprint
 from pipefit.kernels import KernelMemory
 from pipefit.layer_costs import LayerCost
 from pipefit.sharing import SharedBuffer, SharedParameter
+from pipefit.tables import Shown
 from pipefit.tensor_shares import Shares
 from pipefit.texts import counted, first_to_last
 from pipefit.training import Precision
@@ -32,7 +33,7 @@ MOST_THREADS = 1024  # of a worker; OpenMP ends a process that asks for more tha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class Measurement(Shown):
     """The costs of all layers at one microbatch size. The cost of layer i is `kinds[layers[i]]`.
 
     `sizes` is a digest of the whole numbers in traced operations and in the loss, which depend on the microbatch size.
@@ -72,6 +73,14 @@ class Measurement:
             self._check_users("parameter", parameter.name, parameter.users)
         for buffer in self.shared_buffers:
             self._check_users("buffer", buffer.name, buffer.users)
+
+    def __repr__(self) -> str:
+        """A line: what all layers cost would be thousands."""
+        divided = f", each divided between {self.tensor} ranks" if self.tensor > 1 else ""
+        return (
+            f"<Measurement: a microbatch of {counted(self.microbatch_size, 'sample')}, "
+            f"{counted(len(self.layers), 'layer')} of {counted(len(self.kinds), 'kind')}{divided}>"
+        )
 
     def _check_values(self) -> None:
         """Check that every layer and the loss take at least what the layer before returns."""
@@ -153,7 +162,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProfile:
+class ModelProfile(Shown):
     """A model's layers and what they cost.
 
     A planner cuts between `blocks`; where there are none given, every layer is a block of its own. `additive` is there

@@ -33,11 +33,12 @@ from pipefit.actions import (
 from pipefit.errors import UsageError
 from pipefit.message_order import check_order
 from pipefit.places import Member, Place, Share
+from pipefit.tables import Shown
 from pipefit.texts import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UncheckedProgram:
+class UncheckedProgram(Shown):
     """What every device does in one step, or some of them. `placement[stage]` are the devices that hold the stage."""
 
     placement: Placement

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -106,6 +107,27 @@ def write(blocks: Sequence[Block], stream: TextIO | None = None, width: int = _E
 def html(blocks: Iterable[Block]) -> str:
     """The blocks as HTML: every table, and a paragraph for each line of text."""
     return "".join(_html_table(block) if isinstance(block, Table) else _html_lines(block) for block in blocks)
+
+
+class Shown:
+    """What shows itself: as text of 80 columns where it is printed, and as tables in a notebook.
+
+    The words are found where all documents have theirs, in `pipefit.report`, when they are asked for.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """The words as text."""
+        return plain(self._blocks(), 80)
+
+    def _repr_html_(self) -> str:
+        """The words and tables, for notebooks."""
+        return html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
+        found: list[Block] = import_module("pipefit.report.show").describe(self)  # stands above all documents
+        return found
 
 
 def _html_lines(words: str) -> str:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from pipefit.errors import UsageError
+from pipefit.tables import Shown
 from pipefit.texts import counted
 from pipefit.units import MIB, format_bytes
 
@@ -194,7 +195,7 @@ class DeviceTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class Trace(Shown):
     """All devices over their steps. The first step differs from later ones: it creates the optimizer state.
 
     `estimated` says that times come of estimates: those of a simulation of a profile without measured seconds. Events

@@ -113,7 +113,9 @@ def test_fit_without_grow_prints_the_screen(capsys: pytest.CaptureFixture[str]) 
     assert text.startswith("Fits: mlp") and "Built with widths=(64, 32, 16), inputs=20" in " ".join(text.split())
     assert main([*line, "emulated:2x1KiB", "--json"]) == 3
     out, err = capsys.readouterr()
-    found = json.loads(out)
+    told = json.loads(out)
+    found = told["result"]
+    assert told["exit_code"] == 3 and told["error"] in err
     assert not found["fits"] and found["devices"][0]["largest_microbatch"]["kept"] == 0
     assert "not one sample fits on emulated:2x1KiB" in err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pipefit.plans import Plan
 from pipefit.report.difference import describe_difference, difference_of_plans, difference_of_traces
 from pipefit.simulator import simulate
 from pipefit.tables import plain
+from pipefit.units import format_bytes
 from pipelines import equal_profile, make_plan, random_profile
 from profiles_in_slices import gridded
 
@@ -56,12 +58,12 @@ def test_recomputed_layers_are_named_with_their_reason_and_their_price() -> None
     kept = make_plan(equal_profile(6), (4, 2))
     one, two = recomputing(kept, 0, 3), recomputing(kept, 1, 4, why="it is cheap")
     changes = difference_of_plans(one, two).changes
-    told = [(change.first, change.last, change.before, change.after, change.why) for change in changes]
+    told = {(change.first, change.last, change.before, change.after, change.why) for change in changes}
     names = kept.profile.layers
-    assert told == [
+    assert told == {
         (names[3], names[3], "", "recomputed", "it is cheap"),
         (names[0], names[0], "recomputed", "", ""),
-    ]
+    }
     found = difference_of_plans(kept, two)
     seconds = [simulate(plan).step_seconds[-1] for plan in (kept, two)]
     assert [found.before_seconds, found.after_seconds] == seconds
@@ -128,10 +130,44 @@ def test_a_share_of_the_microbatches_is_another_treatment() -> None:
     some = replace(plan.decisions[0], microbatches=Microbatches(taken=1, every=2))
     told = [str(change) for change in difference_of_plans(plan, replace(plan, decisions=(some,))).changes]
     first, last = plan.profile.layers[0], plan.profile.layers[2]
-    assert told == [
-        f"{first} .. {last}: no longer recomputed",
-        f"{first} .. {last}: recomputed for 1 of 2 microbatches",
-    ]
+    assert told == [f"{first} .. {last}: recomputed, then recomputed for 1 of 2 microbatches"]
+
+
+def test_how_far_from_its_use_a_change_happens_is_told() -> None:
+    """The same tensor that comes back earlier, or has longer to leave, and a run that is recomputed earlier."""
+    plan, host = make_plan(equal_profile(4), (2, 2)), parse_place("host0")
+    saved = SavedTensors(tensors=((0, 0),))
+    decided = Decision(stage=0, subject=saved, what=What.OFFLOAD, place=host)
+    one = replace(plan, decisions=(decided,))
+    moved = "saved tensors moved to host0"
+    for changed, words in (
+        ({"ahead": 2}, f"{moved}, brought back 2 passes early"),
+        ({"behind": 3}, f"{moved}, with 3 passes to leave"),
+        ({"ahead": 1, "behind": 0}, f"{moved}, brought back 1 pass early, with 0 passes to leave"),
+    ):
+        (change,) = difference_of_plans(one, replace(plan, decisions=(replace(decided, **changed),))).changes
+        assert (change.before, change.after) == (moved, words)
+    again = Decision(stage=0, subject=Run(start=0, stop=2), what=What.RECOMPUTE)
+    two = [replace(plan, decisions=(replace(again, ahead=ahead),)) for ahead in (0, 1)]
+    (change,) = difference_of_plans(*two).changes
+    assert (change.before, change.after) == ("recomputed", "recomputed, 1 pass early")
+
+
+def test_tensors_that_one_plan_alone_moves_are_named() -> None:
+    """Of a layer of which the other plan moves another one: by operation and bytes, equal ones counted."""
+    plan, host = make_plan(PROFILE, (3, 3)), parse_place("host0")
+    costs = plan.measurement.costs
+    layer = next(number for number, cost in enumerate(costs[:3]) if len(cost.saved) > 1)
+    offload = partial(Decision, stage=0, what=What.OFFLOAD, place=host)
+    first, second = (
+        replace(plan, decisions=(offload(subject=SavedTensors(tensors=tensors)),))
+        for tensors in (((layer, 0),), ((layer, 0), (layer, 1)))
+    )
+    (change,) = difference_of_plans(first, second).changes
+    size = costs[layer].saved[1].nbytes
+    assert change.after == "saved tensors moved to host0" and not change.before
+    assert len(change.tensors) == 1 and change.tensors[0].endswith(format_bytes(size))
+    assert change.tensors[0] in str(change)
 
 
 def test_what_was_asked_otherwise_is_told() -> None:

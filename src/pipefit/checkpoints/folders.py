@@ -25,6 +25,7 @@ from pipefit.checkpoints.shards import check_shard, read_shard
 from pipefit.errors import FileError
 from pipefit.texts import printable
 from pipefit.units import format_bytes
+from pipefit.writable import obstacle
 
 MANIFEST = "manifest.json"
 _WHOLE = re.compile(r"step-(\d{8,18})")
@@ -130,15 +131,15 @@ def check_writable(directory: Path) -> None:
     """Check that checkpoints can be saved to a folder, or that it can be made, as far as that shows beforehand.
 
     Raises:
-        FileError: it is no folder, or this user may not write there.
+        FileError: it is no folder, or nothing can be written there.
     """
     there = next((path for path in (directory, *directory.absolute().parents) if os.path.lexists(path)), directory)
     if not os.path.isdir(there):
         raise FileError(f"{_named(directory)} cannot hold checkpoints: {_named(there)} is no folder; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if reason := obstacle(there):
         raise FileError(
-            f"{_named(directory)} cannot hold checkpoints: this user may not write to {_named(there)}; name another "
-            "folder"
+            f"{_named(directory)} cannot hold checkpoints: nothing can be written to {_named(there)} ({reason}); name "
+            "another folder"
         )
 
 

@@ -6,13 +6,15 @@ What a command needs is imported when it runs, so that help costs no more than t
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from shutil import get_terminal_size
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _fill_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = _take(words, "--debug")
+    failure = _Failure(debug=_take(words, "--debug"), as_json="--json" in _options(words))
     words = words or ["--help"]
     if words[:1] == ["--version"]:
         return _print_version()
@@ -86,24 +88,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = get_command(app).main(args=words, prog_name="pipefit", standalone_mode=False)
         sys.stdout.flush()
         if code == STOPPED:  # typer has made an exit code of the interrupt
-            return _fail("stopped", STOPPED, debug)
+            return failure.told("stopped", STOPPED)
         return code if isinstance(code, int) else 0
     except (PipefitError, Stopped) as error:
-        return _fail(str(error), error.exit_code, debug)
+        return failure.told(str(error), error.exit_code, getattr(error, "found", {}))
     except typer.TyperException as error:
-        return _fail(_usage_sentence(error), error.exit_code, debug)
+        return failure.told(_usage_sentence(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("stopped", STOPPED, debug)
+        return failure.told("stopped", STOPPED)
     except BrokenPipeError:  # the reader of a pipe left, as head does
         _close_stdout()
         return 1
     except OSError as error:
         if error.errno not in _FULL:
-            return _unexpected(error, debug)
+            return failure.unexpected(error)
         _close_stdout()
-        return _fail(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6, debug)
+        return failure.told(f"the output cannot be written: {error.strerror}; free some, or write it elsewhere", 6)
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence instead of a traceback
-        return _unexpected(error, debug)
+        return failure.unexpected(error)
 
 
 def _fill_streams() -> None:
@@ -117,10 +119,14 @@ def _fill_streams() -> None:
 
 def _take(words: list[str], flag: str) -> bool:
     """Removes a flag that may stand anywhere before a `--`; whether it was there."""
-    end = words.index("--") if "--" in words else len(words)
-    found = flag in words[:end]
-    words[:end] = [word for word in words[:end] if word != flag]
-    return found
+    before = _options(words)
+    words[: len(before)] = [word for word in before if word != flag]
+    return flag in before
+
+
+def _options(words: list[str]) -> list[str]:
+    """The words among which options are: those before a `--`."""
+    return words[: words.index("--")] if "--" in words else words[:]
 
 
 @contextmanager
@@ -145,23 +151,31 @@ def _close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unexpected(error: Exception, debug: bool) -> int:
-    """A sentence instead of a traceback, for what nobody foresaw."""
-    what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
-    return _fail(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1, debug)
+class _Failure:
+    """How a command tells what went wrong: a sentence on stderr, with --json an object on stdout too."""
 
+    def __init__(self, *, debug: bool, as_json: bool) -> None:
+        self._debug, self._as_json = debug, as_json
 
-def _fail(sentence: str, code: int, debug: bool) -> int:
-    """Says what went wrong, on stderr, and passes the exit code on."""
-    if debug:
-        traceback.print_exc()
-    text = "\n".join(printable(line) for line in f"pipefit: {sentence}".splitlines())
-    if sys.stderr.isatty():
-        from pipefit.tables import wrapped
+    def told(self, sentence: str, code: int, found: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """Says what went wrong, and passes the exit code on; `found` is what is known all the same."""
+        if self._debug:
+            traceback.print_exc()
+        text = "\n".join(printable(line) for line in f"pipefit: {sentence}".splitlines())
+        if sys.stderr.isatty():
+            from pipefit.tables import wrapped
 
-        text = wrapped(text, get_terminal_size().columns)
-    print(text, file=sys.stderr)
-    return code
+            text = wrapped(text, get_terminal_size().columns)
+        print(text, file=sys.stderr)
+        if self._as_json:
+            with suppress(OSError):  # nobody reads it, or the disk is full, which has been said
+                print(json.dumps({"error": sentence, "exit_code": code, **found}), flush=True)
+        return code
+
+    def unexpected(self, error: Exception) -> int:
+        """A sentence instead of a traceback, for what nobody foresaw."""
+        what = f"{type(error).__name__}: {error}".rstrip(": ").replace("\n", " ")
+        return self.told(f"unexpected {what}; this is a defect of pipefit or of the model: --debug shows where", 1)
 
 
 def _usage_sentence(error: typer.TyperException) -> str:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipefit.cli.allocation import allocator
-from pipefit.cli.options import Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
+from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, PredictedSteps, Settings, Target
 
 if TYPE_CHECKING:
+    from pipefit.errors import OutOfMemory
+    from pipefit.plans import Plan
     from pipefit.trace import Trace
 
 EXAMPLE = "pipefit certify plan.json hf:gpt2"
@@ -32,6 +34,7 @@ def command(
         str | None,
         typer.Option(metavar="TEXT", help="As PYTORCH_CUDA_ALLOC_CONF, which counts unless given; for target cuda."),
     ] = None,
+    post_mortem: AfterDeath = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -44,12 +47,13 @@ def command(
     differ.
     """
     from pipefit.cli.model import resolve
-    from pipefit.cli.output import check_output, deliver
+    from pipefit.cli.output import check_output, deliver, leaving_post_mortem, plain_data, with_found
     from pipefit.cli.progress import progress
-    from pipefit.files import load
+    from pipefit.files import load, save
     from pipefit.plans import Plan
 
-    check_output(output, plan)
+    check_output(output, plan, post_mortem)
+    check_output(post_mortem, plan)
     document = load(plan, Plan)
     with progress("reading the model"):
         task = resolve(model, settings, document.training.precision)
@@ -65,21 +69,27 @@ def command(
     settings_of_allocator = allocator(alloc_conf, target or document.profile.assumptions.target)
     with progress("dry run"):
         trace = certify(task, document, steps=steps, target=target, allocator=settings_of_allocator)
-    deliver(trace, output=output, as_json=as_json)
-    _check_budgets(trace)
+    error = _over(document, trace)
+    if error is None or not as_json:
+        deliver(trace, output=output, as_json=as_json)
+    if error is not None:
+        with with_found(lambda: plain_data(trace)), leaving_post_mortem(plan, post_mortem):
+            if as_json and output is not None:
+                save(trace, output)
+            raise error
 
 
-def _check_budgets(trace: Trace) -> None:
-    """A dry run enforces no budget; a certificate has to.
-
-    Raises:
-        OutOfMemory: the tensors of a device, or the process of a GPU, would pass its memory; says where and by how
-            much.
+def _over(plan: Plan, trace: Trace) -> OutOfMemory | None:
+    """A dry run enforces no budget; a certificate has to. Where a device's tensors, or a GPU's process, would pass its
+    memory: where, and by how much.
     """
     from pipefit.errors import OutOfMemory
+    from pipefit.post_mortems import of_dry_run
 
     over = [device for device in trace.devices if device.lack_bytes]
     if not over:
-        return
+        return None
     worst = max(over, key=lambda device: device.lack_bytes)
-    raise OutOfMemory(f"{worst.shortage} ({len(over)} of {len(trace.devices)} devices are over): {worst.remedy}")
+    error = OutOfMemory(f"{worst.shortage} ({len(over)} of {len(trace.devices)} devices are over): {worst.remedy}")
+    error.post_mortem = of_dry_run(plan, trace)
+    return error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from pipefit.cli.options import Json
 
 if TYPE_CHECKING:
     from pipefit.files import Document
@@ -36,6 +39,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where it goes; stdout unless given.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a plan or trace in the format of another tool.
 
@@ -47,13 +51,16 @@ def command(
 
     check_output(output, file)
     text = _written(file, load(file), to)
-    if output is not None:
-        save_text(text, output)
-        print(f"saved to {output}", file=sys.stderr)
-    elif isinstance(text, bytes):
-        raise UsageError(f"{to} is no text: name a file for it, such as -o snapshot.pickle")
+    if output is None:
+        if isinstance(text, bytes):
+            raise UsageError(f"{to} is no text: name a file for it, such as -o snapshot.pickle")
+        sys.stdout.write(json.dumps({"tool": to, "text": text}) + "\n" if as_json else text)
+        return
+    save_text(text, output)
+    if as_json:
+        print(json.dumps({"tool": to, "file": str(output)}))
     else:
-        sys.stdout.write(text)
+        print(f"saved to {output}", file=sys.stderr)
 
 
 def _written(file: Path, document: Document, to: Format) -> str | bytes:

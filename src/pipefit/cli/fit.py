@@ -86,9 +86,8 @@ def command(
     sizes, then bisects; -o saves the plan of the answer. Exits with 3 if nothing fits.
     """
     from pipefit.cli.model import built_with
-    from pipefit.cli.output import check_output
+    from pipefit.cli.output import check_output, print_and_save
     from pipefit.cli.progress import progress
-    from pipefit.cli.stopping import cleared_away
     from pipefit.files import load_cluster, save, save_text
 
     check_output(output, cluster)
@@ -122,17 +121,21 @@ def command(
             threads=threads,
         )
         found = find(_growth(model, settings, precision, grow, demand, values), certify=certify, progress=report)
-    try:
-        grown = [] if grow in _NO_SETTINGS else [f"{grow}={found.best.value}"]
-        _print(found, built_with(model, [*settings, *grown]), as_json=as_json)
-    finally:
-        with cleared_away():
-            if output is not None:
-                save(found.best.plan, output)
-            if plot is not None:
-                from pipefit.report.page import fit_page
+    grown = [] if grow in _NO_SETTINGS else [f"{grow}={found.best.value}"]
 
-                save_text(fit_page(found), plot)
+    def save_both() -> None:
+        if output is not None:
+            save(found.best.plan, output)
+        if plot is not None:
+            from pipefit.report.page import fit_page
+
+            save_text(fit_page(found), plot)
+
+    print_and_save(
+        lambda: _print(found, built_with(model, [*settings, *grown]), as_json=as_json),
+        save_both,
+        found=(lambda: {"result": found.as_json()}) if as_json else None,
+    )
     for path in (output, plot):
         if path is not None and not as_json:
             print(f"saved to {path}", file=sys.stderr)
@@ -161,7 +164,7 @@ def _overview(
         InfeasibleError: not one sample fits on the cluster in any way.
     """
     from pipefit.cli.model import built_with, resolve
-    from pipefit.cli.output import told
+    from pipefit.cli.output import told, with_found
     from pipefit.cli.progress import progress
     from pipefit.errors import InfeasibleError
     from pipefit.report.overview import describe_overview
@@ -174,12 +177,13 @@ def _overview(
         found = overview(task, cluster, progress=report, **asked)
     words = [model, *(word for setting in settings for word in ("--set", setting)), "--cluster", named]
     words += ["--precision", precision] if precision else []
-    if as_json:
-        print(json.dumps(found.as_json()))
-    else:
+    if not as_json:
         write(told(describe_overview(found, shlex.join(words)), built_with(model, settings)), width=80)
     if found.here.fastest is None:
-        raise InfeasibleError(f"not one sample fits on {cluster.name}: {found.here.one.miss}")
+        with with_found(lambda: {"result": found.as_json()}):
+            raise InfeasibleError(f"not one sample fits on {cluster.name}: {found.here.one.miss}")
+    if as_json:
+        print(json.dumps(found.as_json()))
 
 
 def _growth(

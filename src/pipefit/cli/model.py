@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -85,6 +86,28 @@ def settings_of(model: str) -> tuple[Setting, ...]:
         return settings.settings_of(factory)
     except (TypeError, ValueError):  # written in C: it does not tell
         return ()
+
+
+def check_factory(model: str) -> None:
+    """Check that MODEL may be called with settings by name, as far as its signature shows; it is not called.
+
+    Raises:
+        UsageError: it takes arguments of which none has a default, or does not tell what it takes.
+    """
+    source, name = _parts(model)
+    if source in ("hf", "zoo"):
+        return
+    with redirect_stdout(sys.stderr):
+        factory = _factory(source, name)
+    try:
+        takes = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C
+        raise UsageError(f"{model} does not tell what it takes: name a function that returns a pipefit.Task") from None
+    if takes.parameters and all(item.default is item.empty for item in takes.parameters.values()):
+        raise UsageError(
+            f"{model} takes {takes} and no settings: a factory has arguments with defaults, or none, and returns a "
+            "pipefit.Task"
+        )
 
 
 def built_with(model: str, settings: Sequence[str]) -> str:

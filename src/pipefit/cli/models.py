@@ -42,9 +42,10 @@ def command(
 
 def _found(model: str | None) -> dict[str, dict[str, object]]:
     """What is printed, as plain data: settings by model, or names by kind of architecture."""
-    from pipefit.cli.model import settings_of
+    from pipefit.cli.model import check_factory, settings_of
 
     if model is not None and model != "hf:":
+        check_factory(model)
         return {model: {item.name: {"default": item.default, "must_be": item.words} for item in settings_of(model)}}
     if model == "hf:":
         from pipefit.zoo.huggingface import architectures
@@ -64,6 +65,8 @@ def _told(model: str | None, found: dict[str, dict[str, object]]) -> list[Block]
             kinds.setdefault(kind, []).append(name)
         return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
     if model is not None:
+        if not found[model]:
+            return [f"{model} has no settings.", f"Such as: pipefit plan {model} --cluster 4x-titan-rtx"]
         rows = tuple((name, *_cells(item)) for name, item in found[model].items())
         table = Table(("--set", "default", "must be"), rows)
         return [

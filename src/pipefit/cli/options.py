@@ -46,6 +46,14 @@ Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="An argument of the model's factory; may be repeated.")
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="What pipefit plan saved.")]
+AfterDeath = Annotated[
+    Path | None,
+    typer.Option(
+        "--post-mortem",
+        metavar="FILE",
+        help="Where it goes what held a device's memory, should it run out; beside PLAN unless given.",
+    ),
+]
 PredictedSteps = Annotated[
     int | None,
     typer.Option("--steps", min=1, max=1000, help="Training steps; unless given, as many as differ: mostly two."),

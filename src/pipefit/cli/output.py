@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import UsageError
+from pipefit.errors import PipefitError, UsageError
 
 if TYPE_CHECKING:
     from pipefit.files import Document
@@ -40,7 +42,17 @@ def deliver(
 
     A plan, which people read most of all, has lines of at most 80 columns in a pipe too.
     """
-    print_and_save(partial(_print, document, as_json, describe), document, output, quiet=as_json)
+    found = partial(plain_data, document) if as_json else None
+    print_and_save(partial(_print, document, as_json, describe), _saved(document, output), found=found)
+    if output is not None and not as_json:
+        print(f"saved to {output}", file=sys.stderr)
+
+
+def plain_data(document: Document) -> dict[str, Any]:
+    """A document as JSON has it, beside an error."""
+    from pipefit.files import dumps
+
+    return {"result": json.loads(dumps(document))}
 
 
 def told(blocks: Sequence[Block], built: str) -> list[Block]:
@@ -48,22 +60,70 @@ def told(blocks: Sequence[Block], built: str) -> list[Block]:
     return [*blocks[:1], built, *blocks[1:]] if built else [*blocks]
 
 
-def print_and_save(print_it: Callable[[], None], document: Document, output: Path | None, *, quiet: bool) -> None:
-    """Prints, so that a full disk loses nothing, then saves `document`, although the reader of a pipe may have left.
+def print_and_save(
+    print_it: Callable[[], None], save_it: Callable[[], None], *, found: Callable[[], Mapping[str, Any]] | None = None
+) -> None:
+    """Prints, so that a full disk loses nothing, then saves, although the reader of a pipe may have left.
 
-    Says where it is, unless `quiet`.
+    JSON is printed last, for stdout has one document: where saving fails, `found` is in that of the error.
     """
     from pipefit.cli.stopping import cleared_away
+
+    if found is None:
+        try:
+            print_it()
+        finally:
+            with cleared_away():
+                save_it()
+        return
+    with with_found(found), cleared_away():
+        save_it()
+    print_it()
+
+
+@contextmanager
+def with_found(found: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """Inside, an error that ends the command brings along what is known all the same."""
+    try:
+        yield
+    except PipefitError as error:
+        error.found = found()
+        raise
+
+
+@contextmanager
+def leaving_post_mortem(plan: Path, target: Path | None) -> Iterator[None]:
+    """Inside, a run that runs out of memory leaves what was there, in `target` or beside its plan, and says so."""
+    from pipefit.cli.stopping import cleared_away
+    from pipefit.errors import OutOfMemory
     from pipefit.files import save
 
     try:
-        print_it()
-    finally:
+        yield
+    except OutOfMemory as error:
+        if error.post_mortem is not None:
+            path = plan.with_suffix(".out-of-memory.json") if target is None else target
+            try:
+                with cleared_away():
+                    save(error.post_mortem, path)
+            except PipefitError as failure:
+                error.args = (f"{error}. What held it could not be saved: {failure}",)
+            else:
+                error.args = (f"{error}. Which layers held it, and what would fit: pipefit report {path}",)
+                error.found = {**error.found, "post_mortem": str(path)}
+        raise
+
+
+def _saved(document: Document, output: Path | None) -> Callable[[], None]:
+    """Saves a document where that is asked for."""
+
+    def save_it() -> None:
+        from pipefit.files import save
+
         if output is not None:
-            with cleared_away():
-                save(document, output)
-    if output is not None and not quiet:
-        print(f"saved to {output}", file=sys.stderr)
+            save(document, output)
+
+    return save_it
 
 
 def _print(document: Document, as_json: bool, describe: Callable[[], Sequence[Block]] | None) -> None:

@@ -1,28 +1,35 @@
-"""`pipefit report`: a plan or trace as one HTML page."""
+"""`pipefit report`: a plan, a trace or a post-mortem as one HTML page."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pipefit.cli.options import Json
+
 EXAMPLE = "pipefit report plan.json measured.json -o page.html"
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="PLAN|TRACE", help="A plan, which is simulated, or a trace.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A plan, which is simulated; a trace; or a post-mortem of train."),
+    ],
     measured: Annotated[
         Path | None,
         typer.Argument(metavar="[MEASURED]", help="A trace to draw beside it, of a dry run or of training."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Where the page goes; unless given, beside PLAN|TRACE."),
+        typer.Option("-o", "--output", metavar="FILE", help="Where the page goes; unless given, beside FILE."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Show a plan or trace as one HTML page.
+    """Show a plan, trace or post-mortem as one HTML page.
 
     Memory over time, the timeline of every device, what fills it at its peak, decisions and their price. The page needs
     no network and no other file.
@@ -32,16 +39,22 @@ def command(
     from pipefit.errors import UsageError
     from pipefit.files import load, save_text
     from pipefit.plans import Plan
+    from pipefit.post_mortems import PostMortem
     from pipefit.report.page import page
     from pipefit.trace import Trace
 
     document = load(file)  # first, for what is no file may have no name that the page's could be made of
     target = file.with_suffix(".html") if output is None else output
     check_output(target, file, measured)
-    if not isinstance(document, Plan | Trace):
-        raise UsageError(f"{file} is neither a plan nor a trace: pipefit show prints it")
+    if not isinstance(document, Plan | Trace | PostMortem):
+        raise UsageError(f"{file} is neither a plan nor a trace nor a post-mortem: pipefit show prints it")
+    if isinstance(document, PostMortem) and measured is not None:
+        raise UsageError(f"{file} has its own trace: leave {measured} out, or name a plan before it")
     beside = None if measured is None else load(measured, Trace)
     with progress("drawing"):
         made = page(document, beside)
     save_text(made, target)
-    print(f"saved to {target}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"page": str(target)}))
+    else:
+        print(f"saved to {target}", file=sys.stderr)

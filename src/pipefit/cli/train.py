@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pipefit.cli.options import Json, Model, Output, PlanFile, Settings
+from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def command(
     on_nan: Annotated[
         Literal["warn", "stop"], typer.Option(help="Whether a loss that is infinite or nan stops the training.")
     ] = "warn",
+    post_mortem: AfterDeath = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -110,16 +111,18 @@ def command(
     With --restarts it goes on by itself.
     """
     from pipefit.cli.log import StepLog
-    from pipefit.cli.metrics import lines_of_metrics
+    from pipefit.cli.metrics import in_json, lines_of_metrics
     from pipefit.cli.model import resolve
-    from pipefit.cli.output import check_output, print_and_save
+    from pipefit.cli.output import check_output, leaving_post_mortem, plain_data, print_and_save
     from pipefit.cli.progress import progress
     from pipefit.cli.stopping import cleared_away
     from pipefit.files import load
+    from pipefit.files import save as save_document
     from pipefit.plans import Plan
 
     check_output(output, plan, cluster)
     check_output(metrics, plan, cluster, output)
+    check_output(post_mortem, plan, cluster, output, metrics)
     saving = _saving(save, every=every, keep=keep, on_failure=on_failed_save, restarts=restarts)
     document = load(plan, Plan)
     factory = partial(resolve, model, settings, document.training.precision)
@@ -134,6 +137,7 @@ def command(
         progress("training", lines=False) as bar,
         lines_of_metrics(metrics, told.steps_done) as note,
         cleared_away(),
+        leaving_post_mortem(plan, post_mortem),
         told.stopping(),
     ):
 
@@ -163,7 +167,14 @@ def command(
             restarts=restarts,
             replan=None if cluster is None else partial(_planned_for, cluster),
         )
-    print_and_save(partial(_print, losses, trace, told, as_json=as_json), trace, output, quiet=as_json)
+    data = {"losses": [*map(in_json, losses)]}
+    print_and_save(
+        partial(_print, losses, trace, told, as_json=as_json),
+        lambda: None if output is None else save_document(trace, output),
+        found=(lambda: data | plain_data(trace)) if as_json else None,
+    )
+    if output is not None and not as_json:
+        print(f"saved to {output}", file=sys.stderr)
 
 
 def _saving(save: Path | None, *, restarts: int, **options: Any) -> Saving | None:

@@ -4,7 +4,7 @@ A `Meter` is a dispatch mode. It sees every operation on tensors, real or fake, 
 them allocates through a weak reference. Views and operations in place allocate none, so that a tensor of somebody else
 is not counted because it was used. What a CPU kernel allocates and frees within one operation cannot be seen from
 outside; it is looked up in `pipefit.meter.kernels` and counted as workspace. When the sum passes the cap, the meter
-raises `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such a meter.
+raises a `torch.OutOfMemoryError`, as CUDA does. An emulated device is a worker under such a meter.
 
 Costs about ten microseconds an operation. Real GPUs have the figures of their own allocator (`pipefit.meter.cuda`).
 """
@@ -35,6 +35,14 @@ _KEEP_SCALAR = frozenset(
     {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.div_.Tensor}
 )
 SCALAR_BYTES = 8
+
+
+class OverCap(torch.OutOfMemoryError):
+    """An allocation of `asked_bytes` passed the cap of a meter, whose bytes have it already."""
+
+    def __init__(self, sentence: str, asked_bytes: int) -> None:
+        super().__init__(sentence)
+        self.asked_bytes = asked_bytes
 
 
 class Tracked(weakref.ref[torch.UntypedStorage]):
@@ -119,7 +127,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[_LENT] += nbytes
         self.total += nbytes
         if self.total > self._peak:
-            self._reach(self.total)
+            self._reach(self.total, nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage by its present size."""
@@ -141,7 +149,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = known.laid_out(out)
         kept = self._account(func, args, out)
         if known is not None and before + known.peak_bytes - kept > self._peak:
-            self._reach(before + known.peak_bytes - kept)
+            self._reach(before + known.peak_bytes - kept, known.peak_bytes - kept)
         return out
 
     def _scalar(self, tensor: Tensor, value: float) -> int:
@@ -172,7 +180,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[_ACTIVATIONS] += SCALAR_BYTES * number
         self.total += SCALAR_BYTES * number
         if self.total > self._peak:
-            self._reach(self.total)
+            self._reach(self.total, SCALAR_BYTES * number)
 
     def drop_graph(self) -> None:
         """The graph of a forward that saved nothing is gone, and so are the numbers that it kept."""
@@ -229,15 +237,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes[_TEMPORARY] += tracked.nbytes
             self.total += tracked.nbytes
             if self.total > self._peak:
-                self._reach(self.total)
+                self._reach(self.total, tracked.nbytes)
         return tracked
 
     def _resize(self, tracked: Tracked, nbytes: int) -> None:
-        self.bytes[tracked.category] += nbytes - tracked.nbytes
-        self.total += nbytes - tracked.nbytes
+        more = nbytes - tracked.nbytes
+        self.bytes[tracked.category] += more
+        self.total += more
         tracked.nbytes = nbytes
         if self.total > self._peak:
-            self._reach(self.total)
+            self._reach(self.total, more)
 
     def _died(self, tracked: Tracked) -> None:
         del self._live[tracked.key]
@@ -249,12 +258,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[category] += tracked.nbytes
         tracked.category = category
 
-    def _reach(self, level: int) -> None:
-        """Note a new highest level of the action, of which a kernel takes `level - total` for itself."""
+    def _reach(self, level: int, asked: int) -> None:
+        """Note a new highest level of the action, of which a kernel takes `level - total` for itself.
+
+        `asked` is what has just been asked for.
+        """
         self._peak, self._peak_bytes = level, list(self.bytes)
         self._peak_bytes[_WORKSPACE] += level - self.total
         if self.cap_bytes is not None and level > self.cap_bytes:
-            raise torch.OutOfMemoryError(self._out_of_memory(level, self.cap_bytes))
+            raise OverCap(self._out_of_memory(level, self.cap_bytes), asked)
 
     def _out_of_memory(self, level: int, cap: int) -> str:
         held = sorted(zip(self._peak_bytes, CATEGORIES, strict=True), reverse=True)

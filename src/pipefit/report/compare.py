@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import UsageError
-from pipefit.tables import Block, Table
+from pipefit.tables import Block, Shown, Table
+from pipefit.texts import counted
 from pipefit.trace import Trace
 from pipefit.units import format_bytes, format_seconds
 
@@ -31,7 +32,7 @@ class DeviceComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Shown):
     """Two traces of the same devices. Seconds are the last step's, None for a dry run, which has no times.
 
     `predicted_estimated` and `measured_estimated` say which of the seconds come of estimated seconds of layers.
@@ -44,6 +45,15 @@ class Comparison:
     measured_seconds: float | None
     predicted_estimated: bool
     measured_estimated: bool
+
+    def __repr__(self) -> str:
+        """A line: what is compared, and by how much peaks are apart at most."""
+        apart = max((abs(row.difference_bytes) for row in self.devices), default=0)
+        sources, devices = (
+            f"{self.predicted_source} beside {self.measured_source}",
+            counted(len(self.devices), "device"),
+        )
+        return f"<Comparison: {sources}, {devices}, peaks at most {format_bytes(apart)} apart>"
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the shape of `pipefit compare --json`."""

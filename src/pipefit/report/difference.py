@@ -7,22 +7,24 @@ does to the memory of each device, by category, and to a step. Plans are simulat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipefit.decisions import Decision, Run, SavedTensors, State, What
 from pipefit.fingerprints import differences
 from pipefit.grids import Grid
 from pipefit.plans import Plan
 from pipefit.simulator import simulate
-from pipefit.tables import Block, Table
+from pipefit.tables import Block, Shown, Table
 from pipefit.texts import counted, numbered
 from pipefit.trace import CATEGORIES, DeviceTrace, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_WHYS = 2
+_MOST_TENSORS = 4  # kinds of them, that are told of one change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class DeviceDifference:
 class Change:
     """What is done with a run of layers by one plan alone: its devices, or what is recomputed or moved away.
 
-    Layers are those of the model, by name, from `first` to `last`.
+    Layers are those of the model, by name, from `first` to `last`. Where saved tensors move, `tensors` says which: the
+    operation that saved them, their bytes, and how many there are of a kind.
     """
 
     first: str
@@ -55,17 +58,20 @@ class Change:
     before: str  # empty where nothing was
     after: str
     why: str = ""
+    tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} .. {self.last}"
+        named = self.tensors[:_MOST_TENSORS] + (("...",) if len(self.tensors) > _MOST_TENSORS else ())
+        which = f": {', '.join(named)}" if named else ""
         why = f" ({self.why})" if self.why else ""
         if self.before and self.after:
-            return f"{span}: {self.before}, then {self.after}{why}"
-        return f"{span}: {self.after}{why}" if self.after else f"{span}: no longer {self.before}"
+            return f"{span}: {self.before}, then {self.after}{which}{why}"
+        return f"{span}: {self.after}{which}{why}" if self.after else f"{span}: no longer {self.before}{which}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Shown):
     """All that differs. Seconds are those of the last step, None without a clock; rates are None for traces."""
 
     asked: tuple[str, ...]
@@ -77,6 +83,10 @@ class Difference:
     after_rate: float | None = None
     before_busy: float | None = None  # the part of a step in which the busiest device computes
     after_busy: float | None = None
+
+    def __repr__(self) -> str:
+        """A line: what the second costs beside the first."""
+        return f"<Difference: {_price(self)}>"
 
     @property
     def highest_bytes(self) -> tuple[int, int]:
@@ -91,6 +101,7 @@ class Difference:
             "asked": list(self.asked),
             "changes": [
                 {"layers": [one.first, one.last], "before": one.before, "after": one.after, "why": one.why}
+                | ({"tensors": list(one.tensors)} if one.tensors else {})
                 for one in self.changes
             ],
             "devices": [
@@ -200,30 +211,76 @@ def _place(grid: Grid) -> str:
     return f"{devices} as {grid.sharing}" if grid.sharing else devices
 
 
+class _Treated(NamedTuple):
+    """What a plan does with a layer or one of its saved tensors, in words; empty where it does nothing."""
+
+    how: str = ""
+    why: str = ""
+    tensor: str = ""
+
+
+_Treatments = dict[tuple[What, str], dict[tuple[str, int], _Treated]]
+
+
 def _treated(before: Plan, after: Plan) -> Iterator[Change]:
-    """What one plan recomputes or moves away and the other does not, by runs of layers."""
+    """What the plans recompute or move away otherwise, by runs of layers of which both do the same."""
     ours, theirs = _treatments(before), _treatments(after)
-    for how in dict.fromkeys([*ours, *theirs]):
-        had, has = ours.get(how, {}), theirs.get(how, {})
-        for layers in _runs(after, [name for name in has if name not in had]):
-            reasons = [why for why in dict.fromkeys(has[name] for name in layers) if why]
-            yield Change(first=layers[0], last=layers[-1], before="", after=how, why="; ".join(reasons[:_MOST_WHYS]))
-        for layers in _runs(before, [name for name in had if name not in has]):
-            yield Change(first=layers[0], last=layers[-1], before=how, after="")
+    for kind in dict.fromkeys([*ours, *theirs]):
+        had, has = ours.get(kind, {}), theirs.get(kind, {})
+        found: dict[tuple[str, str], dict[str, list[_Treated]]] = {}
+        for subject in dict.fromkeys([*had, *has]):
+            one, two = had.get(subject, _Treated()), has.get(subject, _Treated())
+            if one.how != two.how:
+                layers = found.setdefault((one.how, two.how), {})
+                layers.setdefault(subject[0], []).append(two if two.how else one)
+        for (one_how, two_how), layers in found.items():
+            for run in _runs(after if two_how else before, list(layers)):
+                yield _change(run, one_how, two_how, [told for name in run for told in layers[name]])
 
 
-def _treatments(plan: Plan) -> dict[str, dict[str, str]]:
-    """What is done with layers, in words, and for each of them why."""
-    found: dict[str, dict[str, str]] = {}
+def _change(run: list[str], before: str, after: str, told: Sequence[_Treated]) -> Change:
+    reasons = [one.why for one in told if one.why] if after else []
+    kinds = Counter(one.tensor for one in told if one.tensor)
+    return Change(
+        first=run[0],
+        last=run[-1],
+        before=before,
+        after=after,
+        why="; ".join(list(dict.fromkeys(reasons))[:_MOST_WHYS]),
+        tensors=tuple(f"{count} x {name}" if count > 1 else name for name, count in kinds.items()),
+    )
+
+
+def _treatments(plan: Plan) -> _Treatments:
+    """What is done with layers and their saved tensors, by what it is and where they go."""
+    found: _Treatments = {}
     for decision in plan.decisions:
-        whys = found.setdefault(_treatment(decision), {})
-        whys.update({plan.profile.layers[layer]: decision.why for layer in _layers(decision)})
+        kind = decision.what, _done(decision)
+        subjects = found.setdefault(kind, {})
+        for layer, number in _subjects(decision):
+            before = subjects.get((plan.profile.layers[layer], number), _Treated())
+            how = " and ".join(filter(None, (before.how, _treatment(decision))))
+            tensor = "" if number < 0 else _tensor(plan, decision.stage, layer, number)
+            subjects[plan.profile.layers[layer], number] = _Treated(how, decision.why or before.why, tensor)
     return found
 
 
+def _tensor(plan: Plan, stage: int, layer: int, number: int) -> str:
+    """A saved tensor by the operation that saved it, or its dtype, and its bytes."""
+    saved = next(one for one in plan.measured(stage).costs[layer].saved if one.index == number)
+    return f"{saved.operation or saved.dtype} {format_bytes(saved.nbytes)}"
+
+
 def _treatment(decision: Decision) -> str:
+    """What is done, for which microbatches, and how far from its use."""
     taken, every, _ = decision.microbatches
-    return _done(decision) + (f" for {taken} of {every} microbatches" if taken < every else "")
+    words = [_done(decision) + (f" for {taken} of {every} microbatches" if taken < every else "")]
+    if decision.ahead:
+        back = "" if decision.what is What.RECOMPUTE else "brought back "
+        words.append(f"{back}{counted(decision.ahead, 'pass')} early")
+    if decision.what is What.OFFLOAD and decision.behind != 1:
+        words.append(f"with {counted(decision.behind, 'pass')} to leave")
+    return ", ".join(words)
 
 
 def _done(decision: Decision) -> str:
@@ -238,12 +295,13 @@ def _done(decision: Decision) -> str:
             return f"saved tensors moved to {decision.place}"
 
 
-def _layers(decision: Decision) -> Iterable[int]:
+def _subjects(decision: Decision) -> Iterator[tuple[int, int]]:
+    """The layers that a decision is about, each with the number of a saved tensor, or -1 for the layer itself."""
     match decision.subject:
         case SavedTensors(tensors=tensors):
-            return dict.fromkeys(layer for layer, _ in tensors)
+            yield from tensors
         case Run(start=start, stop=stop) | State(start=start, stop=stop):
-            return range(start, stop)
+            yield from ((layer, -1) for layer in range(start, stop))
 
 
 def _runs(plan: Plan, names: Sequence[str]) -> Iterator[list[str]]:

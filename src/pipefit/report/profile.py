@@ -13,7 +13,7 @@ from pipefit.layer_costs import LayerCost, SavedTensor
 from pipefit.planner.closed_forms.ranges import Ranges
 from pipefit.profiles import Measurement, ModelProfile
 from pipefit.tables import Block, Table
-from pipefit.texts import counted
+from pipefit.texts import counted, numbered
 from pipefit.units import format_bytes, format_flops, format_seconds
 from pipefit.work import Work
 
@@ -47,6 +47,17 @@ def describe_profile(profile: ModelProfile) -> list[Block]:
     if profile.additive is not None:
         blocks.append(_additive(profile, profile.additive))
     return blocks
+
+
+def describe_measurement(measurement: Measurement) -> list[Block]:
+    """Every kind of layer, with the numbers of the layers of that kind, which have their names in a profile."""
+    numbers = [
+        numbered([layer for layer, kind in enumerate(measurement.layers) if kind == one])
+        for one in range(len(measurement.kinds))
+    ]
+    rows = [_layer_row(layers, "", cost) for layers, cost in zip(numbers, measurement.kinds, strict=True)]
+    table = Table(("layers", *_COLUMNS), (*rows, _layer_row("", "(loss)", measurement.loss)))
+    return [f"a microbatch of {counted(measurement.microbatch_size, 'sample')}", table]
 
 
 def _unknown(memory: KernelMemory) -> Table:

@@ -24,6 +24,7 @@ from pipefit.runtime.copying import Part, Slot
 from pipefit.schedule.arenas import Arena
 from pipefit.schedule.room import buffer_bytes
 from pipefit.units import format_bytes
+from pipefit.writable import obstacle
 
 Row = tuple[int, int]  # bytes in a row: their address and how many
 
@@ -37,12 +38,13 @@ def check_folder(folder: str, nbytes: int) -> None:
     """Check that a folder can hold so much.
 
     Raises:
-        UsageError: there is no such folder, or this user may not write there.
+        UsageError: there is no such folder, or nothing can be written there.
         OutOfMemory: its disk has no room; says by how much.
     """
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+    reason = obstacle(folder) if os.path.isdir(folder) else "no folder"
+    if reason:
         raise UsageError(
-            f"moved tensors cannot go to {folder!r}: it is no folder that this user may write to; name another as the "
+            f"moved tensors cannot go to {folder!r}, where nothing can be written ({reason}): name another as the "
             "disk_folder of the host, or set TMPDIR"
         )
     disk = os.statvfs(folder)

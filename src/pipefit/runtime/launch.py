@@ -23,7 +23,7 @@ from typing import Any
 
 from pipefit.actions import COPIES, Action
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import OutOfMemory, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
@@ -252,9 +252,11 @@ class _Supervisor:
         elif kind == "done":
             worker.result = tuple(words)
         elif kind == "error":
-            error, message, traceback = words
+            error, message, traceback, found = words
             worker.error = error(message)
             worker.error.add_note(traceback)
+            if isinstance(worker.error, OutOfMemory):
+                worker.error.post_mortem = found
 
     def _raise_cause(self) -> None:
         """Give the other workers a moment to report, then raise the root cause."""

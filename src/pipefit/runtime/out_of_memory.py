@@ -8,16 +8,48 @@ cublasCreate(handle)", or "ncclUnhandledCudaError: Call to CUDA function failed.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from pipefit.errors import OutOfMemory, PeerLost, first_line
+from pipefit.meter import MemoryMeter
+from pipefit.meter.cpu import OverCap
+from pipefit.trace import CATEGORIES, Category, MemorySample
 
 _WORDS = re.compile(
     r"out of memory|can't allocate memory|Failed to CUDA (host )?[cm]alloc"  # the driver, the host, NCCL
     r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED",
     re.IGNORECASE,
 )
+
+_ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|[KMGT]iB)\b")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Moment(NamedTuple):
+    """A device that has run out: what it would have held with what was asked for, and what that was, 0 if unknown."""
+
+    sample: MemorySample
+    asked_bytes: int
+
+
+def moment(error: BaseException, meter: MemoryMeter | None, step: int, seconds: float) -> Moment | None:
+    """The moment at which an error says that memory ran out, in the action that a meter has begun; None without one.
+
+    A meter of our own has counted what was asked for; torch's allocator says it, in two digits, and has not.
+    """
+    if meter is None:
+        return None
+    sample = meter.end(step, seconds)
+    if isinstance(error, OverCap):
+        return Moment(sample, error.asked_bytes)
+    said = _ASKED.search(str(error))
+    asked = round(float(said[1]) * _UNITS[said[2]]) if said else 0
+    temporary = CATEGORIES.index(Category.TEMPORARY)
+    counted = (nbytes + asked * (place == temporary) for place, nbytes in enumerate(sample.bytes))
+    return Moment(replace(sample, bytes=tuple(counted)), asked)  # type: ignore[arg-type]
 
 
 def ran_out(error: BaseException) -> bool:

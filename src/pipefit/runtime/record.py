@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from pipefit.meter.stopwatch import Mark, Stopwatch
+from pipefit.runtime.out_of_memory import Moment
 from pipefit.trace import DeviceTrace, Event, MemorySample
 
 _REMEMBERED = 100  # steps whose events and memory a trace holds, besides the first two
@@ -34,6 +35,7 @@ class Record:
     steps: int = 0
     events: list[Event] = field(default_factory=list)
     samples: list[MemorySample] = field(default_factory=list)
+    ran_out: Moment | None = None  # where the action that failed last ran out of memory
     _marked: list[_Marked] = field(default_factory=list)
 
     @property

@@ -25,7 +25,7 @@ from pipefit.runtime.exchange import Boundary, Exchange
 from pipefit.runtime.flight import Flight, on_device
 from pipefit.runtime.instructions import LEFT, OWN_JOINS, Instructions, instructions
 from pipefit.runtime.moving import Mover
-from pipefit.runtime.out_of_memory import ran_out
+from pipefit.runtime.out_of_memory import moment, ran_out
 from pipefit.runtime.record import Record
 from pipefit.runtime.specializations import Specialization
 from pipefit.runtime.stage import StageRunner
@@ -187,6 +187,7 @@ class DeviceRunner:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
+            self.record.ran_out = moment(error, meter, self.record.steps, began)
             raise OutOfMemory(f"{error} ({text}, {self._where()})") from error
         if action.kind is not Kind.LOAD:
             steps, ended = self.record.steps, self.clock()

@@ -47,6 +47,7 @@ from pipefit.runtime.lending import Lending, lending_trace
 from pipefit.runtime.naming import Names
 from pipefit.runtime.plan_check import check_casts, check_model
 from pipefit.runtime.programs import Programs
+from pipefit.runtime.remains import add_post_mortem
 from pipefit.runtime.replicas import trained_sources
 from pipefit.runtime.reports import Untold, report_of
 from pipefit.runtime.results import Result, tell
@@ -387,9 +388,10 @@ class Trainer:
         with torch.random.fork_rng(devices, device_type="cuda"):
             try:
                 run_in_turn(self.runners, program=program, groups=self._groups, **options)
-            except BaseException:
+            except BaseException as error:
                 self._accumulated, self._entered = 0, Entered()  # the gradients are lost, and what was in flight
                 self._untold.clear()
+                add_post_mortem(error, self.plan, self.runners, self._step_seconds)
                 raise
         self._kernels.keep()
         self._kernels.tell_unknown()

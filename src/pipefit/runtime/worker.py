@@ -120,7 +120,8 @@ def work(assignment: Assignment, inherited: Inherited, pipe: Connection, heartbe
     try:
         word: tuple[Any, ...] = ("done", *_train(assignment, pipe, heartbeat))
     except Exception as error:  # noqa: BLE001 - whatever happens is reported to the parent
-        word = ("error", *_report(error, assignment), traceback.format_exc())
+        found = error.post_mortem if isinstance(error, OutOfMemory) else None
+        word = ("error", *_report(error, assignment), traceback.format_exc(), found)
     with suppress(OSError):  # the parent may be gone
         pipe.send(word)
     pipe.close()

@@ -47,7 +47,7 @@ class LayerContents(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What is on a device as the action of its peak begins, layer by layer."""
+    """What is on a device as an action begins, layer by layer, and the bytes at the peak of that action."""
 
     peak: MemorySample
     layers: tuple[LayerContents, ...]
@@ -55,32 +55,45 @@ class Contents(NamedTuple):
 
 def contents(plan: Plan, device: int) -> Contents | None:
     """What fills a device at its peak; None for a device without a stage."""
-    return _contents(plan, device, simulate(plan), step_programs(plan), Costs.of(plan))
+    return contents_at(plan, device, simulate(plan).devices[device].peak)
+
+
+def contents_at(plan: Plan, device: int, moment: MemorySample | None) -> Contents | None:
+    """What fills a device as an action of a step begins, by the plan's account; None for a device without a stage.
+
+    Steps behind those that differ are alike, so that of a moment in one of them the last that differs is told.
+    """
+    programs = step_programs(plan)
+    if moment is None or moment.action not in map(str, programs[-1].actions[device]):  # of an evaluation, for example
+        return None
+    return _contents(plan, device, moment, programs, Costs.of(plan))
 
 
 def all_contents(plan: Plan, trace: Trace) -> list[Contents | None]:
     """The same for every device; `trace` is that of the plan's simulation."""
     programs, costs = step_programs(plan), Costs.of(plan)
-    return [_contents(plan, device, trace, programs, costs) for device in range(len(trace.devices))]
+    return [_contents(plan, device, one.peak, programs, costs) for device, one in enumerate(trace.devices)]
 
 
-def _contents(plan: Plan, device: int, trace: Trace, programs: Sequence[Program], costs: Costs) -> Contents | None:
-    peak = trace.devices[device].peak
+def _contents(
+    plan: Plan, device: int, moment: MemorySample | None, programs: Sequence[Program], costs: Costs
+) -> Contents | None:
     body = programs[-1]
     stages = {
         number: costs.of_device(plan, number, device, stage.devices, body.bundles)
         for number, stage in enumerate(plan.stages)
         if device in stage.devices
     }
-    if peak is None or not stages:
+    if moment is None or not stages:
         return None
     ledger = Ledger(device, stages, body)  # the first steps may not move everything yet
-    for step in range(peak.step + 1):
+    last = min(moment.step, len(programs) + 1)
+    for step in range(last + 1):
         actions = programs[min(step, len(programs) - 1)].actions[device]
-        here = list(map(str, actions)).index(peak.action) if step == peak.step else len(actions)
+        here = list(map(str, actions)).index(moment.action) if step == last else len(actions)
         ledger.read(actions[:here])
     rows = (row for number, cost in stages.items() for row in _rows(ledger, number, cost, _moving(plan, number)))
-    return Contents(peak, tuple(rows))
+    return Contents(moment, tuple(rows))
 
 
 def _moving(plan: Plan, stage: int) -> set[tuple[str, int]]:

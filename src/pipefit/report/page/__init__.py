@@ -1,9 +1,10 @@
-"""A plan, trace or search for the largest that fits as one HTML page that needs no network and no other file.
+"""A plan, a trace, a run that ran out of memory, or a search for the largest that fits, as one HTML page.
 
-`page(document)` draws memory over time and the timeline of every device. It says what fills each one at its peak, what
-was decided about its memory and at what price, and what passes over the links. With a measured trace beside a plan,
-both are drawn. A page of a plan for 8 devices and 32 microbatches takes about 60 kB. Its script is our own. It draws at
-most 3,000 shapes: what is too narrow to be seen alone is drawn together until one looks closer.
+It needs no network and no other file. `page(document)` draws memory over time and the timeline of every device. It says
+what fills each one at its peak, what was decided about its memory and at what price, and what passes over the links.
+With a measured trace beside a plan, both are drawn. A page of a plan for 8 devices and 32 microbatches takes about
+60 kB. Its script is our own. It draws at most 3,000 shapes: what is too narrow to be seen alone is drawn together until
+one looks closer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from pipefit.decisions import ALL_MICROBATCHES, Decision, Run, SavedTensors, State
 from pipefit.fits import Fit
 from pipefit.plans import Plan
+from pipefit.post_mortems import PostMortem
 from pipefit.report.compare import Comparison, compare, describe_comparison
 from pipefit.report.fit import describe_fit
 from pipefit.report.page import markup
@@ -24,24 +26,28 @@ from pipefit.report.page.lesson import lesson
 from pipefit.report.page.scenes import KINDS, packed, scene
 from pipefit.report.page.topology import topology
 from pipefit.report.page.traffic import traffic
+from pipefit.report.post_mortem import categories, filled, layers
+from pipefit.report.remedies import describe_remedies
 from pipefit.report.trace import describe_trace
 from pipefit.simulator import simulate
-from pipefit.simulator.contents import Contents, LayerContents, all_contents
+from pipefit.simulator.contents import all_contents
 from pipefit.tables import Table, html
 from pipefit.texts import counted
 from pipefit.trace import CATEGORIES, Trace
 from pipefit.units import format_bytes, format_number, format_seconds
 
 _MOST_DECISIONS = 200
-_MOST_LAYERS = 12  # that are told one by one, of a device
 
 
-def page(document: Plan | Trace, measured: Trace | None = None) -> str:
-    """The page of a plan, which is simulated for it, or of a trace; `measured` is a trace to be drawn beside it.
+def page(document: Plan | Trace | PostMortem, measured: Trace | None = None) -> str:
+    """The page of a plan, which is simulated for it, of a trace, or of a run that ran out of memory; `measured` is a
+    trace to be drawn beside a plan's or another.
 
     Raises:
         UsageError: the traces are of different devices.
     """
+    if isinstance(document, PostMortem):
+        return _post_mortem_page(document)
     trace = _simulated(document) if isinstance(document, Plan) else document
     comparison = None if measured is None else compare(trace, measured)
     plan = document if isinstance(document, Plan) else None
@@ -58,6 +64,42 @@ def fit_page(fit: Fit) -> str:
     chart = f'<div class="wide">{growth(fit)}</div>'
     sections = [_section("What fits", html([answer]), chart, html(more)), *_sections(best, trace)]
     return _assembled(f"{best.profile.model}: {fit.named(fit.best.value)}", "".join(sections), [_scene(best, trace)])
+
+
+def _post_mortem_page(found: PostMortem) -> str:
+    """The page of a run that ran out of memory: what held it, what would have fitted, and then the plan."""
+    plan, planned = found.plan, _simulated(found.plan)
+    moment = replace(found.traced, memory=(found.moment,), events=())
+    bar = f'<div class="devices">{markup.peaks(replace(found.trace, devices=(moment,)))}</div>'
+    used = [(f"c{n}", name.value) for n, name in enumerate(CATEGORIES) if found.moment.bytes[n]]
+    told = f"<p>{markup.text(found.head)}</p><p>{markup.text(found.sentence)}</p>"
+    sections = [
+        markup.head(plan.profile.model, f"device {found.device} ran out of memory", told, _lacked(found), fits=False),
+        _section(
+            "What held the memory", f'<div class="legend">{markup.legend(used)}</div>', bar, html([categories(found)])
+        ),
+        _section("Which layers held it", html(layers(found))),
+        _section("What would have fitted", html(describe_remedies(found))),
+        _section("Over time", _drawing()),
+        _section("What if", lesson(plan)),
+        _section("The plan in words", html(plan.explanation)),
+    ]
+    title = f"{plan.profile.model}: out of memory on device {found.device}"
+    return _assembled(title, "".join(sections), [_scene(plan, found.trace), _scene(plan, planned)])
+
+
+def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:
+    """The figures that are asked for first."""
+    moment = found.moment
+    facts = [
+        ("ran out at", moment.action, f"step {moment.step}, device {found.device}"),
+        ("would have held", format_bytes(moment.total_bytes), f"of {format_bytes(found.budget_bytes)}"),
+        ("too little by", format_bytes(found.lack_bytes), "of tensors" if found.lack_bytes else "tensors alone fit"),
+    ]
+    if found.asked_bytes:
+        asked = ("asked for", format_bytes(found.asked_bytes), f"with {format_bytes(found.left_bytes)} left")
+        facts.insert(1, asked)
+    return facts
 
 
 def _simulated(plan: Plan) -> Trace:
@@ -120,10 +162,7 @@ def _head(plan: Plan | None, trace: Trace) -> str:
     verdict = f"device{'s' * (len(over) > 1)} {', '.join(map(str, over))} would run out of memory" if over else "fits"
     title = plan.profile.model if plan else f"A {trace.source} trace"
     where = html(plan.explanation[:1]) if plan else ""
-    return (
-        f'<header><h1>{markup.text(title)} <em class="{"over" if over else "fits"}">{verdict}</em></h1>{where}'
-        f'<dl class="tiles">{markup.tiles(list(_facts(plan, trace)))}</dl></header>'
-    )
+    return markup.head(title, verdict, where, list(_facts(plan, trace)), fits=not over)
 
 
 def _facts(plan: Plan | None, trace: Trace) -> Iterator[tuple[str, str, str]]:
@@ -166,36 +205,9 @@ def _filled(plan: Plan, trace: Trace) -> Iterator[str]:
             told = (
                 f"device {device}, {format_bytes(sum(row.total_bytes for row in found.layers))} at {found.peak.action}"
             )
-            table = html([_layers(plan, found)])
+            table = html([filled(plan, found)])
             opened = " open" if shares[device] == max(shares) else ""
             yield f"<details{opened}><summary>{markup.text(told)}</summary>{table}</details>"
-
-
-def _layers(plan: Plan, found: Contents) -> Table:
-    """A row for each of the fullest layers, one for all others, and one for what is left of the peak."""
-    ordered = sorted(found.layers, key=lambda row: -row.total_bytes)
-    rows = [_layer(plan, row) for row in ordered[:_MOST_LAYERS]]
-    rest = ordered[_MOST_LAYERS:]
-    if rest:
-        rows.append(
-            (counted(len(rest), "other"), *map(format_bytes, map(sum, zip(*map(_sizes, rest), strict=True))), "")
-        )
-    left = found.peak.total_bytes - sum(row.total_bytes for row in found.layers)
-    rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(left), "", "", "", "", "", ""))
-    state = "parameters", "half-precision copies", "gradients", "optimizer state"
-    return Table(
-        ("layer", "in all", *state, "activations", "microbatches"), tuple(rows), spare=("half-precision copies",)
-    )
-
-
-def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
-    name = "from the stage before, or the data" if row.layer is None else plan.profile.layers[row.layer]
-    return (name, *map(format_bytes, _sizes(row)), str(row.microbatches or ""))
-
-
-def _sizes(row: LayerContents) -> tuple[int, ...]:
-    state = row.parameter_bytes, row.copy_bytes, row.gradient_bytes, row.optimizer_bytes
-    return row.total_bytes, *state, row.activation_bytes
 
 
 def _decided(plan: Plan) -> Iterator[str]:

@@ -21,6 +21,14 @@ def _sentence(words: str) -> str:
     return escape(kept_together(printable(words)))
 
 
+def head(title: str, verdict: str, where: str, facts: Sequence[tuple[str, str, str]], *, fits: bool) -> str:
+    """The top of a page: what it is of, whether it fits, and figures; `where` is HTML."""
+    return (
+        f'<header><h1>{text(title)} <em class="{"fits" if fits else "over"}">{verdict}</em></h1>{where}'
+        f'<dl class="tiles">{tiles(facts)}</dl></header>'
+    )
+
+
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
     """Figures that are read first: a name, the figure, and what it is compared with."""
     return "".join(
