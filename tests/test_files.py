@@ -25,6 +25,7 @@ from pipefit.files import dumps, load, load_cluster, save
 from pipefit.grids import Grid, Stage
 from pipefit.places import parse_place
 from pipefit.plans import Plan
+from pipefit.post_mortems import PostMortem
 from pipefit.predictions import Prediction
 from pipefit.profiles import ModelProfile
 from pipefit.program import Program, parse_program
@@ -121,9 +122,12 @@ BODY = parse_program(
     placement=((0,), (1, 2)),
     microbatches=1,
 )
-DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE]
-IDS = ["plan", "profile", "cluster", "program", "trace"]
-MAKERS = ["pipefit plan", "pipefit profile", "write one", "pipefit.lower", "pipefit simulate"]
+DIED = PostMortem(
+    plan=PLAN, trace=TRACE, device=0, moment=TRACE.devices[0].memory[0], asked_bytes=1, sentence="no room"
+)
+DOCUMENTS = [PLAN, PLAN.profile, PLAN.cluster, lower(PLAN), TRACE, DIED]
+IDS = ["plan", "profile", "cluster", "program", "trace", "post-mortem"]
+MAKERS = ["pipefit plan", "pipefit profile", "write one", "pipefit.lower", "pipefit simulate", "pipefit train"]
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, DECIDED, BODY], ids=[*IDS, "plan with decisions", "endless program"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipefit.fits import Attempt, Fit
+from pipefit.post_mortems import PostMortem
 from pipefit.program import Program
 from pipefit.report.compare import compare
 from pipefit.report.difference import difference_of_plans
@@ -22,9 +23,14 @@ OTHER = make_plan(random_profile(40), (10, 30), microbatches=8)
 TRACE = simulate(PLAN)
 BEST = Attempt(value=40, plan=PLAN, certified_bytes=TRACE.peak_bytes)
 FIT = Fit(grown="layers", sense="largest", best=BEST, beyond=None, tried=(BEST,), refused={})
+SMALL = make_plan(random_profile(4), (2, 2))
+DIED = PostMortem(
+    plan=SMALL, trace=simulate(SMALL), device=0, moment=simulate(SMALL).devices[0].memory[-1], asked_bytes=0,
+    sentence="no room",
+)  # fmt: skip
 DOCUMENTS = [
     PLAN, PLAN.profile, PLAN.measurement, PLAN.cluster, TRACE, lower(PLAN), FIT, compare(TRACE, TRACE),
-    difference_of_plans(PLAN, OTHER),
+    difference_of_plans(PLAN, OTHER), DIED,
 ]  # fmt: skip
 
 

@@ -75,9 +75,9 @@ _KINDS = {
     "cluster": _Kind(Cluster, Cluster, "write one, or use a preset"),
     "profile": _Kind(ModelProfile, ModelProfile, "make one with pipefit profile"),
     "plan": _Kind(Plan, Plan, "make one with pipefit plan"),
-    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out", 1),
     "program": _Kind(Program, ProgramText, "make one with pipefit.lower"),
     "trace": _Kind(Trace, Trace, "make one with pipefit simulate, certify or train"),
+    "post-mortem": _Kind(PostMortem, PostMortem, "pipefit train and certify leave one where memory runs out"),
 }
 
 

@@ -53,7 +53,9 @@ def describe_remedies(found: PostMortem) -> list[Block]:
     if not rows:
         return ["Nothing that was tried would have fitted: recomputing, moving, eight times the devices."]
     columns = ("what would fit", "fullest device", "full", "step", "price", "ask pipefit plan with")
-    return [Table(columns, rows), _PRICES]
+    training = found.plan.training
+    each = f"--batch-size {training.batch_size} --microbatches {training.microbatches} --schedule {training.schedule}"
+    return [Table(columns, rows), f"{_PRICES} Ask with {each} as well, unless the row says otherwise."]
 
 
 def _row(one: Remedy, own: float) -> tuple[str, ...]:
@@ -84,13 +86,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _on_the_same(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     """For the devices that there are."""
-    kept = _planned(plan, cluster, planner="exact", data=1, tensor=1)
+    kept = _planned(plan, cluster, planner="exact")
     if kept is not None:
         yield Remedy(what="another split", plan=kept, asked_by="--objective peak")
     fastest = _planned(plan, cluster, planner="joint")
     if fastest is not None:
-        yield Remedy(what=_done(fastest), plan=fastest, asked_by="")
-    leanest = _planned(plan, cluster, planner="exact", recompute="always", data=1, tensor=1)
+        yield Remedy(what=_done(fastest), plan=fastest, asked_by="--planner joint")
+    leanest = _planned(plan, cluster, planner="exact", recompute="always")
     if leanest is not None:
         yield Remedy(what="every layer recomputed", plan=leanest, asked_by="--objective peak --recompute always")
     yield from _smaller(plan, cluster)
@@ -103,7 +105,7 @@ def _smaller(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
         if size < training.microbatch_size and training.batch_size % size == 0:
             count = training.batch_size // size
             finer = replace(plan, training=replace(training, microbatches=count), prediction=None, decisions=())
-            made = _planned(finer, cluster, planner="exact", data=1, tensor=1)
+            made = _planned(finer, cluster, planner="exact")
             if made is not None:
                 options = f"--objective peak --microbatches {count}"
                 yield Remedy(what=counted(count, "microbatch"), plan=made, asked_by=options)
@@ -115,11 +117,11 @@ def _on_others(plan: Plan, cluster: Cluster) -> Iterator[Remedy]:
     largest = max(cluster.devices, key=lambda device: device.memory_bytes)
     for times in (2, 4, _MOST_DEVICES):
         more = replace(cluster, devices=cluster.devices + (largest,) * (count * (times - 1)))
-        made = _planned(plan, more, planner="exact", data=1, tensor=1)
+        made = _planned(plan, more, planner="exact")
         if made is not None and _fits(made):
             yield Remedy(what=f"{times * count} devices, all kept", plan=made, asked_by="--objective peak")
             break
-    kept = _planned(plan, cluster, planner="exact", data=1, tensor=1)
+    kept = _planned(plan, cluster, planner="exact")
     if kept is None or _fits(kept):
         return
     need = max(peak - budget for peak, budget in zip(_peaks(kept), cluster.budgets, strict=True))
