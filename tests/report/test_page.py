@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from browser import browsed
+from browser import CONTRASTS, browsed
 from pipefit.cluster import Cluster
 from pipefit.decisions import Decision, Run, SavedTensors, What
 from pipefit.errors import UsageError
@@ -259,21 +259,29 @@ def test_a_browser_draws_a_large_plan_with_few_shapes(opened: Callable[[str], st
     assert "<polygon" in seen[seen.index('id="memory"') :]
 
 
-def test_controls_and_keys_change_what_is_shown(opened: Callable[[str], str]) -> None:
-    """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action."""
-    script = """<script>
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(tmp_path: Path, *, dark: bool) -> None:
+    """Zooming, walking, choosing a device and going to the peak leave no error, and the readout names an action. Texts
+    have a contrast of 4.5 and controls one of 3, focused ones too (WCAG 2.2 AA), in the scheme that was asked for.
+    """
+    script = f"""<script>{CONTRASTS}
     const failed = []; addEventListener("error", (event) => failed.push(event.message));
     const find = (id) => document.getElementById(id);
-    const press = (key) => find("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
-    const wait = setInterval(() => {
+    const press = (key) => find("timeline").dispatchEvent(new KeyboardEvent("keydown", {{ key }}));
+    const wait = setInterval(() => {{
       if (document.documentElement.dataset.ready !== "yes") return;
       clearInterval(wait);
       for (const id of ["nearer", "farther", "whole", "step", "peak"]) find(id).click();
       const keys = "ArrowRight ArrowRight + - 0 p ArrowUp ArrowUp ArrowUp ArrowDown ArrowLeft";
       keys.split(" ").forEach(press);
-      const told = document.createElement("output");
-      told.textContent = `told:${find("device").value}:${failed.length}:${find("readout").textContent}`;
-      document.body.append(told);
-    }, 20);</script></body>"""
-    seen = opened(page(planned()).replace("</body>", script))
+      const told = `told:${{find("device").value}}:${{failed.length}}:${{find("readout").textContent}}`;
+      const scheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+      document.querySelectorAll("details").forEach((one) => {{ one.open = true; }});
+      const output = document.createElement("output"), poor = contrasts();
+      output.textContent = `${{told}}:${{scheme}}:${{luminance(ground(document.body)) < 0.2}}:poor${{poor.join("; ")}}:end`;
+      document.body.append(output);
+    }}, 20);</script></body>"""
+    seen = browsed(page(with_copies(planned())).replace("</body>", script), tmp_path, dark=dark)
     assert re.search(r"told:1:0:device 1.*1(F|B|STEP)", seen), re.search(r"told:[^<]*", seen)
+    found = re.search(r":(light|dark):(true|false):poor(.*?):end", seen)
+    assert found and found.groups() == (("dark", "true", "") if dark else ("light", "false", ""))
