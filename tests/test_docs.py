@@ -39,6 +39,7 @@ COMMANDS = (
     simulate, train,
 )  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = ("sh", "console")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
@@ -82,23 +83,34 @@ def run_line(line: str) -> None:
 
 def comparable(text: str) -> str:
     """A text without what varies, in one line: where lines break depends on it."""
-    return VARYING.sub("...", re.sub(r"\s*\n", " ", text))
+    return VARYING.sub("...", re.sub(r"\s*\n", " ", text)).strip()
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Whether a page shows what was printed; a line of three dots stands for lines that it leaves out."""
+    parts = [re.escape(comparable(part)) for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE)]
+    return re.fullmatch(r"\s*.*?\s*".join(parts), comparable(printed)) is not None
+
+
+def sessions(block: str) -> list[tuple[str, str]]:
+    """The lines after a `$`, which may go on behind a backslash, each with the output that follows it."""
+    parts = re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    return [(line, shown) for part in parts for line, _, shown in [part.partition("\n")]]
 
 
 def run_console(block: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines after a `$`, each with the output that follows it; times taken and the processor may differ.
+    """What a session shows is printed; times taken and the processor may differ. Slow lines are left out.
 
     Returns what was written to stderr meanwhile.
     """
     errors = []
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        line, _, shown = part.partition("\n")
+    for line, shown in sessions(block):
         errors.append(capfd.readouterr().err)
         run_line(line)
         printed = capfd.readouterr()
         errors.append(printed.err)
-        if shown.strip():
-            assert comparable(shown) == comparable(printed.out), line
+        if shown.strip() and not is_slow(line):
+            assert is_shown(shown, printed.out), line
     return errors
 
 
@@ -132,24 +144,43 @@ def test_the_blocks_of_a_page_run(
 @QUIETLY
 @pytest.mark.gallery
 @pytest.mark.timeout(1800)
-def test_the_slow_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that take a minute or more, by their own words; there are some, and the demo is one of them."""
+def test_the_slow_lines_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those that take a minute or more, by their own words: the demo, and the refusal and the plan that it shows."""
     monkeypatch.chdir(tmp_path)
-    blocks = [block for language, block in BLOCK.findall((ROOT / "README.md").read_text()) if language == "sh"]
-    slow = [line for block in blocks for line in block.splitlines() if line.startswith("pipefit ") and is_slow(line)]
-    assert any(line.startswith("pipefit demo") for line in slow)
-    for line in slow:
-        assert main(shlex.split(line, comments=True)[1:]) == 0, line
-
-
-def test_what_the_readme_shows_needs_no_gpu() -> None:
-    """The README shows every command in a block that the tests run; only one line, which trains, says it needs GPUs."""
     blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    shell = [block.splitlines() for language, block in blocks if language in ("sh", "console")]
-    lines = [line.removeprefix("$ ") for block in shell for line in block]
-    commands = {line.split()[1] for line in lines if line.startswith("pipefit ")}
-    assert commands == {module.__name__.rpartition(".")[2] for module in COMMANDS}
-    assert [line.split()[1] for line in lines if "# needs GPUs" in line] == ["train"]
+    shell = [(line, "") for language, block in blocks if language == "sh" for line in block.splitlines()]
+    consoles = [one for language, block in blocks if language == "console" for one in sessions(block)]
+    slow = [(line, shown) for line, shown in (*shell, *consoles) if line.startswith("pipefit ") and is_slow(line)]
+    assert {line.split()[1] for line, _ in slow} >= {"demo", "plan"}
+    for line, shown in slow:
+        capfd.readouterr()
+        code = main(shlex.split(line, comments=True)[1:])
+        printed = capfd.readouterr()
+        assert code == (3 if shown.startswith("pipefit: ") else 0), line
+        told = [said for said in printed.err.splitlines() if "planning" not in said]
+        assert not shown or is_shown(shown, printed.out if code == 0 else "\n".join(told)), line
+
+
+def test_every_command_is_shown_in_a_line_that_the_tests_run() -> None:
+    """Some page has it; only lines that train say that they need GPUs, and those of the README name its plan."""
+    blocks = [block for page in PAGES for language, block in BLOCK.findall(page.read_text()) if language in SHELL]
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    ours = [line for line in lines if line.startswith("pipefit ")]
+    shown = {line.split()[1] for line in ours if "# needs GPUs" not in line}
+    assert {module.__name__.rpartition(".")[2] for module in COMMANDS} <= shown
+    assert {line.split()[1] for line in ours if "# needs GPUs" in line} == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [("a b\n...\nc d\n", "a b\nx y\nz\nc d\n", True), ("a\n...\nc\n", "a\nc\nd\n", False), ("a (b)\n", "a (b)\n", True),
+     ("a\n...\n", "b\n", False), ("took 3 s\nb\n", "took 3 s b", True)],
+)  # fmt: skip
+def test_dots_stand_for_lines_that_are_left_out(shown: str, printed: str, *, same: bool) -> None:
+    """What is before and behind them has to be printed, in its order, up to the end."""
+    assert is_shown(shown, printed) == same
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

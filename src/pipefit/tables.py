@@ -27,6 +27,8 @@ NO_BREAK = "\N{NO-BREAK SPACE}"  # a space at which no line is broken
 _NUMBER_LIKE = re.compile(r"[-+]?[0-9].*|-|")
 _FIGURE = re.compile(r"(?<=[0-9]) (?=%|(?:[KMGT]?i?B|m?s|us|[kMGT]?FLOP)\b)")  # the space between a figure and its unit
 _OPTION = re.compile(r"(--[a-z-]+) (?=[^\s-])")  # an option and its value
+_HYPHENED = re.compile(r"--[a-z]+(-[a-z]+)*")
+_WHOLE = r'<span style="white-space:nowrap">\g<0></span>'
 _ENDLESS = 1 << 20  # characters, more than any line has
 _COUNT_LIKE = re.compile(r"[0-9]+(-[0-9]+)?|")
 
@@ -131,8 +133,9 @@ class Shown:
 
 
 def _html_lines(words: str) -> str:
-    """With figures beside their units however wide the page is."""
-    return "".join(f"<p>{escape(kept_together(printable(line)))}</p>" for line in words.splitlines() if line.strip())
+    """With figures beside their units however wide the page is, and options that are not broken at their hyphens."""
+    lines = (escape(kept_together(printable(line))) for line in words.splitlines() if line.strip())
+    return "".join(f"<p>{_HYPHENED.sub(_WHOLE, line)}</p>" for line in lines)
 
 
 def _html_table(table: Table) -> str:

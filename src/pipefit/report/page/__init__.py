@@ -72,7 +72,10 @@ def _post_mortem_page(found: PostMortem) -> str:
     moment = replace(found.traced, memory=(found.moment,), events=())
     bar = f'<div class="devices">{markup.peaks(replace(found.trace, devices=(moment,)))}</div>'
     used = [(f"c{n}", name.value) for n, name in enumerate(CATEGORIES) if found.moment.bytes[n]]
-    told = f"<p>{markup.text(found.head)}</p><p>{markup.text(found.sentence)}</p>"
+    told = f"<p>{markup.text(found.head)}</p>"
+    last = () if found.moment in found.traced.memory else (found.moment,)
+    ended = replace(found.traced, memory=(*found.traced.memory, *last))
+    run = replace(found.trace, devices=tuple(ended if one is found.traced else one for one in found.trace.devices))
     sections = [
         markup.head(plan.profile.model, f"device {found.device} ran out of memory", told, _lacked(found), fits=False),
         _section(
@@ -85,7 +88,7 @@ def _post_mortem_page(found: PostMortem) -> str:
         _section("The plan in words", html(plan.explanation)),
     ]
     title = f"{plan.profile.model}: out of memory on device {found.device}"
-    return _assembled(title, "".join(sections), [_scene(plan, found.trace), _scene(plan, planned)])
+    return _assembled(title, "".join(sections), [_scene(plan, run), _scene(plan, planned)])
 
 
 def _lacked(found: PostMortem) -> list[tuple[str, str, str]]:

@@ -286,7 +286,7 @@
     tell();
   }
 
-  function lastStep() { view(state.scene.steps[state.scene.steps.length - 1], state.scene.end); }
+  function lastStep() { view(state.scene.steps[state.scene.steps.length - 1] || 0, state.scene.end); }
 
   function fullest() {
     const share = (device) => device.peak / (device.budget || 1), { devices } = state.scene;
