@@ -278,7 +278,8 @@ def test_controls_and_keys_change_what_is_shown_and_everything_can_be_read(tmp_p
       const scheme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
       document.querySelectorAll("details").forEach((one) => {{ one.open = true; }});
       const output = document.createElement("output"), poor = contrasts();
-      output.textContent = `${{told}}:${{scheme}}:${{luminance(ground(document.body)) < 0.2}}:poor${{poor.join("; ")}}:end`;
+      const seen = `${{scheme}}:${{luminance(ground(document.body)) < 0.2}}`;
+      output.textContent = `${{told}}:${{seen}}:poor${{poor.join("; ")}}:end`;
       document.body.append(output);
     }}, 20);</script></body>"""
     seen = browsed(page(with_copies(planned())).replace("</body>", script), tmp_path, dark=dark)
