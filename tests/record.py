@@ -18,7 +18,7 @@ from typing import NamedTuple
 _HEAD = """\
 # The first ten minutes
 
-A recording, made by `tests/record.py` from real commands on two CPU cores; three dots stand for lines that are left out.
+A recording, made by `tests/record.py` from real commands on two CPU cores; dots stand for lines that are left out.
 The model is a small GPT that learns the sources of Python's standard library, and its devices are four processes of
 12 MiB each.
 """

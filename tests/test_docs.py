@@ -31,6 +31,7 @@ from pipefit.cli import (
 )
 from pipefit.cluster import Cluster
 from pipefit.presets import preset_names
+from record import recorded
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -44,6 +45,7 @@ LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
+RATES = r"[0-9.,]+ (s|ms|us|tokens/s|TFLOP/s|samples/s)\b|python +3[0-9.]+"  # of a run; a Python's release
 # What Python shows of warnings unless asked for less, as errors; those of workers, and of C++, are read on stderr
 QUIETLY = pytest.mark.filterwarnings(
     "error",
@@ -161,6 +163,14 @@ def test_the_slow_lines_of_the_readme_run(
         assert code == (3 if shown.startswith("pipefit: ") else 0), line
         told = [said for said in printed.err.splitlines() if "planning" not in said]
         assert not shown or is_shown(shown, printed.out if code == 0 else "\n".join(told)), line
+
+
+@pytest.mark.gallery
+@pytest.mark.timeout(1800)
+def test_the_recording_is_what_the_commands_print_today() -> None:
+    """But for times and rates, which differ from run to run, and the machine's own names."""
+    page = (ROOT / "docs" / "first_ten_minutes.md").read_text()
+    assert re.sub(RATES, "...", comparable(recorded())) == re.sub(RATES, "...", comparable(page))
 
 
 def test_every_command_is_shown_in_a_line_that_the_tests_run() -> None:

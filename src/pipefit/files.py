@@ -35,7 +35,7 @@ from pipefit.program import Program, parse_program
 from pipefit.texts import printable
 from pipefit.trace import Trace
 from pipefit.units import format_bytes
-from pipefit.validation import parsed, sentence
+from pipefit.validation import instance, parsed, sentence
 from pipefit.writable import obstacle
 
 __all__ = ["Document", "check_target", "dumps", "load", "load_cluster", "preset_names", "save", "save_text", "schema"]
@@ -211,6 +211,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         UsageError: no preset of that name, or not an emulated cluster.
         FileError: the file cannot be used.
     """
+    instance("name_or_path", name_or_path, str, "such as 4x-titan-rtx, emulated:2x64MiB or cluster.toml")
     if name_or_path.startswith("emulated:"):
         return parse_emulated(name_or_path)
     suffix = Path(name_or_path).suffix.lower()

@@ -18,6 +18,7 @@ from pipefit.planner.spaces import sizes_of
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Training
+from pipefit.validation import instance
 
 if TYPE_CHECKING:
     from pipefit.allocator import AllocatorSettings
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def plan(
     model: Task | ModelProfile,
-    cluster: Cluster,
+    cluster: Cluster | str,
     training: Training | None = None,
     *,
     target: Target | None = None,
@@ -39,7 +40,7 @@ def plan(
 ) -> Plan:
     """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
 
-    `model` is a task, or a profile of one. `target` says whose kernels a task will run; the cluster's unless given. For
+    `model` is a task, or a profile of one; `cluster` may be a name, or a file, as for `load_cluster`. `target` says whose kernels a task will run; the cluster's unless given. For
     GPUs the plan of a task is held against what processes reserve (`pipefit.fit.reserving`), unless `certify` is False
     or what does not fit is allowed: that takes a dry run of the plan, under the settings of torch's `allocator`.
     `progress` hears of layers that are profiled.
@@ -48,8 +49,16 @@ def plan(
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
         InfeasibleError: no plan fits; says by how much and what would.
     """
+    if isinstance(cluster, str):
+        from pipefit.files import load_cluster
+
+        cluster = load_cluster(cluster)
+    instance("cluster", cluster, Cluster, 'a name such as "4x-titan-rtx" will do')
     if isinstance(model, ModelProfile):
         return plan_of_profile(model, cluster, training, **asked)
+    from pipefit.capture import Task
+
+    instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
     from pipefit.profiler.on_demand import OnDemand
 
     kernels: Target = target or cluster.target

@@ -51,6 +51,19 @@ def whole(name: str, value: int, least: int, most: int | None = None) -> int:
     return value
 
 
+def instance(name: str, value: object, kind: type[Any], hint: str = "") -> Any:
+    """`value`, a `kind`; `hint` says where one comes from.
+
+    Raises:
+        UsageError: it is something else; names the argument.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        from_where = f": {hint}" if hint else ""
+        raise UsageError(f"{name} must be {article} {kind.__name__}, not {_repeated(value)}{from_where}")
+    return value
+
+
 def seed_number(seed: int) -> int:
     """`seed`, one that torch's generators take, so far from their largest that the number of a step can be added.
 

@@ -43,6 +43,7 @@ from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training, Versions
+from pipefit.validation import instance
 
 __all__ = [
     "PLANNERS",
@@ -162,6 +163,11 @@ def plan(
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
         InfeasibleError: the plan does not fit; says by how much and what would.
     """
+    instance("cluster", cluster, Cluster, 'such as pipefit.load_cluster("4x-titan-rtx")')
+    if not callable(profile):
+        instance("profile", profile, ModelProfile, "pipefit.profile makes one of a task")
+    if training is not None:
+        instance("training", training, Training, "or say batch_size and microbatches by name")
     if objective not in PLANNER_FOR:
         raise UsageError(f"there is no objective {objective!r}; choose one of {', '.join(PLANNER_FOR)}")
     planner = PLANNER_FOR[objective] if planner is None else planner

@@ -13,7 +13,7 @@ from pipefit.errors import UsageError
 from pipefit.profiler.fake import Progress, profile_sizes
 from pipefit.profiler.measured import add_seconds
 from pipefit.profiles import MOST_THREADS, ModelProfile, Target
-from pipefit.validation import whole
+from pipefit.validation import instance, whole
 
 __all__ = ["Progress", "profile"]
 
@@ -43,6 +43,7 @@ def profile(
         tensor: numbers of ranks between which layers are divided, too: they are always profiled whole.
         progress: called with (layers done, layers in all, name of the next one).
     """
+    instance("task", task, Task, "pipefit.Task says how a module is trained")
     asked: Sequence[Any] = microbatch_size if isinstance(microbatch_size, list | tuple) else [microbatch_size]
     sizes = list(dict.fromkeys(whole("microbatch_size", size, 1) for size in asked or [0]))
     whole("threads", threads, 1, MOST_THREADS)

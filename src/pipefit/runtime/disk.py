@@ -41,11 +41,11 @@ def check_folder(folder: str, nbytes: int) -> None:
         UsageError: there is no such folder, or nothing can be written there.
         OutOfMemory: its disk has no room; says by how much.
     """
-    reason = obstacle(folder) if os.path.isdir(folder) else "no folder"
+    reason = obstacle(folder)
     if reason:
         raise UsageError(
-            f"moved tensors cannot go to {folder!r}, where nothing can be written ({reason}): name another as the "
-            "disk_folder of the host, or set TMPDIR"
+            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); name another "
+            "as the disk_folder of the host, or set TMPDIR"
         )
     disk = os.statvfs(folder)
     if nbytes > (free := disk.f_bavail * disk.f_frsize):

@@ -49,7 +49,7 @@ from pipefit.runtime.transport import InProcess
 from pipefit.schedule import distinct_steps, is_endless, step_programs, whole_run
 from pipefit.sharding.chain import ShardedChain, shard_chain
 from pipefit.trace import AllocatorPeaks, MemorySample, Trace
-from pipefit.validation import whole
+from pipefit.validation import instance, whole
 
 
 def certify(
@@ -85,6 +85,8 @@ def certify(
         OutOfMemory: a host, or a device that only lends memory, has no room for what is moved there.
         UsageError: something is moved that cannot be, or an allocator is asked for that the target does not have.
     """
+    instance("task", task, Task, "a plan is the second argument")
+    instance("plan", plan, Plan, "pipefit.load reads one")
     steps = distinct_steps(plan) if steps is None else steps
     whole("steps", steps, 1)
     target = target or plan.profile.assumptions.target

@@ -58,7 +58,7 @@ from pipefit.runtime.state import StageState
 from pipefit.runtime.transport import InProcess, Transport
 from pipefit.schedule import Entered, loss_delay, step_programs, updates_alone, whole_run
 from pipefit.trace import Trace
-from pipefit.validation import LONGEST_SECONDS, number, seed_number, whole
+from pipefit.validation import LONGEST_SECONDS, instance, number, seed_number, whole
 
 
 class Trainer:
@@ -112,9 +112,9 @@ class Trainer:
         on_weights: OnWeights = lambda waits: None,
     ) -> None:
         seed_number(seed)
-        whole("accumulate", accumulate, 1)
         number("timeout_seconds", timeout_seconds, below=LONGEST_SECONDS)
-        self.task, self.plan, self.accumulate, self.callbacks = task, plan, accumulate, tuple(callbacks)
+        self.task, self.plan = instance("task", task, Task), instance("plan", plan, Plan, "pipefit.load reads one")
+        self.accumulate, self.callbacks = whole("accumulate", accumulate, 1), tuple(callbacks)
         self._accumulated = 0  # batches since the last update
         self._programs = Programs(plan)
         self._entered = Entered()  # since the pipeline was empty, under an endless schedule

@@ -31,7 +31,7 @@ from pipefit.simulator.timed_program import TimedProgram
 from pipefit.simulator.times import Times
 from pipefit.texts import counted
 from pipefit.trace import DeviceTrace, Event, MemorySample, Stream, Trace
-from pipefit.validation import whole
+from pipefit.validation import instance, whole
 
 
 def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = None) -> Trace:
@@ -46,6 +46,7 @@ def simulate(plan: Plan, *, program: Program | None = None, steps: int | None = 
     Raises:
         UsageError: the program does not belong to the plan, or uses a tensor or gradient that does not exist then.
     """
+    instance("plan", plan, Plan, "pipefit.load reads one")
     if gap := plan.profile.kernels.gap:
         warnings.warn(gap, PipefitWarning, stacklevel=2)
     simulation = Simulation(plan, program=program, steps=steps)
