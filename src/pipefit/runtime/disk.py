@@ -44,8 +44,8 @@ def check_folder(folder: str, nbytes: int) -> None:
     reason = obstacle(folder)
     if reason:
         raise UsageError(
-            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); name another "
-            "as the disk_folder of the host, or set TMPDIR"
+            f"moved tensors cannot go to {folder!r}: it is no folder in which a file can be made ({reason}); name "
+            "another as the disk_folder of the host, or set TMPDIR"
         )
     disk = os.statvfs(folder)
     if nbytes > (free := disk.f_bavail * disk.f_frsize):
