@@ -40,8 +40,8 @@ def plan(
 ) -> Plan:
     """Choose how a model is trained on a cluster so that it fits: see `pipefit.planner.plan`, which has the arguments.
 
-    `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target` says
-    whose kernels a task will run; the cluster's unless given. For GPUs the plan of a task is held against what
+    `model` is a task, or a profile of one; `cluster` may be a name or a file, as `load_cluster` takes them. `target`
+    says whose kernels a task will run; the cluster's unless given. For GPUs the plan of a task is held against what
     processes reserve (`pipefit.fit.reserving`), unless `certify` is False or what does not fit is allowed: that takes a
     dry run of the plan, under the settings of torch's `allocator`. `progress` hears of layers that are profiled.
 

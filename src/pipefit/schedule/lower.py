@@ -36,6 +36,7 @@ from pipefit.schedule.state_copies import brought_in, states_copied
 from pipefit.schedule.steps import Stream, as_early, settled
 from pipefit.schedule.sums import summed
 from pipefit.schedule.updates import updated
+from pipefit.validation import instance
 
 _OfDevices = dict[int, list[Action]]  # what devices do
 
@@ -164,6 +165,7 @@ def lower(
         UsageError: a decision cannot be carried out, the schedule is not for such stages, two stages of a device share
             a parameter, or replicas cannot divide a microbatch or what they exchange.
     """
+    instance("plan", plan, Plan, "pipefit.load reads one")
     check_slices(plan, last)
     count = plan.training.microbatches if microbatches is None else microbatches
     if is_endless(plan):
