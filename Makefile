@@ -38,7 +38,7 @@ check: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	PIP_CONSTRAINT=constraints.txt $(RUN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	$(RUN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict --quiet
 
 schemas: $(VENV)/.installed
 	$(RUN)/python -m pipefit.files docs/schemas

@@ -41,7 +41,7 @@ COMMANDS = (
 )  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console")
-LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)#?([^)\s]*)\)")
 PROFILED: dict[tuple[str, ...], dict[str, bytes]] = {}  # files that a line has made, for pages with the same line
 # What differs from one machine or run to another: how long something took, and the processor's name
 VARYING = re.compile(r"in \d\S* (s|ms|us)\b|(?<=Peaks are those of ).*(?= and \d+ threads?:)")
@@ -195,9 +195,17 @@ def test_dots_stand_for_lines_that_are_left_out(shown: str, printed: str, *, sam
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    """Every relative link names a file or folder that exists."""
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
-    assert missing == []
+    """Every relative link names a file or folder that exists, and a heading in it if it names one."""
+    links = LINK.findall(page.read_text())
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    places = [(page.parent / link if link else page, heading) for link, heading in links if heading]
+    assert [(named(there.resolve()), heading) for there, heading in places if heading not in headings(there)] == []
+
+
+def headings(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    texts = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in texts}
 
 
 def test_the_site_has_every_page() -> None:
