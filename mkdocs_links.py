@@ -1,4 +1,4 @@
-"""Links of the documentation that leave `docs/`, such as those to examples and results, on the site: the files go along.
+"""Links of the documentation that leave `docs/`, such as those to examples, on the site: the files go along.
 
 A hook of mkdocs: such a link leads to a copy under `repository/`, so that the site works wherever it is put.
 """

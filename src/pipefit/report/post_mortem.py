@@ -48,7 +48,9 @@ def filled(plan: Plan, found: Contents, title: str = "") -> Table:
     rows.append((f"what {found.peak.action} adds, and buffers", format_bytes(max(0, left)), "", "", "", "", "", ""))
     state = "parameters", "half-precision copies", "gradients", "optimizer state"
     columns = ("layer", "in all", *state, "activations", "microbatches")
-    return Table(columns, tuple(rows), title=title, spare=("half-precision copies",))
+    table = Table(columns, tuple(rows), title=title)
+    copies = any(row.copy_bytes for row in found.layers)
+    return table if copies else table.part([place for place, name in enumerate(columns) if name != state[1]])
 
 
 def _layer(plan: Plan, row: LayerContents) -> tuple[str, ...]:
