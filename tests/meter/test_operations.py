@@ -102,7 +102,10 @@ def metered(run: Run) -> tuple[int, list[tuple[str, int]]]:
 
 
 # Families of which some operations take more on two threads than on one
-BY_THREADS = ("product", "convolution", "normalisation", "attention", "other: large sum")
+BY_THREADS = (
+    *("product", "convolution", "normalisation: layer norm", "normalisation: batch norm channels last"),
+    *("attention: fused", "attention: module", "other: large sum"),
+)
 CASES = [(name, 1) for name in OPERATIONS] + [
     pytest.param(name, 2, marks=() if name.startswith(BY_THREADS) else pytest.mark.gallery) for name in OPERATIONS
 ]

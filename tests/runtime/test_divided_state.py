@@ -29,7 +29,7 @@ from pipefit.runtime.runner import DeviceRunner
 from pipefit.runtime.saving import Saving
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, plain_task, precise, replicated
-from sampled import sampled, seeds
+from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
 from tiny import in_one_process
@@ -67,8 +67,11 @@ def random_plan(found: ModelProfile, seed: int, **training: Any) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", MODELS)
+RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
+OFTEN = [*zip(MODELS, range(3), strict=True)]
+
+
+@pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
 def test_the_numbers_are_those_of_plain_training(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
     """Losses and parameters after three steps, whatever the stages divide."""
     task = replicated(name, optimizer=MOMENTUM)
@@ -93,8 +96,7 @@ def test_the_numbers_are_bitwise_those_of_whole_replicas(shard: Sharding, profil
     assert equal(one.state_dict(optimizer=True), other.state_dict(optimizer=True), relative=0)
 
 
-@pytest.mark.parametrize("seed", seeds(2, of=3))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=OFTEN))
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
     """The peaks of every device in both steps, to the byte; with two users of a parameter in one stage the simulator's
     are bounds.

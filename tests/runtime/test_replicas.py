@@ -25,7 +25,7 @@ from pipefit.runtime import Trainer, certify, train
 from pipefit.schedule import lower
 from pipefit.simulator import simulate
 from replicated import MODELS, Table, replicated
-from sampled import seeds
+from sampled import sampled, seeds
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks
 from tiny import batch_of, in_one_process, task_of
@@ -75,8 +75,10 @@ def test_equal_degrees_train_as_smaller_microbatches_do(profiles: dict[str, Mode
     assert equal(one.state_dict(), other.state_dict(), relative=1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(2, of=3))
-@pytest.mark.parametrize("name", MODELS)
+RANDOM = [(name, seed) for name in MODELS for seed in range(3)]
+
+
+@pytest.mark.parametrize(("name", "seed"), sampled(RANDOM, often=[*zip(MODELS, range(3), strict=True)]))
 def test_simulator_dry_run_meter_and_allocator_agree(name: str, seed: int, profiles: dict[str, ModelProfile]) -> None:
     """The peaks of every device in both steps, to the byte."""
     found = step_peaks(replicated(name), random_plan(profiles[name], seed + 10))

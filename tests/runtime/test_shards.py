@@ -155,7 +155,7 @@ HOW = [([0, 6], [(1, 1)]), ([0, 3, 6], [(1, 4), (2, 1)]), ([0, 2, 6], [(2, 2), (
 OTHER_DEGREES = [(name, how) for name in ("normed", "dropped") for how in HOW]
 
 
-@pytest.mark.parametrize(("name", "how"), sampled(OTHER_DEGREES, often=OTHER_DEGREES[2:]))
+@pytest.mark.parametrize(("name", "how"), sampled(OTHER_DEGREES, often=[OTHER_DEGREES[0], *OTHER_DEGREES[4:]]))
 def test_training_goes_on_under_other_degrees(name: str, how: Any, tmp_path: Path) -> None:
     """Checkpoints have whole tensors, the optimizer's too, under the names of the module."""
     adam = partial(torch.optim.AdamW, lr=0.01)
