@@ -50,7 +50,7 @@ class Hybrid(NamedTuple):
     bound: float = 0.0
 
 
-def searches(question: Question, shards: Sequence[Sharding], *, again: bool = False) -> list[Search]:
+def searches(question: Question, shards: Sequence[Sharding] = ("none",), *, again: bool = False) -> list[Search]:
     """The searches over a question: one, or one for all degrees in which devices have the same parts of parameters that
     stages may share, since these have to hold the same part.
     """
