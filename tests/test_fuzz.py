@@ -26,7 +26,9 @@ def test_made_up_lines_end_in_a_sentence_as_processes_too(tmp_path: Path) -> Non
 def test_what_the_fuzzer_found_stays_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A manifest that is no text, and a trace with the text of no action, are refused in a sentence."""
+    """A manifest that is no text, a trace with the text of no action and a program with a stage on no device: each is
+    refused in a sentence.
+    """
     monkeypatch.chdir(tmp_path)
     documents(tmp_path)
     manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
@@ -39,3 +41,8 @@ def test_what_the_fuzzer_found_stays_mended(
     Path("trace.json").write_text(json.dumps(trace))
     assert main(["report", "trace.json", "-o", "page.html"]) == 2
     assert "'1e9LOAD3' is not an action" in capsys.readouterr().err
+    program = json.loads(Path("program.json").read_text())
+    program["placement"][1] = []
+    Path("program.json").write_text(json.dumps(program))
+    assert main(["show", "program.json"]) == 6
+    assert "stage 1 is on no device" in capsys.readouterr().err

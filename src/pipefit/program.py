@@ -94,11 +94,14 @@ class Program(UncheckedProgram):
     """A program of all devices, that can be carried out.
 
     Raises:
-        UsageError: an action on the wrong device, a WAIT before its start, a start or a message without its partner,
-            or an order of messages in which devices would wait for each other without end (`message_order`).
+        UsageError: a stage without a device, an action on the wrong one, a WAIT before its start, a start or a message
+            without its partner, or an order of messages in which devices would wait for each other without end
+            (`message_order`).
     """
 
     def __post_init__(self) -> None:
+        if () in self.placement:
+            raise UsageError(f"stage {self.placement.index(())} is on no device: a program places every stage")
         for device, actions in enumerate(self.actions):
             _check_device(device, actions, self)
         _check_messages(self)

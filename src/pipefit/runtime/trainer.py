@@ -79,8 +79,7 @@ class Trainer:
         share_device: whether this machine's first GPU is all of the plan's, and holds what they all hold.
         cap: whether GPUs reserve no more memory than the plan's devices have for it; False leaves all of theirs.
         on_action: called with the number of each action as it begins, and with their count at the end; for supervision.
-        on_failed_save: called with what kept a checkpoint from being written, as the next step ends. What it raises
-            ends the training; unless given, it warns.
+        on_failed_save: called with why a checkpoint was not written, as the next step ends; unless given, it warns.
         on_save: called with whether this worker waits for others, again and again in a save; for supervision.
         on_weights: called again and again while a worker hands out weights, with whether this one waits for it.
 
