@@ -1,6 +1,6 @@
 """The peak of the fullest device, and a step's seconds, of planners that may put stages on several devices.
 
-    python benchmarks/bench_grids.py [--models gpt bert ...] [--devices 4 8 ...] [--json FILE]
+    python benchmarks/bench_grids.py [--models gpt bert ...] [--devices 4 8 ...] [--json FILE] [--tables]
 
 Models of several kinds train a batch of 128 samples on 4 to 64 A100 of 40 GB, eight to a host (NVLink inside, 25 GB/s
 between hosts), in float32. Profiles are fake ones for CUDA, at all powers of two up to the number of devices. Every
@@ -12,9 +12,18 @@ planner has the same batch, schedule and devices, and each chooses the microbatc
     megatron       equal stages, the same replicas for all: the fastest combination that fits, simulated
     deepspeed      equal parameters, the same replicas for all: the fastest combination that fits, simulated
     peak           pipefit's exact search for the lowest peak
-    throughput     pipefit's fastest plan of those that keep everything (`planner.mixed`), simulated
+    throughput     pipefit's fastest plan of any degrees (`planner.mixed`), simulated
 
-Peaks and seconds of all plans are the same simulator's. `seconds` are those of the search, without profiles.
+and plans written by hand, which put one stage on all devices, in replicas that sum in a bucket for each block, with the
+microbatch size that is the fastest of those that fit, and, as `lean`, with the one of the lowest peak:
+
+    fsdp           replicas divide parameters, gradients and optimizer state
+    offload        they divide gradients and optimizer state, which the host has and updates (ZeRO-Offload)
+    infinity       they divide all, and parameters and optimizer state are at the host, from which they come and to
+                   which they go, a bucket after the other (ZeRO-Infinity, but for the update, which is the device's)
+
+Peaks and seconds of all plans are the same simulator's. `seconds` are CPU seconds of the search, without profiles, and
+`memory_bytes` what the process had allocated at most by then. What the JSON has is not made again.
 """
 
 from __future__ import annotations
@@ -22,18 +31,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, NamedTuple
 
 from measured_on import machine
+from page_tables import markdown, put
 from pipefit import zoo
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
+from pipefit.decisions import Decision, State, StateKind, What
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Sharding, Stage
+from pipefit.places import parse_place
 from pipefit.planner import Options, Question, alpa, capture, exact, parameters, uniform
 from pipefit.planner.capture import CaptureOptions
 from pipefit.planner.degrees import divisors
@@ -41,12 +55,18 @@ from pipefit.planner.driver import plan_of
 from pipefit.planner.mixed import mixed
 from pipefit.planner.question import Found, Planner, Split
 from pipefit.planner.replicas import in_replicas
+from pipefit.plans import Plan
 from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile
+from pipefit.schedule.room import shortage
+from pipefit.schedule.sums import bucket_edges
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from pipefit.zoo.huggingface import hf
 
+RESULTS = Path(__file__).parent / "results" / "grids.json"
+PAGE = Path(__file__).parents[1] / "docs" / "planners" / "capture.md"
+GIB = 1 << 30
 BATCH = 128
 LARGE = {"layers": 24, "hidden": 1024, "heads": 16}
 MODELS: dict[str, Callable[[], Task]] = {
@@ -72,11 +92,13 @@ class Row(NamedTuple):
     fits: bool
     stages: list[str]
     microbatch_size: int
+    recomputed: int  # runs of layers
     seconds: float
+    memory_bytes: int
 
 
 def cluster(devices: int) -> Cluster:
-    """So many A100 of 40 GB on hosts of eight."""
+    """So many A100 of 40 GB on hosts of eight, of which two share a link to their host."""
     hosts = -(-devices // 8)
     groups = [range(8 * host, min(8 * host + 8, devices)) for host in range(hosts)]
     kind = 'kinds.a100 = { flops = { float32 = 19.5e12 }, memory_bandwidth = "1555GB/s" }'
@@ -85,10 +107,16 @@ def cluster(devices: int) -> Cluster:
         f'[[devices]]\ncount = {len(group)}\nkind = "a100"\nmemory = "40339MiB"\nhost = {host}\n'
         for host, group in enumerate(groups)
     ]
-    text += ['[[hosts]]\nmemory = "948GB"\n' for _ in groups]
+    text += ['[[hosts]]\nmemory = "948GB"\nmemory_bandwidth = "409.6GB/s"\n' for _ in groups]
     for group in groups:
         near = f"device{group[0]}-{group[-1]}" if len(group) > 1 else f"device{group[0]}"
         text.append(f'[[links]]\nmembers = ["{near}"]\nbytes_per_second = "258GB/s"\nlatency_seconds = 1e-5\n')
+        for first in group[::2]:
+            pair = f"device{first}-{first + 1}" if first + 1 in group else f"device{first}"
+            text.append(
+                f'[[links]]\neach = "{pair}"\nto = "host{first // 8}"\nbytes_per_second = "24.8GB/s"\n'
+                f'latency_seconds = 1e-5\nwire = "pcie{first // 2}"\n'
+            )
     if hosts > 1:
         text.append('[[links]]\nmembers = ["device*"]\nbytes_per_second = "25GB/s"\nlatency_seconds = 2e-5\n')
     return Cluster.parse("\n".join(text))
@@ -106,7 +134,7 @@ def questions(costs: ModelProfile, on: Cluster, schedule: str) -> list[Question]
     ]
 
 
-def chosen(planner: Planner, asked: list[Question]) -> tuple[Question, Split]:
+def chosen(planner: Planner, asked: list[Question]) -> Plan:
     """The plan with the lowest value over all sizes."""
     found: list[tuple[float, int, Found]] = []
     for number, question in enumerate(asked):
@@ -114,38 +142,83 @@ def chosen(planner: Planner, asked: list[Question]) -> tuple[Question, Split]:
             made = planner(question)
             found.append((made.value, number, made))
     _, number, best = min(found, key=lambda one: one[:2])
-    return asked[number], best.split
+    return plan_of(asked[number], best.split, decisions=best.decisions)
 
 
-def fixed(planner: Planner, asked: list[Question]) -> tuple[Question, Split]:
+def fixed(planner: Planner, asked: list[Question]) -> Plan:
     """The fastest combination of microbatch size, number of replicas and number of stages that fits."""
-    found: list[tuple[bool, float, int, Question, Split]] = []
-    for question in asked:
-        devices = len(question.cluster.devices)
-        for data in divisors(question.training.microbatch_size, devices):
-            options = Options(data=data, stages=min(question.blocks, devices // data))
-            with suppress(UsageError):
-                pinned = replace(question, options=options)
-                split = in_replicas(planner)(pinned).split
-                simulation = Simulation(plan_of(pinned, split))
-                short = max(simulation.peak_bytes) > min(question.cluster.budgets)
-                found.append((short, simulation.step_seconds[-1], len(found), pinned, split))
-    *_, question, split = min(found, key=lambda one: one[:3])
-    return question, split
+    return quickest(pinned for question in asked for pinned in equal(planner, question))
 
 
-def throughput(asked: list[Question]) -> tuple[Question, Split]:
+def equal(planner: Planner, question: Question) -> Iterator[Plan]:
+    """The plans of a planner with the same replicas for all stages, on as many stages as there are devices for."""
+    devices = len(question.cluster.devices)
+    for data in divisors(question.training.microbatch_size, devices):
+        options = Options(data=data, stages=min(question.blocks, devices // data), shard="none")
+        with suppress(UsageError):
+            pinned = replace(question, options=options)
+            yield plan_of(pinned, in_replicas(planner)(pinned).split)
+
+
+def quickest(plans: Iterable[Plan]) -> Plan:
+    """The fastest plan that fits."""
+    return best_of(plans, lambda plan, simulation: simulation.step_seconds[-1])
+
+
+def leanest(plans: Iterable[Plan]) -> Plan:
+    """The plan with the lowest peak."""
+    return best_of(plans, lambda plan, simulation: max(simulation.peak_bytes))
+
+
+def best_of(plans: Iterable[Plan], value: Callable[[Plan, Simulation], float]) -> Plan:
+    """The plan of the lowest value of those that fit, or of all if none does."""
+    found: list[tuple[bool, float, int, Plan]] = []
+    for plan in plans:
+        with suppress(UsageError):
+            simulation = Simulation(plan)
+            short = max(simulation.peak_bytes) > min(plan.cluster.budgets)
+            found.append((short, value(plan, simulation), len(found), plan))
+    return min(found, key=lambda one: one[:3])[-1]
+
+
+def throughput(asked: list[Question]) -> Plan:
     """The fastest plan of all sizes."""
     best = min(filter(None, map(mixed, asked)), key=lambda one: one.seconds)
-    return best.question, best.split
+    return plan_of(best.question, best.split, decisions=best.decisions or None)
 
 
-PLANNERS: dict[str, Callable[[list[Question]], tuple[Question, Split]]] = {
+def on_all(asked: list[Question], shard: Sharding, *kinds: tuple[What, StateKind]) -> Iterator[Plan]:
+    """One stage on all devices that divides so much, with what is done with its state, at all sizes that it divides."""
+    for question in asked:
+        size, devices = question.training.microbatch_size, tuple(range(len(question.cluster.devices)))
+        sizes = {one.microbatch_size for one in question.profile.measurements}
+        if size % len(devices) or size // len(devices) not in sizes:
+            continue
+        grid = Grid(devices=devices, data=len(devices), shard=shard, buckets=question.blocks)
+        plan = plan_of(question, Split((0, question.blocks), devices[:1], (grid,)))
+        cuts = [0, *bucket_edges(plan, 0), len(question.profile.layers)]
+        decisions = [
+            Decision(stage=0, subject=State(start=a, stop=b, kind=kind), what=what, place=parse_place("host"), ahead=1)
+            for what, kind in kinds
+            for a, b in pairwise(cuts)
+        ]
+        yield replace(plan, decisions=tuple(decisions))
+
+
+OFFLOAD: tuple[tuple[What, StateKind], ...] = ((What.UPDATE, "optimizer"),)
+INFINITY: tuple[tuple[What, StateKind], ...] = ((What.OFFLOAD, "optimizer"), (What.OFFLOAD, "parameters"))
+PLANNERS: dict[str, Callable[[list[Question]], Plan]] = {
     "capture": lambda asked: chosen(capture, asked),
     "capture early": lambda asked: chosen(lambda one: capture(one, CaptureOptions(early_release=True)), asked),
     "alpa": lambda asked: chosen(alpa, asked),
     "megatron": lambda asked: fixed(uniform, asked),
     "deepspeed": lambda asked: fixed(parameters, asked),
+    "fsdp": lambda asked: quickest(on_all(asked, "parameters")),
+    "fsdp lean": lambda asked: leanest(on_all(asked, "parameters")),
+    "offload": lambda asked: quickest(on_all(asked, "gradients", *OFFLOAD)),
+    "offload lean": lambda asked: leanest(on_all(asked, "gradients", *OFFLOAD)),
+    "infinity": lambda asked: quickest(on_all(asked, "parameters", *INFINITY)),
+    "infinity lean": lambda asked: leanest(on_all(asked, "parameters", *INFINITY)),
     "peak": lambda asked: chosen(exact, asked),
     "throughput": throughput,
 }
@@ -155,54 +228,138 @@ def rows(costs: ModelProfile, on: Cluster, schedule: str) -> Iterator[Row]:
     """What every planner finds."""
     for name, find in PLANNERS.items():
         began = time.process_time()
-        question, split = find(questions(costs, on, schedule))
+        plan = find(questions(costs, on, schedule))
         seconds = time.process_time() - began
-        simulation = Simulation(plan_of(question, split))
+        simulation = Simulation(plan)
         peak = max(simulation.peak_bytes)
-        grids = [split.grid(stage) for stage in range(len(split.devices))]
-        ends = zip(pairwise(split.edges), grids, strict=True)
-        stages = [f"{stop - start}x{grid.data}" for (start, stop), grid in ends]
-        size = question.training.microbatch_size
-        fits = peak <= min(on.budgets)
-        yield Row(name, peak, simulation.step_seconds[-1], fits, stages, size, seconds)
+        stages = [f"{count(plan, stage)}x{stage.grid.data}{SHARDED[stage.grid.shard]}" for stage in plan.stages]
+        again = sum(decision.what is What.RECOMPUTE for decision in plan.decisions)
+        yield Row(
+            planner=name,
+            peak_bytes=peak,
+            step_seconds=simulation.step_seconds[-1],
+            fits=peak <= min(on.budgets) and not shortage(plan, simulation.arenas),
+            stages=stages,
+            microbatch_size=plan.training.microbatch_size,
+            recomputed=again,
+            seconds=seconds,
+            memory_bytes=1024 * getrusage(RUSAGE_SELF).ru_maxrss,
+        )
 
 
-def measured(model: str, most: int) -> ModelProfile:
-    """The profile at all powers of two."""
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-    return profile(MODELS[model](), microbatch_size=sizes, target="cuda")
+SHARDED: dict[Sharding, str] = {"none": "", "optimizer": "z1", "gradients": "z2", "parameters": "z3"}
+
+
+def count(plan: Plan, stage: Stage) -> int:
+    """The blocks of a stage."""
+    return sum(stage.start <= edge < stage.stop for edge in plan.profile.edges[:-1])
+
+
+def measured(model: str) -> ModelProfile:
+    """The profile at all powers of two up to 64."""
+    return profile(MODELS[model](), microbatch_size=[1 << power for power in range(7)], target="cuda")
 
 
 def main() -> None:
     """Plan every model on every number of devices, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
-    parser.add_argument("--json", type=Path, help="write rows and machine here")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--tables", action="store_true", help="put the tables of the JSON into the page, plan nothing")
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    for model in options.models:
-        began = time.process_time()
-        try:
-            costs = measured(model, max(options.devices))
-        except UsageError as refusal:  # it is another model at another size
-            print(f"{model}: {refusal}", flush=True)
+    known = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    made = known["rows"]
+    for model in () if options.tables else options.models:
+        asked = [(devices, schedule) for schedule in options.schedules for devices in options.devices]
+        asked = [one for one in asked if (model, *one) not in {key(row) for row in made}]
+        if not asked:
             continue
+        began = time.process_time()
+        costs = measured(model)
         print(f"{model}: {costs.parts}, profiled in {time.process_time() - began:.1f} s", flush=True)
-        for devices in options.devices:
-            for schedule in options.schedules:
-                few = [one for one in costs.measurements if one.microbatch_size <= devices]
-                for row in rows(replace(costs, measurements=tuple(few)), cluster(devices), schedule):
-                    found.append({"model": model, "devices": devices, "schedule": schedule, **row._asdict()})
-                    print(
-                        f"  {devices:3} {schedule:6} {row.planner:13} {row.peak_bytes / 2**30:7.2f} GiB "
-                        f"{row.step_seconds:8.3f} s  {'' if row.fits else 'does not fit '}search {row.seconds:6.2f} s  "
-                        f"b={row.microbatch_size} {' '.join(row.stages[:8])}",
-                        flush=True,
-                    )
-                if options.json:
-                    options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+        for devices, schedule in asked:
+            found = []
+            for row in rows(costs, cluster(devices), schedule):
+                found.append({"model": model, "devices": devices, "schedule": schedule, **row._asdict()})
+                print(line(found[-1]), flush=True)
+            made = sorted(
+                [*made, *found], key=lambda row: (list(MODELS).index(row["model"]), row["schedule"], row["devices"])
+            )
+            options.json.write_text(json.dumps({**known, "machine": machine(), "rows": made}, indent=1) + "\n")
+    if options.tables:
+        put(
+            {"grids": table(made), "grids by hand": by_hand(made), "grids in short": "\n".join(summary(made))},
+            page=PAGE,
+        )
+
+
+def key(row: dict[str, Any]) -> tuple[str, int, str]:
+    """What a row answers, but for the planner."""
+    return row["model"], row["devices"], row["schedule"]
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line for whoever waits."""
+    return (
+        f"  {row['devices']:3} {row['schedule']:6} {row['planner']:13} {row['peak_bytes'] / GIB:7.2f} GiB "
+        f"{row['step_seconds']:8.3f} s  {'' if row['fits'] else 'does not fit '}search {row['seconds']:6.2f} s  "
+        f"b={row['microbatch_size']} {' '.join(row['stages'][:8])}"
+    )
+
+
+def groups(made: list[dict[str, Any]]) -> Iterator[dict[str, dict[str, Any]]]:
+    """The rows of each question, by their planners."""
+    found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    for row in made:
+        found.setdefault(key(row), {})[row["planner"]] = row
+    return iter(found.values())
+
+
+PLANS = "capture", "capture early", "alpa", "megatron", "deepspeed", "peak", "throughput"
+HAND = "fsdp", "fsdp lean", "offload", "offload lean", "infinity", "infinity lean"
+
+
+def table(made: list[dict[str, Any]]) -> str:
+    """GiB and seconds of the planners, what `peak` saves against `alpa`, and what the search of `throughput` took."""
+    columns = ("model, devices, schedule", *PLANS, "`peak` against alpa", "searches")
+    lines = []
+    for own in groups(made):
+        saved = 1 - own["peak"]["peak_bytes"] / own["alpa"]["peak_bytes"]
+        searches = f"{own['peak']['seconds']:.1f} s, {own['throughput']['seconds']:.1f} s"
+        lines.append((title(own), *(cell(own[name]) for name in PLANS), f"-{100 * saved:.0f} %", searches))
+    return markdown(columns, lines)
+
+
+def by_hand(made: list[dict[str, Any]]) -> str:
+    """The same of plans by hand, beside ours."""
+    columns = ("model, devices, schedule", *HAND, "peak", "throughput")
+    return markdown(columns, [(title(own), *(cell(own[name]) for name in columns[1:])) for own in groups(made)])
+
+
+def title(own: dict[str, dict[str, Any]]) -> str:
+    """What the rows of a question have in common."""
+    return ", ".join(map(str, key(own["peak"])))
+
+
+def cell(row: dict[str, Any]) -> str:
+    """GiB of the fullest device, and seconds of a step."""
+    return f"{row['peak_bytes'] / GIB:.2f} / {row['step_seconds']:.3g}" + ("" if row["fits"] else " (does not fit)")
+
+
+def summary(made: list[dict[str, Any]]) -> Iterator[str]:
+    """How often, and by how much at most, another planner's plan is leaner or faster than ours."""
+    kept = [name for name in PLANNERS if not name.startswith(("offload", "infinity"))]
+    for ours, what, names in (("peak", "peak_bytes", kept), ("throughput", "step_seconds", list(PLANNERS))):
+        worse = []
+        for own in groups(made):
+            best = min((own[name] for name in names if own[name]["fits"]), key=lambda row: row[what])
+            if best[what] < own[ours][what] * (1 - 1e-9):
+                worse.append(f"{title(own)}: {best['planner']} {100 * (1 - best[what] / own[ours][what]):.1f} % less")
+        yield f"- `{ours}` against {len(names) - 1} others in {len(list(groups(made)))} questions: " + (
+            f"not the best in {len(worse)}: {'; '.join(worse)}." if worse else "the best in all."
+        )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs" / "compaction.md"
 
 
-def put(found: dict[str, str]) -> None:
-    """Put tables into the page, each at the place of its title."""
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+def put(found: dict[str, str], page: Path = PAGE) -> None:
+    """Put tables into a page, each at the place of its title."""
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 def with_tables(page: str, found: dict[str, str]) -> str:

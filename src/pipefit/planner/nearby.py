@@ -2,8 +2,8 @@
 
 They are the plans of `uniform`, `parameters` and `time` with the same degree for all stages, on as many stages as the
 devices are enough for; and what comes of moving a cut of the fastest plan by one block, as long as that is faster. So
-an answer is never slower than what Megatron and DeepSpeed do by such splits, as long as the budget lasts. And gradients
-of replicas are summed in more buckets, beside the backward, where that is faster.
+an answer is never slower than what Megatron and DeepSpeed do by such splits, as long as the budget lasts. Then
+replicas sum in more buckets, beside the backward, and divide their state, where that is faster.
 
 Costs: a simulation for each plan whose slowest stage alone would not take longer than a plan that is known, within a
 budget of actions in their programs.
@@ -29,7 +29,7 @@ from pipefit.planner.uniform import uniform
 from pipefit.simulator import Simulation
 
 _ACTIONS = 60_000  # in the programs of plans after which no other is simulated
-_BUCKETS = 4, 16
+_BUCKETS = 4, 16, 64
 _PLANNERS: tuple[Planner, ...] = (uniform, parameters, time)
 
 
@@ -49,7 +49,7 @@ def nearby(question: Question, best: Timed | None) -> Timed | None:
         if found is best:
             break
         best = found
-    return None if best is None else search.first(_in_buckets(best.split), best, following=True)
+    return None if best is None else search.first(_together(question, best.split), best, following=True)
 
 
 def alike(question: Question) -> Iterator[Split]:
@@ -72,12 +72,13 @@ def _moved(split: Split) -> Iterator[Split]:
                 yield split._replace(edges=(*edges[:number], cut, *edges[number + 1 :]))
 
 
-def _in_buckets(split: Split) -> Iterator[Split]:
-    """The splits whose replicas sum in more buckets."""
-    for buckets in _BUCKETS:
-        grids = [replace(one, buckets=max(buckets, one.buckets)) if one.data > 1 else one for one in split.grids]
-        if tuple(grids) != split.grids:
-            yield split._replace(grids=tuple(grids))
+def _together(question: Question, split: Split) -> Iterator[Split]:
+    """The splits whose replicas sum in more buckets, or divide their state too."""
+    for shard in question.shards:
+        for buckets in (*_BUCKETS, question.blocks):
+            grids = [replace(one, shard=shard, buckets=buckets) if one.data > 1 else one for one in split.grids]
+            if tuple(grids) != split.grids:
+                yield split._replace(grids=tuple(grids))
 
 
 class _Search:
