@@ -34,7 +34,7 @@ from pipefit.texts import counted
 _FEW = 4  # stages of plans that are looked for first, because they rule out most others
 _INFINITE = float("inf")
 _ROUNDING = 1 + 1e-9
-_WORK = 20_000_000  # candidate stages that are compared again with what was read of others
+_WORK = 1_000_000  # candidate stages that are compared again with what was read of others
 _TIMES = 6  # that plans are looked for which turn out to fit
 
 
@@ -77,7 +77,7 @@ def leanest(question: Question) -> Hybrid:
     levels = [min(one.lowest()) for one in every]
     for _ in range(1 + _WORK // candidates(question, question.shards)):
         level, number = min((level, number) for number, level in enumerate(levels))
-        found = every[number].fastest(level)[0]
+        found = every[number].fastest(level, most=1)[0]
         best.append(found._replace(value=every[number].value(found)))
         if best[-1].value <= level:
             break
@@ -110,7 +110,7 @@ def _fitting(search: Search, level: float, at_most: float, most: int) -> list[Hy
     """Up to `most` plans that take no longer than `at_most` seconds and whose stages stay within a level."""
     search.expects = True
     for _ in range(1 + min(_TIMES, _WORK // search.candidates)):
-        tried = search.fastest(level, at_most)[:most]
+        tried = search.fastest(level, at_most, most)
         fit = [one for one in tried if search.value(one) <= level]
         if fit[:1] == tried[:1]:
             return fit
@@ -200,17 +200,17 @@ class Search:
             )
         return self._made(programme.best(count), value)
 
-    def fastest(self, level: float, at_most: float = _INFINITE) -> list[Hybrid]:
-        """The fastest plans whose stages stay within a level, for each number of stages the best one that is no slower
-        than the best of few stages, and than `at_most` seconds.
+    def fastest(self, level: float, at_most: float = _INFINITE, most: int | None = None) -> list[Hybrid]:
+        """The fastest plans whose stages stay within a level, up to `most`: for each number of stages the best one that
+        is no slower than the best of few stages, and than `at_most` seconds.
         """
         few = self.programme(lambda left, choice: self._within(left, choice, level, at_most), most=_FEW)
-        most = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
-        most = min(most * _ROUNDING, at_most)
-        programme = self.programme(lambda left, choice: self._within(left, choice, level, most))
+        slowest = min((few.values[count - 1] for count in self.counts if count <= _FEW), default=_INFINITE)
+        slowest = min(slowest * _ROUNDING, at_most)
+        programme = self.programme(lambda left, choice: self._within(left, choice, level, slowest))
         values = {count: programme.values[count - 1] for count in self.counts}
         found = sorted((value, count) for count, value in values.items() if value < _INFINITE)
-        return [self._made(programme.best(count), value, level) for value, count in found]
+        return [self._made(programme.best(count), value, level) for value, count in found[:most]]
 
     def _made(self, stages: tuple[Placed, ...], value: float, level: float = _INFINITE) -> Hybrid:
         left = range(len(stages), 0, -1)
