@@ -129,7 +129,7 @@ def through_a_link(worker: int, message: str, seconds: float) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("worker", "message", "place"), LINKS)
+@pytest.mark.parametrize(("worker", "message", "place"), [LINKS[0], pytest.param(*LINKS[1], marks=pytest.mark.gallery)])
 def test_a_slow_link_is_told_and_training_goes_on(worker: int, message: str, place: str) -> None:
     """After half of the time that an action may take: between whom, and at which message; the losses are the same."""
     with pytest.warns(PipefitWarning, match=SLOW.format(place)):
