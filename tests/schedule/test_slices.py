@@ -138,7 +138,7 @@ def test_replicas_that_no_plan_can_have_are_refused() -> None:
     plan = make_plan(equal_profile(2), [1, 1], cluster=make_cluster(6))
     stages = (Stage(start=0, stop=1, grid=Grid(devices=(0, 1, 2), data=3)), Stage(start=1, stop=2, grid=Grid.of(3)))
     with pytest.raises(
-        UsageError, match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use micro"
+        UsageError, match="3 replicas of stage 0 cannot divide a microbatch of 1 sample equally: use a batch of 3 or 6"
     ):
         replace(plan, stages=stages)
     sizes = replace(plan.profile, measurements=(replace(plan.profile.measurements[0], microbatch_size=6),))
