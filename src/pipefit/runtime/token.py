@@ -12,6 +12,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -21,6 +23,7 @@ from pipefit.errors import PeerLost, first_line
 
 TOKEN = "PIPEFIT_TOKEN"  # noqa: S105 - the name of a variable
 _PATIENCE = timedelta(seconds=60)  # members of a group tell it right after they have made it
+_FAREWELL = timedelta(seconds=5)  # for what is on its way to one that is refused
 
 
 def new_token() -> str:
@@ -52,6 +55,7 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
                 f"has taken its place ({first_line(error)}); start again, as --restarts does"
             ) from error
         if not hmac.compare_digest(bytes(tensor.tolist()), _digest(name, rank, mine)):
+            _let_go(begun)  # a worker with another token hears ours before we are gone, and tells the same
             raise PeerLost(
                 f"what has connected as worker {rank} does not know the token of this training: a stranger has taken "
                 f"its place, or workers were started with different {TOKEN}s; start again, as --restarts does"
@@ -59,6 +63,14 @@ def check_members(group: dist.ProcessGroup | None, name: str) -> None:
     for work in begun:
         assert work is not None, "this worker is in the group"
         work.wait()
+
+
+def _let_go(begun: Sequence[dist.Work | None]) -> None:
+    """Wait shortly for messages of which some may never arrive."""
+    for work in begun:
+        with suppress(RuntimeError):
+            assert work is not None, "this worker is in the group"
+            work.wait(_FAREWELL)
 
 
 def _digest(name: str, teller: int, hearer: int) -> bytes:
