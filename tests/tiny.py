@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,3 +133,19 @@ def in_one_process(task: Task, plan: Plan, steps: int) -> tuple[Trainer, list[fl
         torch.manual_seed(step)
         losses.append(trainer.step(task.batch(plan.training.batch_size)))
     return trainer, losses
+
+
+def goes_on(task: Task, plans: Sequence[Plan], data: Sequence[Any], folder: Path) -> None:
+    """Train a step by each plan, from the checkpoint of the plan before, whose whole state is taken up bit by bit."""
+    before = Trainer(task, plans[0])
+    before.step(data[0])
+    for number, plan in enumerate(plans[1:], start=1):
+        before.save(folder)
+        before.finish()
+        after = Trainer(task, plan)
+        assert after.load(folder) == number
+        taken, had = after.state_dict(optimizer=True), before.state_dict(optimizer=True)
+        assert taken.keys() == had.keys()
+        assert all(torch.equal(taken[name], tensor) for name, tensor in had.items())
+        after.step(data[number])
+        before = after

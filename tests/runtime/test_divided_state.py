@@ -32,7 +32,7 @@ from replicated import MODELS, Table, plain_task, precise, replicated
 from sampled import sampled
 from slices import Plain, batches, equal, parameters, random_grids, sliced_plan
 from step_peaks import step_peaks, too_low
-from tiny import in_one_process
+from tiny import goes_on, in_one_process
 
 SIZES = (12, 6, 4, 3)
 DIVIDED: tuple[Sharding, ...] = ("optimizer", "gradients", "parameters")
@@ -156,17 +156,7 @@ def test_training_goes_on_under_other_plans(shard: Sharding, profiles: dict[str,
         sliced_plan(found, [0, 3, 6], [1, 4], shard=("none", shard)),
         sliced_plan(found, [0, 2, 6], [2, 1]),
     ]
-    data = batches(task, plans[0], 4)
-    before = Trainer(task, plans[0])
-    before.step(data[0])
-    for number, plan in enumerate(plans[1:], start=1):
-        before.save(tmp_path)
-        before.finish()
-        after = Trainer(task, plan)
-        assert after.load(tmp_path) == number
-        assert equal(after.state_dict(optimizer=True), before.state_dict(optimizer=True), relative=0)
-        after.step(data[number])
-        before = after
+    goes_on(task, plans, batches(task, plans[0], 4), tmp_path)
 
 
 def test_workers_train_as_one_process_does(profiles: dict[str, ModelProfile], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from replicated import precise, replicated
 from slices import batches, equal, sliced_plan
 from state_away import away
 from step_peaks import step_peaks
-from tiny import in_one_process
+from tiny import goes_on, in_one_process
 
 ALL: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
 MOVED: dict[Sharding, tuple[StateKind, ...]] = {  # what may move of replicas that divide that much
@@ -140,16 +140,7 @@ def test_training_goes_on_from_what_was_away(profiled: ModelProfile, tmp_path: P
     task, still = replicated("dropped"), sliced_plan(profiled, [0, 6], [2], shard=("parameters",), buckets=(2,))
     plan = replace(still, decisions=(away(0, 0, 3, What.UPDATE), away(0, 3, 6), away(0, 3, 6, kind="parameters")))
     plain = sliced_plan(profiled, [0, 3, 6], [1, 2])
-    data, before = batches(task, plan, 3), Trainer(task, plan)
-    before.step(data[0])
-    for number, following in enumerate((plain, plan), start=1):
-        before.save(tmp_path)
-        before.finish()
-        after = Trainer(task, following)
-        assert after.load(tmp_path) == number
-        assert equal(after.state_dict(optimizer=True), before.state_dict(optimizer=True), relative=0)
-        after.step(data[number])
-        before = after
+    goes_on(task, [plan, plain, plan], batches(task, plan, 3), tmp_path)
 
 
 @pytest.mark.parametrize(("shard", "times"), [("none", 2), ("optimizer", 1), ("gradients", 1)])
