@@ -133,9 +133,10 @@ def test_a_rewriting_that_is_broken_is_refused(fault: Broken, monkeypatch: pytes
         compare(by_hand())
 
 
-def test_short_sequences_show_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of traced layers, whose code has other lengths; dropout is off there."""
-    inner = build("gpt", **GPT | {"layers": 1, "sequence": 20})
+@pytest.mark.parametrize("hidden", [16, 240])
+def test_short_sequences_show_it_too(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of traced layers, whose code has other lengths; dropout is off there. A width may be some times the length."""
+    inner = build("gpt", **GPT | {"layers": 1, "sequence": 20, "hidden": hidden})
     task = Task(Traced(inner.build()), batch=inner.batch, loss=inner.loss, name="traced", optimizer=torch.optim.SGD)
     sharded, values, targets = divided(task)
     fine = compare_blocks(sharded, values, targets, free_bytes=1 << 33, longest=0.0)

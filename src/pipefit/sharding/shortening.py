@@ -29,11 +29,13 @@ _SHORT, _FEW, _EXPERTS = 8, 2, 8  # positions, samples, and most experts of a to
 @dataclass(frozen=True, kw_only=True)
 class Shortening:
     """A way to cut a batch of so many `samples`: sequences of `length`, or without one to the first few samples; or
-    neither.
+    neither. Up to `experts` times all tokens in code are the experts of all tokens: more than one is tried only where
+    code with one fails, since a width may be some times the length too.
     """
 
     length: int = 0
     samples: int = 0
+    experts: int = 1
 
     @staticmethod
     def of(values: Values, targets: Values) -> Iterator[Shortening]:
@@ -42,6 +44,7 @@ class Shortening:
         lengths = {value.shape[1] for value in values if value.ndim == 2 and not value.is_floating_point()}
         if len(lengths) == 1 and (length := lengths.pop()) > _SHORT:
             yield Shortening(length=length, samples=size)
+            yield Shortening(length=length, samples=size, experts=_EXPERTS)
         if size > _FEW:
             yield Shortening(samples=size)
 
@@ -81,7 +84,7 @@ class Shortening:
         pairs, tokens = divmod(number, self.length**2), divmod(number, self.samples * self.length)
         if not pairs[1]:
             return pairs[0] * _SHORT**2
-        return tokens[0] * self.samples * _SHORT if not tokens[1] and tokens[0] <= _EXPERTS else number
+        return tokens[0] * self.samples * _SHORT if not tokens[1] and tokens[0] <= self.experts else number
 
     def without_draws(self) -> AbstractContextManager[object]:
         """Inside, nothing is dropped, if masks would have other sizes than their code says."""
