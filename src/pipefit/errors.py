@@ -7,6 +7,7 @@
     ├── WorkerFailed        5   a worker died, hung or raised; names the one that failed first
     │   └── PeerLost            what the others report then: a message that does not come
     ├── FileError           6   a document is missing, truncated, of another version, or for another model
+    │   └── NotSaved            the training is done, and its last checkpoint could not be written
     └── LossNotFinite       7   a loss became infinite or nan, and training was to stop then
 
 A message says what, where, by how much, and what to try. The command line catches `PipefitError` once, prints the
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipefit.post_mortems import PostMortem
+    from pipefit.trace import Trace
 
 
 class PipefitError(Exception):
@@ -71,6 +73,17 @@ class FileError(PipefitError):
     """A document cannot be used: missing, truncated, of another version, invalid, or for another model."""
 
     exit_code = 6
+
+
+class NotSaved(FileError):
+    """A checkpoint could not be written, which was to stop the training, and all of its steps were done already.
+
+    `losses` and `trace` are what the training would have returned.
+    """
+
+    def __init__(self, sentence: str, trace: Trace) -> None:
+        super().__init__(sentence)
+        self.trace, self.losses = trace, list[float]()
 
 
 class LossNotFinite(PipefitError):

@@ -183,6 +183,25 @@ def test_a_full_disk_under_the_result_loses_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_full_disk_under_the_last_checkpoint_loses_nothing(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is to stop a training that has done all of its steps, their losses are printed, and then the failure."""
+    command = line(tmp_path, "--save", str(tmp_path / "runs"), "--on-failed-save", "stop", "--steps", "2")
+    command[2:5] = ["resuming:limited", "--set", "worker=1", "--set", "nbytes=2000"]
+    assert main([*command, *(["--json"] if as_json else [])]) == 6
+    out, err = capsys.readouterr()
+    said = r"checkpoint 2 cannot be saved to .*: File too large; .*; steps done: 2, last saved: none$"
+    assert re.search(said, err.strip()), err
+    if as_json:
+        found = json.loads(out)
+        assert found["losses"] == undisturbed(2) and found["exit_code"] == 6
+    else:
+        first, last = undisturbed(2)
+        assert out.startswith(f"loss {first:.4f} in the first step, {last:.4f} in the last\n\nno checkpoint of this")
+
+
 def flipped(shard: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1

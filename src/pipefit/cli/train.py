@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings
-from pipefit.errors import UsageError
+from pipefit.errors import NotSaved, UsageError
 
 if TYPE_CHECKING:
     from pipefit.plans import Plan
@@ -148,33 +148,44 @@ def command(
             if not as_json:
                 log.tell(report, every=log_every)
 
-        losses, trace = train(
-            factory,
-            document,
-            steps=steps,
-            seed=seed,
-            timeout_seconds=timeout,
-            start_seconds=max(timeout, START_SECONDS),
-            numbers=numbers,
-            share_device=share_device,
-            cap=cap,
-            on_step=on_step,
-            on_nan=on_nan,
-            saving=saving,
-            resume=told.resumed,
-            weights=weights,
-            on_saved=told.saved,
-            restarts=restarts,
-            replan=None if cluster is None else partial(_planned_for, cluster),
-        )
+        unsaved: NotSaved | None = None
+        try:
+            losses, trace = train(
+                factory,
+                document,
+                steps=steps,
+                seed=seed,
+                timeout_seconds=timeout,
+                start_seconds=max(timeout, START_SECONDS),
+                numbers=numbers,
+                share_device=share_device,
+                cap=cap,
+                on_step=on_step,
+                on_nan=on_nan,
+                saving=saving,
+                resume=told.resumed,
+                weights=weights,
+                on_saved=told.saved,
+                restarts=restarts,
+                replan=None if cluster is None else partial(_planned_for, cluster),
+            )
+        except NotSaved as error:
+            losses, trace, unsaved = error.losses, error.trace, error
     data = {"losses": [*map(in_json, losses)]}
+
+    def save_it() -> None:
+        if output is not None:
+            save_document(trace, output)
+            if not as_json:
+                print(f"saved to {output}", file=sys.stderr)
+        if unsaved is not None:
+            raise unsaved
+
     print_and_save(
         partial(_print, losses, trace, told, as_json=as_json),
-        lambda: None if output is None else save_document(trace, output),
+        save_it,
         found=(lambda: data | plain_data(trace)) if as_json else None,
     )
-    if output is not None and not as_json:
-        print(f"saved to {output}", file=sys.stderr)
 
 
 def _saving(save: Path | None, *, restarts: int, **options: Any) -> Saving | None:
@@ -236,14 +247,18 @@ class _Told:
 
     @property
     def lines(self) -> list[str]:
-        """How many checkpoints there were, how large, and how long training stood still for one."""
+        """How many checkpoints of this training are there, how large, and how long it stood still for one."""
         if self._saving is None or not self._bytes:
             return []
+        from pipefit.checkpoints.folders import whole
         from pipefit.texts import counted, printable
         from pipefit.units import format_bytes, format_seconds
 
-        last, count = max(self._bytes), len(self._bytes)
-        what = f"{counted(count, 'checkpoint')} of {format_bytes(self._bytes[last])}"
+        there = [step for step, _ in whole(Path(self._saving.directory)) if step in self._bytes]
+        if not there:
+            return [f"no checkpoint of this training is in {printable(self._saving.directory)}"]
+        last = there[-1]
+        what = f"{counted(len(there), 'checkpoint')} of {format_bytes(self._bytes[last])}"
         where = f"in {printable(self._saving.directory)}, the last of step {last}"
         longest = format_seconds(max(self._still_seconds.values()))
         return [f"{what} {where}; training stood still for at most {longest} for one"]

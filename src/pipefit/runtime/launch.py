@@ -23,7 +23,7 @@ from typing import Any
 
 from pipefit.actions import COPIES, Action
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import OutOfMemory, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import NotSaved, OutOfMemory, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
@@ -81,7 +81,7 @@ def launch(
     The arguments are those of `pipefit.runtime.restarts.train`.
 
     Raises:
-        PipefitError: the root cause, if a worker failed.
+        PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
     check_lending(plan, whole_run(plan))
     warn_elsewhere(plan.profile.assumptions, TRAINED)
@@ -92,6 +92,8 @@ def launch(
     finally:
         with interrupts_held():
             supervisor.stop()
+    if supervisor.unsaved:
+        raise NotSaved(supervisor.unsaved, supervisor.trace())
     return supervisor.trace()
 
 
@@ -148,6 +150,7 @@ class _Supervisor:
     workers: list[_Worker] = field(default_factory=list)
     token: str = field(default_factory=new_token)  # by which the workers know each other
     meeting: int | None = None  # the file through which the workers find each other
+    unsaved: str = ""  # why a checkpoint at the end was not written, where that is no warning
     slow: set[frozenset[int]] = field(default_factory=set)  # devices whose links have been told as slow
 
     def start(self, task: bytes) -> None:
@@ -249,6 +252,8 @@ class _Supervisor:
                 self.on_saved(words[0])
         elif kind == "warning":
             warnings.warn(words[0], PipefitWarning, stacklevel=2)
+        elif kind == "unsaved":
+            self.unsaved = self.unsaved or words[0]
         elif kind == "done":
             worker.result = tuple(words)
         elif kind == "error":

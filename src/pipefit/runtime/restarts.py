@@ -17,7 +17,7 @@ from functools import partial
 from math import isfinite
 
 from pipefit.capture.task import Task
-from pipefit.errors import PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import NotSaved, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
@@ -81,6 +81,7 @@ def train(
         OutOfMemory: a device passed its cap; the message says where.
         WorkerFailed: a worker died, hung, raised or could not be started; the message names it.
         LossNotFinite: a loss is infinite or nan, and `on_nan` says `stop`.
+        NotSaved: a checkpoint is not written as the training ends, and `saving` says `stop`; it has losses and trace.
         FileError: the plan, or the checkpoint, was made for another model, or a file cannot be used.
         UsageError: the task cannot be sent to the workers, or a number is out of range; or the model computes other
             numbers as a chain than as a module.
@@ -113,6 +114,8 @@ def train(
         except PipefitError as error:
             if saving is None:
                 raise
+            if isinstance(error, NotSaved):
+                error.losses = told.losses
             start, failure = _from_newest(start, saving), f"{error}; {saving.reached(told.steps_done)}"
             if not isinstance(error, WorkerFailed) or restart == restarts or start.first == steps:
                 error.args = (f"{failure}{saving.way_on}",)

@@ -193,6 +193,7 @@ def _steps(assignment: Assignment, task: Task, trainer: Trainer, told: _Told, he
         if step >= orders.first + trainer.late:
             told.step(step - trainer.late, loss)
         since += 1
+        told.over = step + 1 == steps
         if saving is not None and saving.after(step + 1, steps):
             heartbeat.enter(since, empties=True)
             told.save(trainer, saving)
@@ -211,6 +212,7 @@ class _Told:
         plan = assignment.plan
         self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
         self._heard = deque[StepReport]()
+        self.over = False  # whether all steps are done, so that nothing is left that a failed save could stop
 
     def hear(self, report: StepReport) -> None:
         """What the trainer reports of a step."""
@@ -240,9 +242,10 @@ class _Told:
 
     def failed_save(self, failure: FileError) -> None:
         """A checkpoint that could not be written, which may end the training."""
-        if self._saving is not None and self._saving.on_failure == "stop":
+        stops = self._saving is not None and self._saving.on_failure == "stop"
+        if stops and not self.over:
             raise failure
-        self._pipe.send(("warning", str(failure)))
+        self._pipe.send(("unsaved" if stops else "warning", str(failure)))
 
 
 def not_finite(step: int, loss: float) -> str:
