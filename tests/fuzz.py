@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -171,6 +171,14 @@ def state(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
+def remove(folder: Path, names: set[str]) -> None:
+    """Remove files of a folder, and the folders that were made for them."""
+    for name in names:
+        (folder / name).unlink()
+        with suppress(OSError):  # it is not empty
+            (folder / name).parent.rmdir()
+
+
 @contextmanager
 def limited() -> Iterator[None]:
     """Inside, what takes too long is ended."""
@@ -201,18 +209,19 @@ def wrong(words: list[str], folder: Path, *, nbytes: int = 0) -> str:
     said, after = err.getvalue(), state(folder)
     named = {os.path.normpath(word.partition("=")[2] or word) for word in words}
     named |= {f"{os.path.splitext(name)[0]}.html" for name in named}  # where a report goes
+    named |= {"page.html"}
+    unasked = sorted(n for n in set(after) - set(before) if not {n, os.path.dirname(n)} & named)  # or in a new folder
     took = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - most
     checks: tuple[tuple[Callable[[], bool], str], ...] = (
         (lambda: code not in CODES or "Traceback" in said, f"ends with {code}: {said[-300:]}"),
         (lambda: code not in (0, 4) and not said.startswith("pipefit: "), f"says {said[:300]!r}"),
         (lambda: "\x1b" in said, "writes to the terminal"),
         (lambda: any(after.get(name) != digest for name, digest in before.items()), "changes a file that was there"),
-        (lambda: not set(after) - set(before) <= named | {"page.html"}, f"leaves {sorted(set(after) - set(before))}"),
+        (lambda: bool(unasked), f"leaves {unasked}"),
         (lambda: took > 10 * nbytes + (64 << 20), f"takes {took >> 20} MiB for {nbytes} bytes"),
     )
     found = next((sentence for check, sentence in checks if check()), "")
-    for name in set(after) - set(before):
-        (folder / name).unlink()
+    remove(folder, set(after) - set(before))
     return found
 
 
@@ -228,8 +237,7 @@ def wrong_alone(words: list[str], folder: Path) -> str:
     except subprocess.TimeoutExpired:
         return "takes more than 60 s"
     said, after = done.stderr.decode(errors="replace"), state(folder)
-    for name in set(after) - set(before):
-        (folder / name).unlink()
+    remove(folder, set(after) - set(before))
     if done.returncode not in CODES or "Traceback" in said:
         return f"ends with {done.returncode}: {said[-300:]}"
     changed = any(after.get(name) != digest for name, digest in before.items())

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import documents, fuzz, fuzz_processes
+from fuzz import documents, fuzz, fuzz_processes, wrong
 from pipefit.cli import main
+from pipefit.presets import preset_text
 
 
 def test_mutated_documents_and_lines_are_refused_or_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +47,26 @@ def test_what_the_fuzzer_found_stays_mended(
     Path("program.json").write_text(json.dumps(program))
     assert main(["show", "program.json"]) == 6
     assert "stage 1 is on no device" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_asked_for_is_no_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without an ending asks `checkpoint` for a folder; nothing of it is left for the next line."""
+    monkeypatch.chdir(tmp_path)
+    documents(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    assert wrong(["checkpoint", "checkpoints", "-o", "--output"], tmp_path) == ""
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_no_word_of_a_document_rewrites_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster of GPUs whose name is a control sequence: also in the sentence beside the plan."""
+    monkeypatch.chdir(tmp_path)
+    documents(tmp_path)
+    text = preset_text("4x-titan-rtx")
+    Path("given.toml").write_text(text.replace('name = "4x-titan-rtx"', r'name = "\u001b[2J"'))
+    assert main(["plan", "profile.json", "--cluster", "given.toml", "--planner", "uniform"]) == 0
+    out, err = capsys.readouterr()
+    assert "than those of \ufffd[2J: profile again with --target cuda" in err
+    assert "\x1b" not in out + err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import on_stderr
 
 if TYPE_CHECKING:
     from pipefit.checkpoints import Checkpoint
@@ -62,7 +62,7 @@ def command(
 
     write(_described(found))
     if output is not None:
-        print(f"saved to {output}", file=sys.stderr)
+        on_stderr(f"saved to {output}")
 
 
 def _figures(found: Checkpoint) -> dict[str, object]:

@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import on_stderr
 
 _PACKAGES = ("pipefit", "torch", "numpy", "scipy", "pydantic", "typer", "rich", "safetensors")
 
@@ -73,7 +73,7 @@ def _torch_facts() -> dict[str, Any]:
         import torch
         from torch import distributed
     except (ImportError, OSError) as error:
-        print(f"pipefit: torch cannot be imported: {error}", file=sys.stderr)
+        on_stderr(f"pipefit: torch cannot be imported: {error}")
         return {"torch": None, "threads": None, "gpus": [], "gloo": False, "nccl": False}
     return {
         "torch": torch.__version__,

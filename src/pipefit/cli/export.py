@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import on_stderr
 
 if TYPE_CHECKING:
     from pipefit.files import Document
@@ -60,7 +61,7 @@ def command(
     if as_json:
         print(json.dumps({"tool": to, "file": str(output)}))
     else:
-        print(f"saved to {output}", file=sys.stderr)
+        on_stderr(f"saved to {output}")
 
 
 def _written(file: Path, document: Document, to: Format) -> str | bytes:

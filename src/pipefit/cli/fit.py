@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipefit.cli.options import PRECISIONS, SCHEDULE_HELP, Json, Model, Output, Precision, Recompute, Settings, Target
+from pipefit.cli.output import on_stderr
 from pipefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def command(
     )
     for path in (output, plot):
         if path is not None and not as_json:
-            print(f"saved to {path}", file=sys.stderr)
+            on_stderr(f"saved to {path}")
 
 
 def _only_with_grow(given: Mapping[str, object]) -> None:

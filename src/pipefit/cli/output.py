@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError, UsageError
+from pipefit.texts import printable
 
 if TYPE_CHECKING:
     from pipefit.files import Document
@@ -35,6 +36,11 @@ def check_output(path: Path | None, *others: str | Path | None) -> None:
             raise UsageError(f"{path} is named twice, and would be overwritten: name another file for the result")
 
 
+def on_stderr(sentence: str) -> None:
+    """Print a sentence beside the result; its words may be those of a document."""
+    print(printable(sentence), file=sys.stderr)
+
+
 def deliver(
     document: Document, *, output: Path | None, as_json: bool, describe: Callable[[], Sequence[Block]] | None = None
 ) -> None:
@@ -45,7 +51,7 @@ def deliver(
     found = partial(plain_data, document) if as_json else None
     print_and_save(partial(_print, document, as_json, describe), _saved(document, output), found=found)
     if output is not None and not as_json:
-        print(f"saved to {output}", file=sys.stderr)
+        on_stderr(f"saved to {output}")
 
 
 def plain_data(document: Document) -> dict[str, Any]:

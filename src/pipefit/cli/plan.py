@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +21,7 @@ from pipefit.cli.options import (
     Target,
     Versions,
 )
+from pipefit.cli.output import on_stderr
 from pipefit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -170,10 +170,9 @@ def command(
     built = built_with(profile, settings) if _is_model(profile) else ""
     deliver(made, output=output, as_json=as_json, describe=lambda: told(made.explanation, built))
     if devices.backend == "cuda" and made.profile.assumptions.target != "cuda":
-        print(
+        on_stderr(
             "pipefit: this profile follows the kernels of the CPU, which keep more for the backward pass than those of "
-            f"{devices.name}: profile again with --target cuda",
-            file=sys.stderr,
+            f"{devices.name}: profile again with --target cuda"
         )
 
 

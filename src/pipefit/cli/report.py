@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipefit.cli.options import Json
+from pipefit.cli.output import on_stderr
 
 EXAMPLE = "pipefit report plan.json measured.json -o page.html"
 
@@ -57,4 +57,4 @@ def command(
     if as_json:
         print(json.dumps({"page": str(target)}))
     else:
-        print(f"saved to {target}", file=sys.stderr)
+        on_stderr(f"saved to {target}")

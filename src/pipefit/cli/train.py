@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipefit.cli.options import AfterDeath, Json, Model, Output, PlanFile, Settings
+from pipefit.cli.output import on_stderr
 from pipefit.errors import NotSaved, UsageError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def command(
         if output is not None:
             save_document(trace, output)
             if not as_json:
-                print(f"saved to {output}", file=sys.stderr)
+                on_stderr(f"saved to {output}")
         if unsaved is not None:
             raise unsaved
 
@@ -208,7 +208,7 @@ def _planned_for(cluster: str, plan: Plan) -> Plan:
 
     found = plan_again(plan, load_cluster(cluster))
     if found is not plan:
-        print(f"pipefit: planned again for {found.cluster}", file=sys.stderr)
+        on_stderr(f"pipefit: planned again for {found.cluster}")
     return found
 
 
@@ -217,7 +217,6 @@ class _Told:
 
     def __init__(self, saving: Saving | None, resume: Path | None) -> None:
         from pipefit.checkpoints import find
-        from pipefit.texts import printable
 
         self._saving, self.resumed, self.steps_done = saving, resume, 0
         self._bytes: dict[int, int] = {}  # of all workers, by step
@@ -225,7 +224,7 @@ class _Told:
         if resume is not None:
             checkpoint = find(resume)
             self.resumed, self.steps_done = checkpoint.folder, checkpoint.manifest.step
-            print(f"going on from {printable(str(self.resumed))}, after step {self.steps_done}", file=sys.stderr)
+            on_stderr(f"going on from {self.resumed}, after step {self.steps_done}")
 
     def saved(self, saved: Saved) -> None:
         """What a save took one worker."""
@@ -242,7 +241,7 @@ class _Told:
         except BaseException:
             if self._saving is not None:
                 reached = self._saving.reached(self.steps_done)
-                print(f"pipefit: {reached}{self._saving.way_on}", file=sys.stderr)
+                on_stderr(f"pipefit: {reached}{self._saving.way_on}")
             raise
 
     @property
