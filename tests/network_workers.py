@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from pipefit.actions import message_of, parse_action
+from pipefit.capture import Task
 from pipefit.errors import PeerLost
 from pipefit.plans import Plan
 from pipefit.runtime.host_buffers import HostBuffers
 from pipefit.runtime.token import TOKEN, check_members
 from pipefit.runtime.transport import connect
 from pipefit.schedule import lower
+from resuming import named
 
 PATIENCE = timedelta(seconds=30)
 
@@ -75,3 +81,39 @@ def show(rank: int, token: str, store: str, pipe: Connection) -> None:
     else:
         pipe.send("welcome")
     os._exit(0)
+
+
+class _Late(dist.Store):
+    """A store that takes a second to tell where the others are."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        """Tell all others."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What somebody has told, when it has been told."""
+        time.sleep(1)
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
+        """Return when all of these have been told."""
+        self._store.wait(keys, timeout)
+
+
+def late(flags: str) -> Task:
+    """A task with dropout, whose workers listen for a second before any connects, in as many starts as each of them has
+    files in a folder: meanwhile somebody else may take their places.
+    """
+    join, mine = dist.init_process_group, sorted(Path(flags).glob(f"*-{mp.current_process().name}"))
+
+    def joins(backend: str, *, store: dist.Store, **options: Any) -> None:
+        join(backend, store=_Late(store) if mine else store, **options)
+
+    if mine:
+        mine[0].unlink()
+    mock.patch.object(dist, "init_process_group", joins).start()
+    return named("dropout")

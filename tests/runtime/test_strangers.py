@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import re
 import secrets
 import socket
 import threading
+import time
+import warnings
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,13 +18,13 @@ from pathlib import Path
 import pytest
 
 import pipefit
-from network_workers import show
-from pipefit.errors import WorkerFailed
+from network_workers import late, show
+from pipefit.errors import PeerLost, PipefitWarning
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import _Supervisor
 from pipefit.runtime.orders import Orders
 from pipefit.runtime.processes import forks, start
-from resuming import SEED, patient, plan_for
+from resuming import SEED, patient, plan_for, undisturbed
 
 LISTENING = "0A"
 STEPS = 6
@@ -77,40 +80,69 @@ def test_every_start_has_a_token_of_its_own() -> None:
     assert {len(bytes.fromhex(token)) for token in tokens} == {16}
 
 
-def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]]) -> None:
-    """Connect to every new port of a process as gloo's workers do, with small numbers, and send bytes of no meaning."""
+def impersonate(process: int, met: dict[tuple[str, int], list[socket.socket]], how: str) -> None:
+    """Connect to every new port of a process as gloo's workers do, with small numbers, and send bytes of no meaning, or
+    say nothing, or leave at once.
+    """
     for address in ports(process):
         if address not in met:
             met[address] = [socket.create_connection(address, timeout=5) for _ in range(3)]
             for number, stranger in enumerate(met[address]):
-                stranger.sendall(number.to_bytes(8, "little"))
+                stranger.sendall(number.to_bytes(8, "little") + (secrets.token_bytes(4096) if how == "talks" else b""))
+                if how == "leaves":
+                    stranger.close()
 
 
-@pytest.mark.gallery
-@pytest.mark.timeout(600)
-def test_strangers_that_pose_as_workers_are_found_out() -> None:
-    """While workers connect to each other: the training has the numbers that it had, or ends and says why."""
-    task, plan, met = partial(patient, 0.0), plan_for("dropout", "1f1b", (2, 2, 2)), {}
-    expected, _ = pipefit.train(task, plan, steps=3, seed=SEED, numbers=False)
+def posing(folder: Path, starts: int, how: str) -> tuple[list[float], list[str]]:
+    """The losses of a training, of whose first `starts` a stranger takes a worker's place; what it has told."""
+    met: dict[tuple[str, int], list[socket.socket]] = {}
     over = threading.Event()
+    for number, worker in itertools.product(range(starts), range(2)):
+        (folder / f"{number}-pipefit-worker-{worker}").touch()
 
     def pose() -> None:
         while not over.is_set():
-            for worker in mp.active_children():
+            for worker in mp.active_children() if len(met) < 2 * starts else ():
                 with suppress(OSError):
-                    impersonate(worker.pid, met)
+                    impersonate(worker.pid or 0, met, how)
+            time.sleep(0.01)
 
     stranger = threading.Thread(target=pose)
     stranger.start()
     try:
-        found, _ = pipefit.train(task, plan, steps=3, seed=SEED, numbers=False, timeout_seconds=100, start_seconds=100)
-    except WorkerFailed as error:
-        found = str(error)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", PipefitWarning)
+            plan = plan_for("dropout", "1f1b", (3, 3))
+            losses, _ = pipefit.train(partial(late, str(folder)), plan, steps=3, seed=SEED, numbers=False)
     finally:
         over.set()
         stranger.join()
-    assert met
-    assert found == expected or re.search("does not show the token|does not know the token|is gone", str(found)), found
+    return losses, [str(warning.message) for warning in told]
+
+
+WAYS = [
+    "leaves",
+    pytest.param("talks", marks=pytest.mark.gallery),
+    pytest.param("is silent", marks=pytest.mark.gallery),
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_stranger_that_takes_a_place_is_dropped_and_training_goes_on(how: str, tmp_path: Path) -> None:
+    """Whoever takes a worker's place while they connect, whatever it does there: the workers connect anew."""
+    losses, told = posing(tmp_path, 1, how)
+    assert losses == undisturbed(3)
+    (said,) = told
+    assert re.search(r"^worker [01] \(device [01], .*; none of them has failed by itself, so they connect anew: ", said)
+    assert said.endswith("start 2 of 5")
+
+
+@pytest.mark.gallery
+def test_a_stranger_that_comes_again_and_again_ends_the_training(tmp_path: Path) -> None:
+    """After five starts, and says why."""
+    with pytest.raises(PeerLost, match=r"^worker [01] \(device [01], "):
+        posing(tmp_path, 9, "leaves")
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 def test_strangers_are_dropped_and_training_goes_on() -> None:

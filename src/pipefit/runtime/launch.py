@@ -23,7 +23,7 @@ from typing import Any
 
 from pipefit.actions import COPIES, Action
 from pipefit.cost.communicators import tensor_groups
-from pipefit.errors import NotSaved, OutOfMemory, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import NotSaved, OutOfMemory, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.elsewhere import TRAINED, warn_elsewhere
@@ -283,7 +283,8 @@ class _Supervisor:
         assert error is not None
         if not isinstance(error, WorkerFailed):
             return error  # its message says where
-        failure = WorkerFailed(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
+        kind = PeerLost if isinstance(error, PeerLost) else WorkerFailed  # of those whose order has a meaning
+        failure = kind(f"{self._name(rank)} failed {self._place(rank)}: {error}; all workers were stopped")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         return failure

@@ -17,7 +17,7 @@ from functools import partial
 from math import isfinite
 
 from pipefit.capture.task import Task
-from pipefit.errors import NotSaved, PipefitError, PipefitWarning, UsageError, WorkerFailed
+from pipefit.errors import NotSaved, PeerLost, PipefitError, PipefitWarning, UsageError, WorkerFailed
 from pipefit.plans import Plan
 from pipefit.runtime.callbacks import StepReport
 from pipefit.runtime.launch import START_SECONDS, OnSaved, OnStep, launch
@@ -28,6 +28,7 @@ from pipefit.texts import printable
 from pipefit.trace import Trace
 from pipefit.validation import LONGEST_SECONDS, number, whole
 
+_STARTS = 5  # of workers that lose each other before they have done a step
 Replan = Callable[[Plan], Plan]
 Path = str | os.PathLike[str]
 
@@ -110,7 +111,7 @@ def train(
     restart = 0
     while True:
         try:
-            return told.losses, run(plan, start, on_step=told.step)
+            return told.losses, _connected(partial(run, plan, start, on_step=told.step), told)
         except PipefitError as error:
             if saving is None:
                 raise
@@ -123,6 +124,21 @@ def train(
         restart += 1
         plan = plan if replan is None else _planned_again(replan, plan, failure)
         told.go_on(start.first, f"{failure}; restart {restart} of {restarts} goes on after step {start.first}", plan)
+
+
+def _connected(run: Callable[[], Trace], told: _Told) -> Trace:
+    """The trace of a launch, which is made anew where workers have lost each other before their first step, and none
+    has failed by itself: a stranger has taken the place of one as they connected, and is dropped so.
+    """
+    before = told.steps_done
+    for start in range(2, _STARTS + 1):
+        try:
+            return run()
+        except PeerLost as error:
+            if told.steps_done > before:
+                raise
+            _warn(f"{error}; none of them has failed by itself, so they connect anew: start {start} of {_STARTS}")
+    return run()
 
 
 def _from_newest(start: Orders, saving: Saving) -> Orders:
