@@ -64,7 +64,7 @@ def measured(model: str, command: str, words: list[str], folder: Path) -> Row:
     """
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipefit.cli", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "pipefit", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     first, written = _read(process, began)
     _, status, used = os.wait4(process.pid, 0)

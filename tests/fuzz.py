@@ -230,7 +230,7 @@ def wrong_alone(words: list[str], folder: Path) -> str:
     before = state(folder)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pipefit.cli", *words],
+            [sys.executable, "-m", "pipefit", *words],
             cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, timeout=60,
             check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip

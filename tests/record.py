@@ -69,7 +69,7 @@ def recorded(shots: tuple[Shot, ...] = SHOTS) -> str:
 
 def _shown(shot: Shot, folder: str) -> str:
     """What a command prints, without its progress and without lines in the middle."""
-    words = [sys.executable, "-m", "pipefit.cli", *shot.line.split()[1:]]
+    words = [sys.executable, "-m", "pipefit", *shot.line.split()[1:]]
     done = subprocess.run(
         words, cwd=folder, env=os.environ | {"COLUMNS": "80"}, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, timeout=600, check=False,

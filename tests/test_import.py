@@ -35,6 +35,16 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from pipefit.cli import main\nassert main({arguments}) == 0") == set()
 
 
+def test_the_package_runs_as_a_module() -> None:
+    """`python -m pipefit` is the command line, for a machine where the script is not on the path."""
+    environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipefit", "--version"],
+        capture_output=True, text=True, timeout=60, check=True, env=environment,
+    )  # fmt: skip
+    assert done.stdout == f"pipefit {pipefit.__version__}\n"
+
+
 def test_showing_a_cluster_imports_no_torch() -> None:
     """Documents are read without torch."""
     assert "torch" not in loaded_by("from pipefit.cli import main\nassert main(['show', 'dgx1-v100']) == 0")

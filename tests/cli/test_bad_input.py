@@ -204,7 +204,7 @@ def test_a_mistake_has_its_sentence_and_its_code(
 def test_closed_streams_change_nothing(folder: Path) -> None:
     """With stdin, stdout and stderr closed a command does its work and keeps its code."""
     for line, code in (("simulate plan.json -o closed.json", 0), ("show none.json", 6)):
-        closed = f"exec {sys.executable} -m pipefit.cli {line} <&- >&- 2>&-"
+        closed = f"exec {sys.executable} -m pipefit {line} <&- >&- 2>&-"
         path = os.pathsep.join(sys.path)
         assert (
             subprocess.run(["/bin/sh", "-c", closed], cwd=folder, env={"PYTHONPATH": path}, check=False).returncode

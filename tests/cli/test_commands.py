@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_early_is_not_an_error(reader: str, here: Path) -> 
     big = make_plan(random_profile(60), (30, 30), microbatches=200)
     save(big, "big.json")
     assert len(dumps(simulate(big))) > 1 << 17
-    command = f"'{sys.executable}' -m pipefit.cli simulate big.json --json | {reader}"
+    command = f"'{sys.executable}' -m pipefit simulate big.json --json | {reader}"
     environment = os.environ | {"PYTHONPATH": str(Path(pipefit.__file__).parents[1])}
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=environment
@@ -254,7 +254,7 @@ def test_a_full_disk_is_a_sentence() -> None:
     path = str(Path(pipefit.__file__).parents[1])
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "pipefit.cli", "show", "dgx1-v100"],
+            [sys.executable, "-m", "pipefit", "show", "dgx1-v100"],
             env={"PYTHONPATH": path}, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
         )  # fmt: skip
     sentence = "pipefit: the output cannot be written: No space left on device; free some, or write it elsewhere\n"

@@ -1,7 +1,0 @@
-"""`python -m pipefit.cli`, for a machine where the `pipefit` script is not on the path."""
-
-import sys
-
-from pipefit.cli import main
-
-sys.exit(main())
