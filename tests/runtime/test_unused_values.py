@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipefit.capture import Task
+from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
+from pipefit.grids import Grid, Stage
+from pipefit.plans import Plan
 from pipefit.profiler import profile
+from pipefit.runtime import Trainer
+from pipefit.training import Training
 from step_peaks import step_peaks
 from tiny import alone, batch_of, plan_of, task_of, trainer_of
 
@@ -86,6 +92,93 @@ def test_weights_behind_them_alone_stay(split: list[int]) -> None:
     _, expected = alone(task(), trainer.plan, steps=2)
     found = trainer.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class Doubled(torch.autograd.Function):
+    """Would be given zeros where nothing arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+class Added(torch.autograd.Function):
+    """Adds the gradient of a loss of its own, as some mixtures of experts balance their load."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient + 0.5, None
+
+
+class Through(Beside):
+    """With a custom function before both values, or behind the second."""
+
+    def __init__(self, function: Any, *, before: bool) -> None:
+        super().__init__()
+        self.function, self.before = function, before
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        main, aside = super().forward(self.function.apply(x, 2.0) if self.before else x)
+        return main, aside if self.before else self.function.apply(aside, 2.0)
+
+
+@pytest.mark.parametrize(("function", "before"), [(Doubled, False), (Added, False), (Added, True)])
+def test_custom_functions_behind_them_are_not_called(function: Any, before: bool) -> None:
+    """Where a stage ends behind a custom function, its author's backward is called if plain training calls it."""
+
+    def layers() -> list[nn.Module]:
+        parts = nn.Linear(WIDTH, WIDTH), Through(function, before=before)
+        return [*parts, First(nn.Tanh()), First(nn.Linear(WIDTH, 4))]
+
+    odd = task_of(layers, inputs=WIDTH, loss=first_alone, optimizer=DECAYING)
+    found = profile(odd, microbatch_size=SIZE, threads=torch.get_num_threads())
+    for split in ([2, 2], [1, 1, 2]):
+        plan = plan_of(odd, split, size=SIZE, profiled=found)
+        trainer, (losses, expected) = Trainer(odd, plan), alone(odd, plan, steps=2)
+        assert [trainer.step(batch_of(odd, plan, step)) for step in range(2)] == losses
+        taken = trainer.state_dict()
+        assert all(torch.equal(taken[name], tensor) for name, tensor in expected.items())
+        peaks = step_peaks(odd, plan)
+        assert peaks.simulated == peaks.dry == peaks.metered == peaks.allocated
+
+
+class Two(nn.Module):
+    """A value and one beside it, from weights that ranks can divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.first(x))
+        aside = self.aside(hidden)
+        return self.last(hidden), aside
+
+
+def test_weights_that_ranks_divide_stay_behind_them() -> None:
+    """Ranks of a tensor group have no gradient either for a weight on whose value the loss does not depend."""
+    two = replace(task_of(list, inputs=WIDTH, loss=first_alone, optimizer=DECAYING), module=Two)
+    found = profile(two, microbatch_size=SIZE, tensor=2)
+    cut = found.layers.index("last")
+    stages = (
+        Stage(start=0, stop=cut, grid=Grid(devices=(0, 1), tensor=2)),
+        Stage(start=cut, stop=len(found.layers), grid=Grid.of(2)),
+    )
+    training = Training(batch_size=SIZE, microbatches=1)
+    plan = Plan(profile=found, cluster=Cluster.emulated((3, 1 << 30)), training=training, stages=stages)
+    trainer = Trainer(two, plan)
+    before = trainer.state_dict()["aside.weight"].clone()
+    trainer.step(two.batch(SIZE))
+    assert torch.equal(trainer.state_dict()["aside.weight"], before)
 
 
 def test_a_gradient_that_nobody_expects_is_refused() -> None:

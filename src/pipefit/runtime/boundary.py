@@ -13,16 +13,23 @@ and a `leave`:
 
 Within a piece, `apart` does the same for what a layer works on in place and the one before returned as a view.
 Otherwise autograd would rewrite the graph of what it is a view of, and copy its gradient twice in the backward.
+
+The backward of a piece goes through the graphs of all its outputs, also of those on which the loss does not depend:
+so each layer's memory is freed in its turn. Autograd's own operations pass on that nothing arrives. A custom function
+would be given zeros, or add a gradient of its own; where nothing arrives it is not called, as in plain training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from pipefit.capture.structure import Values
 
@@ -105,5 +112,37 @@ def backward(graph: GraphEnds) -> None:
     """
     root, graph.root = graph.root, None
     if root is not None:
+        _pass_over(root, graph.incoming or ())
         torch.autograd.backward(root, root.detach())
     graph.incoming = None
+
+
+def _pass_over(root: Tensor, incoming: Sequence[Tensor | None]) -> None:
+    """Let custom functions that only outputs without a gradient depend on pass on that nothing arrives."""
+    assert root.grad_fn is not None
+    ends = [node for node, _ in root.grad_fn.next_functions]  # of all outputs, in order
+    aside = [node for node, gradient in zip(ends, incoming, strict=True) if gradient is None]
+    functions = [node for node in _behind(aside) if isinstance(node, BackwardCFunction)]
+    if not functions:
+        return
+    called = set(_behind([node for node, gradient in zip(ends, incoming, strict=True) if gradient is not None]))
+    for function in functions:
+        if function not in called:
+            function.set_materialize_grads(False)
+            function.apply = partial(_nothing, len(function.needs_input_grad))  # type: ignore[method-assign]
+
+
+def _behind(ends: Iterable[Node | None]) -> Iterator[Any]:
+    """Every operation that these depend on, and they themselves."""
+    met, waiting = set[Node](), [node for node in ends if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions if before is not None]
+
+
+def _nothing(count: int, *gradients: Tensor | None) -> tuple[None, ...]:
+    """The gradients of so many arguments of a function to whose results none arrives."""
+    return (None,) * count
