@@ -28,7 +28,7 @@ FAKES = {
         "fingerprint",
         "sizes",
     )
-}
+} | {"capture/fake_results.py"}
 # Tracing: torch.export's graphs are made of private classes
 TRACING = {
     f"capture/{name}.py"

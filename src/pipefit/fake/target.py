@@ -48,12 +48,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorConverter,
-    FakeTensorMode,
 )
 from torch.optim import optimizer as optim_optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipefit.capture.fake_results import Known, QuickFakeMode
 from pipefit.capture.no_gpu import without_gpus
 from pipefit.errors import UsageError
 from pipefit.fake.attention_choice import cuda_attention
@@ -86,7 +86,7 @@ class FakeTarget:
             raise UsageError(f"{target!r} is not a target: write 'cpu' or 'cuda', the device whose kernels to follow")
         self.target: Target = target
         self.device = _device_of(target)
-        self._mode = _Mode()
+        self._mode = _Mode(_known(target))
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FakeTarget:
@@ -162,22 +162,28 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """`FakeTensorMode` for modules that are moved and copied after they were built."""
+@functools.cache
+def _known(_: Target) -> Known:
+    """What operations return over fake tensors of a target, as it is found in this process."""
+    return {}
+
+
+class _Mode(QuickFakeMode):  # type: ignore[no-untyped-call]
+    """`QuickFakeMode` for modules that are moved and copied after they were built."""
 
     fake_tensor_converter: _Forgetful
 
-    def __init__(self) -> None:
-        super().__init__(allow_fallback_kernels=False)  # a fallback would compute, on real zeros
+    def __init__(self, known: Known) -> None:
+        super().__init__(known, allow_fallback_kernels=False)  # a fallback would compute, on real zeros
         register_missing_shapes()
         self.fake_tensor_converter = _Forgetful(copy_data=False, export=False)
         self.assumes, self.by_value = True, dict[Any, None]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         check_product(func, args)
         self._forget_numbers(args)
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super()._run(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             with self:
                 found = assumed(func, args) if self.assumes else None

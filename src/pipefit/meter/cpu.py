@@ -27,6 +27,7 @@ from pipefit.units import format_bytes
 
 _POSITION = {category: number for number, category in enumerate(CATEGORIES)}
 _LIFT = torch.ops.aten.lift_fresh.default  # a view by its schema, and how `torch.tensor(...)` announces what it made
+_DEVICE = torch.ops.prim.device.default  # asked of fake tensors, more often than all operations together
 _TEMPORARY, _ACTIVATIONS = _POSITION[Category.TEMPORARY], _POSITION[Category.ACTIVATIONS]
 _LENT, _WORKSPACE = _POSITION[Category.LENT], _POSITION[Category.WORKSPACE]
 
@@ -137,14 +138,22 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- counting
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch.compile would make of a meter is of no interest, and every operation would pay
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return func(*args) if func is _DEVICE else self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and count what it allocated."""
         if self._spent:
             self._release_scalars()
         before = self.total
-        out = func(*args, **(kwargs or {}))
-        known = None if self.kernels is None else self.kernels.of(func, args, kwargs or {}, out)
+        out = func(*args, **kwargs)
+        known = None if self.kernels is None else self.kernels.of(func, args, kwargs, out)
         if known is not None:
             out = known.laid_out(out)
         kept = self._account(func, args, out)

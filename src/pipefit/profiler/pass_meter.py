@@ -92,13 +92,11 @@ class PassMeter(Meter):  # type: ignore[no-untyped-call]
         """The work of the pass so far."""
         return Work.of(Alike(number, *each) for each, number in self._operations.items())
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().operation(func, args, kwargs)
         if not func.is_view and func not in _MOVE_NOTHING:
             count = flop_registry.get(func._overloadpacket)
-            flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
+            flops = 0 if count is None else count(*args, **kwargs, out_val=out)
             read = _nbytes(args[1:]) + _nbytes(out) if func in _READ_ROWS else _nbytes(args)
             self._operations[flops, read + _nbytes(out)] += 1
         return out

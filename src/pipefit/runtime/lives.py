@@ -69,10 +69,8 @@ class LivesMeter(RepeatedMeter):  # type: ignore[no-untyped-call]
         super().begin(action)
         self._lives.append([])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().operation(func, args, kwargs)
         if func in _PRODUCTS and self._workspace_bytes:
             self._compute_in_workspace()
         return out

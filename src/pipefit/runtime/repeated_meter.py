@@ -132,11 +132,9 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
         self._peaks.append(peak)
         return replace(super().end(step, seconds, category), bytes=peak)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stand_ins:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().operation(func, args, kwargs)
         storages = _storages((args, kwargs))
         owners = {copy for key in storages if (copy := self._own.get(key)) is not None}
         if len(owners) == 1 and (owner := owners.pop()) != self._at_work:
@@ -144,7 +142,7 @@ class RepeatedMeter(Meter):  # type: ignore[no-untyped-call]
                 self._release_scalars()
             self._pass_on(owner)
         known = (len(self._born), self._peak)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().operation(func, args, kwargs)
         if known != (len(self._born), self._peak):
             makers = Counter(copy.repeat for copy in {self._maker.get(key) for key in storages} if copy is not None)
             self.alike &= len(owners) <= 1 and max(makers.values(), default=0) < KEPT

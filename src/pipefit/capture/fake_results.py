@@ -1,0 +1,230 @@
+"""Fake tensors whose operations are looked up: what has run on such arguments before returns what it returned then.
+
+What an operation returns over fake tensors follows from the shapes, strides, dtypes, devices and storages of its
+arguments, and a model does the same few thousand things over and over. `FakeTensorMode` has such a memory too. It
+answers in three times the time, forgets operations on lists of tensors, and returns two tensors where an operation
+returned one twice; so it is turned off.
+
+Remembered are operations of torch itself, over plain fake tensors without known values, whose results do not depend
+on values, and that change the form of no argument. Each result is an argument, a view of the only tensor among the
+arguments, or a tensor in a storage of its own. All else is asked of torch each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_DEVICE = torch.ops.prim.device.default  # torch's C++ code asks it of every tensor, more often than all else
+_PLAIN = frozenset(
+    {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_META = torch.device("meta")
+
+Key = tuple[object, ...]
+Known = dict[int, tuple[Any, dict[Key, Any]] | None]  # by the identity of an operation: itself, and results by key
+
+
+class _Fresh(NamedTuple):
+    """A result in a storage of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _View(NamedTuple):
+    """A result in the storage of the only tensor among the arguments."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Argument(NamedTuple):
+    """A result that is one of the tensors among the arguments."""
+
+    number: int
+
+
+class _Nothing(NamedTuple):
+    """No result."""
+
+
+class _Several(NamedTuple):
+    """Results in a tuple, a list or a tuple with names, which `made` makes of them."""
+
+    made: Callable[[Iterable[Any]], Any]
+    results: tuple[Any, ...]
+
+
+_NOTHING = _Nothing()
+
+
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """`FakeTensorMode` that remembers what operations return.
+
+    `known` is its memory, which modes may share whose results are the same.
+    """
+
+    def __init__(self, known: Known, **options: Any) -> None:
+        super().__init__(**options)
+        self._known = known
+        self.cache_enabled = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.compile, for which every operation would pay, is refused wherever one of these is used
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].device
+        kwargs = kwargs or {}
+        try:
+            known = self._known[id(func)]
+        except KeyError:
+            known = self._known[id(func)] = (func, {}) if _follows_from_forms(func) else None
+        if known is None:
+            return self._run(func, types, args, kwargs)
+        tensors: list[FakeTensor] = []
+        key = self._key(args, kwargs, tensors)
+        if key is None:
+            return self._run(func, types, args, kwargs)
+        found = known[1].get(key)
+        if found is not None:
+            return self._made(found, tensors)
+        out = self._run(func, types, args, kwargs)
+        if self._key(args, kwargs, []) == key:
+            found = _found(out, tensors, len(tensors) - _count(kwargs.values()), set())
+            if found is not None:
+                known[1][key] = found
+        return out
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What torch's own mode does."""
+        return self.dispatch(func, types, args, kwargs)
+
+    def _key(self, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Key | None:
+        """All that the results follow from; None where they follow from more than can be told.
+
+        The tensors among the arguments are added to `tensors`.
+        """
+        if torch.is_inference_mode_enabled():
+            return None
+        found: list[object] = [torch.get_default_dtype(), torch._C._get_default_device()]
+        if not self._describe(args, found, tensors):
+            return None
+        if kwargs:
+            found += kwargs
+            if not self._describe(kwargs.values(), found, tensors):
+                return None
+        return tuple(found)
+
+    def _describe(self, items: Iterable[Any], found: list[object], tensors: list[FakeTensor]) -> bool:
+        """Add what there is to tell of these arguments; whether that is all."""
+        for item in items:
+            kind = type(item)
+            if kind is FakeTensor:
+                if not self._is_plain(item):
+                    return False
+                found += (
+                    item.dtype,
+                    item.shape,
+                    item.stride(),
+                    item.storage_offset(),
+                    item.untyped_storage().nbytes(),
+                    item.fake_device,
+                    item.requires_grad,
+                )
+                tensors.append(item)
+            elif kind in _PLAIN:
+                found += (kind, item)
+            elif kind is list or kind is tuple:
+                found += (kind, len(item))
+                if not self._describe(item, found, tensors):
+                    return False
+            else:
+                return False
+        return True
+
+    def _is_plain(self, tensor: FakeTensor) -> bool:
+        """Whether a tensor of this mode is known by its form: it has no value, and nothing is done as it is read."""
+        return (
+            tensor.fake_mode is self
+            and tensor.constant is None
+            and tensor.layout is torch.strided
+            and not tensor._has_symbolic_sizes_strides
+            and not (tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+        )
+
+    def _made(self, known: Any, tensors: list[FakeTensor]) -> Any:
+        """The results that are known, for these tensors among the arguments."""
+        if isinstance(known, _Fresh):
+            with in_kernel_invocation_manager(self):
+                empty = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=_META)
+            return FakeTensor(self, empty, known.device)
+        if isinstance(known, _View):
+            with in_kernel_invocation_manager(self):
+                view = torch.as_strided(tensors[0], known.shape, known.strides, known.offset)
+            return FakeTensor(self, view, tensors[0].fake_device)
+        if isinstance(known, _Several):
+            return known.made(self._made(one, tensors) for one in known.results)
+        return tensors[known.number] if isinstance(known, _Argument) else None
+
+
+def _follows_from_forms(func: Any) -> bool:
+    """Whether the form of what an operation returns may follow from the forms of its arguments."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not any(tag in func.tags for tag in _BY_VALUE)
+        and func not in FakeTensorMode.lift_fns
+    )
+
+
+def _count(items: Iterable[Any]) -> int:
+    """How many tensors there are in arguments."""
+    return sum(_count(item) if isinstance(item, list | tuple) else isinstance(item, Tensor) for item in items)
+
+
+def _found(out: Any, tensors: list[FakeTensor], positional: int, fresh: set[int]) -> Any:
+    """What to remember of the results for these tensors among the arguments, of which the first ones have no keyword.
+
+    None where it is none of what can be remembered. `fresh` are the storages of the results before, and becomes those
+    of all.
+    """
+    if out is None:
+        return _NOTHING
+    if isinstance(out, list | tuple):
+        results = tuple(_found(one, tensors, positional, fresh) for one in out)
+        return None if None in results else _Several(getattr(out, "_make", type(out)), results)
+    if type(out) is not FakeTensor or out.constant is not None:
+        return None
+    same = [number for number, tensor in enumerate(tensors) if tensor is out]
+    if same:
+        return _Argument(same[0]) if len(same) == 1 and same[0] < positional else None
+    if out.layout is not torch.strided or out.is_neg() or out.is_conj() or out.requires_grad:
+        return None
+    storage, shape, offset = out.untyped_storage(), tuple(out.shape), int(out.storage_offset())
+    if any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors):
+        alike = len(tensors) == 1 and (out.dtype, out.fake_device) == (tensors[0].dtype, tensors[0].fake_device)
+        return _View(shape, out.stride(), offset) if alike else None
+    made = _Fresh(shape, out.stride(), out.dtype, out.fake_device)
+    if storage._cdata in fresh or offset or storage.nbytes() != _nbytes(made):
+        return None
+    fresh.add(storage._cdata)
+    return made
+
+
+def _nbytes(fresh: _Fresh) -> int:
+    """The storage that a fresh tensor of this form has."""
+    if 0 in fresh.shape:
+        return 0
+    last = sum((length - 1) * stride for length, stride in zip(fresh.shape, fresh.strides, strict=True))
+    return (last + 1) * fresh.dtype.itemsize

@@ -1,0 +1,134 @@
+"""What is remembered of operations over fake tensors: what torch's own mode returns for the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipefit.capture.fake_results import QuickFakeMode
+from pipefit.fake.target import FakeTarget, Target
+from saving import MODELS, OPTIMIZERS, TARGETS, train
+
+aten = torch.ops.aten
+
+
+class Diary(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the forms of all results, whose storages they have, and which of them are arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pages: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = list(tensors_in((args, kwargs or {})))
+        results = list(tensors_in(out))
+        known = [*given, *results]
+        self.pages.append((str(func), type(out), tuple(form(result, known) for result in results)))
+        return out
+
+
+def tensors_in(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, dict):
+        yield from tensors_in(list(item.values()))
+    elif isinstance(item, list | tuple):
+        for one in item:
+            yield from tensors_in(one)
+
+
+def form(tensor: Tensor, known: list[Tensor]) -> object:
+    storage = tensor.untyped_storage()
+    return (
+        (tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.storage_offset()),
+        (storage.nbytes(), tensor.requires_grad, torch._C._dispatch_key_set(tensor)),
+        next(number for number, one in enumerate(known) if one is tensor),
+        next(number for number, one in enumerate(known) if one.untyped_storage()._cdata == storage._cdata),
+    )
+
+
+def trained(target: Target, name: str, optimizer: str) -> list[object]:
+    """What a step of training does."""
+    build, shape = MODELS[name]
+    with FakeTarget(target) as fake:
+        model = build().to(fake.device)
+        stepper = OPTIMIZERS[optimizer](model.parameters())
+        with Diary() as diary:
+            train(model, torch.randn(shape, device=fake.device), stepper)
+    return diary.pages
+
+
+@pytest.mark.parametrize(("name", "optimizer"), list(zip(MODELS, cycle(OPTIMIZERS), strict=False)))
+@pytest.mark.parametrize("target", TARGETS)
+def test_training_does_the_same(monkeypatch: pytest.MonkeyPatch, target: Target, name: str, optimizer: str) -> None:
+    """Each operation of training returns what torch returns that remembers nothing, at first and by memory."""
+    found = [trained(target, name, optimizer) for _ in range(2)]
+    monkeypatch.setattr(QuickFakeMode, "_key", lambda *_: None)
+    monkeypatch.setattr(torch._subclasses.FakeTensorMode, "cache", {})
+    assert found == [trained(target, name, optimizer)] * 2
+
+
+def calls(mode: QuickFakeMode, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations from now on of which torch is asked."""
+    found: list[str] = []
+    run = mode._run
+
+    def asked(func: Any, *rest: Any) -> Any:
+        found.append(str(func))
+        return run(func, *rest)
+
+    monkeypatch.setattr(mode, "_run", asked)
+    return found
+
+
+def test_torch_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation runs once for arguments of one form, and again where anything differs that results follow from."""
+    with QuickFakeMode({}) as mode:
+        asked = calls(mode, monkeypatch)
+        x, rows = torch.empty(4, 6), torch.empty(6, 4).t()
+        for _ in range(2):
+            x.add(1), x.add(1.0), x.add(True), rows.add(1), x.double().add(1), x[1:].add(1), x[:, :5].add(1)
+            torch._foreach_add([x, rows], 1)
+        assert asked.count("aten.add.Tensor") == 7
+        assert asked.count("aten._foreach_add.Scalar") == 1
+        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+        x.add(1)
+        assert asked.count("aten.add.Tensor") == 8
+
+
+def test_what_depends_on_more_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known numbers, results given as an argument, changes of form and storages without memory are torch's matter."""
+    with QuickFakeMode({}) as mode:
+        asked = calls(mode, monkeypatch)
+        x = torch.empty(4)
+        for value in (2.0, 3.0):
+            assert (torch.tensor(value) * 2).item() == 2 * value
+        outs = [torch.empty(4), torch.empty(4)]
+        assert [torch.add(x, x, out=out) is out for out in outs] == [True, True]
+        shapes = []
+        for length in (4, 9, 4):
+            x.resize_(length)
+            shapes.append((tuple(x.shape), x.untyped_storage().nbytes()))
+        assert shapes == [((4,), 16), ((9,), 36), ((4,), 36)]
+        before = len(asked)
+        x.untyped_storage().resize_(0)
+        for _ in range(2):
+            assert x.view(2, 2).untyped_storage().nbytes() == 0
+        assert asked[before] == "aten.view.default"
+        assert x.untyped_storage().nbytes() == 0
+
+
+def test_an_argument_twice() -> None:
+    """An operation in place returns its first argument, whether or not two were the same when it was first met."""
+    for first in (True, False):
+        with QuickFakeMode({}):
+            x, y = torch.empty(3), torch.empty(3)
+            for twice in (first, not first, first):
+                assert aten.add_.Tensor(x, x if twice else y) is x
