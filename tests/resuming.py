@@ -328,8 +328,13 @@ def slow_link(worker: int, message: str, step: int, seconds: float) -> Task:
     return replace(FEATURES["dropout"].task(), batch=batch)
 
 
+HAPPENED = "PIPEFIT_TEST_HAPPENED"  # of the environment: a file that is made as a fault happens
+
+
 def happen(fault: str) -> None:
     """A fault of this process."""
+    if HAPPENED in os.environ:
+        Path(os.environ[HAPPENED]).touch()
     match fault:
         case "raises":
             raise ValueError("enough")

@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from divided import divided, grid_plan
-from pipefit.grids import Sharding
-from pipefit.plans import Plan
-from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile
+from divided import divided
+from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
 from pipefit.runtime import Trainer
 from slices import batches, equal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, SAVED = 4, 2
-
-
-class Grids(NamedTuple):
-    """Where stages begin and end, their degrees of data and of tensor parallelism, and what replicas divide."""
-
-    edges: tuple[int, ...]
-    degrees: tuple[tuple[int, int], ...]
-    shard: Sharding = "none"
-    schedule: str = "1f1b"
-
-
-GRIDS = {
-    "one device": Grids((0, 6), ((1, 1),)),
-    "pipeline": Grids((0, 2, 6), ((1, 1), (1, 1)), schedule="gpipe"),
-    "replicas": Grids((0, 4, 6), ((2, 1), (1, 1))),
-    "ZeRO 1": Grids((0, 6), ((2, 1),), "optimizer"),
-    "ZeRO 2": Grids((0, 3, 6), ((1, 1), (2, 1)), "gradients"),
-    "ZeRO 3": Grids((0, 6), ((2, 1),), "parameters"),
-    "shards": Grids((0, 3, 6), ((1, 2), (1, 1))),
-    "replicas of shards": Grids((0, 6), ((2, 2),)),
-    "ZeRO 1 of shards": Grids((0, 3, 6), ((1, 1), (2, 2)), "optimizer"),
-}
-
-
-@cache
-def profiled(name: str) -> ModelProfile:
-    """The profile of microbatches and slices, whole and in shards."""
-    return profile(divided(name), microbatch_size=(4, 2), tensor=(1, 2), threads=torch.get_num_threads())
-
-
-def plan_of_grids(name: str, grids: str) -> Plan:
-    edges, degrees, shard, schedule = GRIDS[grids]
-    plan = grid_plan(profiled(name), edges, degrees, schedule=schedule)
-    stages = (replace(s, grid=replace(s.grid, shard=shard if s.grid.data > 1 else "none")) for s in plan.stages)
-    return replace(plan, stages=tuple(stages))
 
 
 def trained(name: str, before: str, after: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -109,7 +68,7 @@ def goes_on_bitwise(grids: str, folder: Path) -> None:
     assert equal(state, theirs, relative=0)
 
 
-SAMPLE = [("ZeRO 3", "shards"), ("replicas of shards", "ZeRO 2")]
+SAMPLE = [("ZeRO 3", "shards"), ("ZeRO-Offload", "swapped states")]
 
 
 @pytest.mark.parametrize(("before", "after"), SAMPLE)
@@ -136,3 +95,32 @@ def test_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) ->
 def test_all_grids_go_on_as_if_they_had_never_stopped(grids: str, tmp_path: Path) -> None:
     """The same for all."""
     goes_on_bitwise(grids, tmp_path)
+
+
+def is_taken_up(before: str, after: str, folder: Path) -> None:
+    """The whole state of a trainer under one plan is that of another which has loaded its checkpoint."""
+    first, second = (Trainer(divided("dropped"), plan_of_grids("dropped", grids), seed=5) for grids in (before, after))
+    for batch in batches(first.task, first.plan, SAVED):
+        first.step(batch)
+    first.save(folder, background=False)
+    assert second.load(folder) == SAVED
+    ours, theirs = (trainer.state_dict(optimizer=True) for trainer in (second, first))
+    assert any(name.startswith("optimizer/") for name in theirs)
+    assert equal(ours, theirs, relative=0)
+
+
+TAKEN_UP = [("pipedream", "ZeRO 3"), ("ZeRO-Offload", "pipedream-2bw")]
+WITH_ENDLESS = [case for case in product(GRIDS | ENDLESS, GRIDS | ENDLESS) if set(case) & set(ENDLESS)]
+
+
+@pytest.mark.parametrize(("before", "after"), TAKEN_UP)
+def test_what_endless_schedules_have_trained_is_taken_up(before: str, after: str, tmp_path: Path) -> None:
+    """Bit by bit, by plans of every other kind and from them: what they train with it then is not the same."""
+    is_taken_up(before, after, tmp_path)
+
+
+@pytest.mark.gallery
+@pytest.mark.parametrize(("before", "after"), [case for case in WITH_ENDLESS if case not in TAKEN_UP])
+def test_what_any_plan_has_trained_is_taken_up_by_endless_ones(before: str, after: str, tmp_path: Path) -> None:
+    """The same for every pair."""
+    is_taken_up(before, after, tmp_path)

@@ -1,0 +1,121 @@
+"""Faults of workers, made to happen in every worker and phase; the tables of docs/faults.md are made of them.
+
+PYTHONPATH=src:tests:benchmarks python -m faults
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+import tempfile
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+from divided import grid_plan
+from page_tables import markdown, put
+from pipefit.errors import WorkerFailed
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.runtime import train
+from pipefit.runtime.saving import Saving
+from resuming import HAPPENED, SEED, faulty, plan_for
+
+PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
+STEP, EVERY, TIMEOUT = 5, 2, 3  # the step of the fault, those between checkpoints, the seconds an action may take
+START = 8  # the seconds that the start may take where a worker stands still in it
+SPLIT = (3, 3)
+
+FAULTS = {
+    "raises": "failed {where}: ValueError: enough",
+    "is killed (signal 9)": "failed {where}: killed by signal 9",
+    "ends by itself": "failed {where}: its process exited with code 3",
+    "stands still (SIGSTOP)": "hangs {where}: no sign of life for {silent} s",
+}
+HAPPENS = dict(zip(FAULTS, ("raises", "killed", "ends", "stopped"), strict=True))
+PLACES = {
+    "start": ("as it builds its task", "while it started"),
+    "batch": ("as it makes a batch", "while it made its batch"),
+    "F1": ("in a forward", "at {worker}F1"),
+    "B1": ("in a backward", "at {worker}B1"),
+    "STEP": ("in the update", "at {worker}STEP"),
+    "save": ("as it saves", "while it saved a checkpoint"),
+}
+SECONDS = 60  # in which all is over on a loaded machine too
+TITLE = "seconds to the end, steps lost"
+
+
+def plan_on(data: int, tensor: int) -> Plan:
+    """The same in a single stage, which replicas and shards share."""
+    profiled = profile(faulty("raises", "never", 0, STEP), microbatch_size=(2, 1), tensor=(1, 2))
+    return grid_plan(profiled, [0, 6], [(data, tensor)], microbatches=4)
+
+
+def suffered(folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None) -> tuple[str, float]:
+    """What training says of a fault, and how many seconds after it all is over."""
+    stage = worker if plan is None else 0
+    at = place if place in ("start", "batch", "save") else f"{stage}{place}"
+    happened = folder / "happened"
+    try:
+        with mock.patch.dict(os.environ, {HAPPENED: str(happened)}):
+            train(
+                partial(faulty, HAPPENS[fault], at, worker, STEP),
+                plan or plan_for("dropout", "1f1b", SPLIT),
+                steps=9,
+                seed=SEED,
+                numbers=False,
+                timeout_seconds=TIMEOUT if fault == "stands still (SIGSTOP)" else 30,
+                start_seconds=START if (fault, place) == ("stands still (SIGSTOP)", "start") else 60,
+                saving=Saving(directory=str(folder), every=EVERY),
+            )
+    except WorkerFailed as error:
+        if not happened.exists():
+            raise AssertionError(str(error)) from error
+        return str(error), time.time() - happened.stat().st_mtime
+    raise AssertionError("nothing has failed")
+
+
+def assert_named(folder: Path, fault: str, place: str, worker: int, plan: Plan | None = None) -> None:
+    """The worker, where it was, how far training came and what is saved; no process is left, soon."""
+    said, seconds = suffered(folder, fault, place, worker, plan)
+    stage = worker if plan is None else 0
+    where = PLACES[place][1].format(worker=stage)
+    if fault == "stands still (SIGSTOP)" and plan is not None and plan.stages[0].grid.tensor > 1:
+        said = re.sub(r"^worker \d (.*), or device \d of its tensor group, hangs", rf"worker {worker} \1 hangs", said)
+        said = re.sub(r"device \d", f"device {worker}", said, count=1)  # one of those that wait for each other
+    expected = FAULTS[fault].format(where=where, silent=START if place == "start" else TIMEOUT)
+    assert said.startswith(f"worker {worker} (device {worker}, ") and expected in said
+    done = 0 if place == "start" else STEP + (place == "save")
+    reached = rf"steps done: {done}, last saved: {'none' if place == 'start' else '[24]; go on'}"
+    assert re.search(f"; {reached}", said), said
+    assert mp.active_children() == []
+    assert seconds < SECONDS
+
+
+def lost(said: str) -> int:
+    """Steps that are to be trained again, as a failure tells."""
+    found = re.search(r"steps done: (\d+), last saved: (none|\d+)", said)
+    assert found is not None, said
+    return int(found[1]) - (0 if found[2] == "none" else int(found[2]))
+
+
+def table() -> str:
+    """Every fault in every phase: the seconds and the steps lost of the worker for which they are worse."""
+    found = dict[tuple[str, str], list[tuple[float, int]]]()
+    for fault, place, worker in product(FAULTS, PLACES, (0, 1)):
+        with tempfile.TemporaryDirectory() as folder:
+            said, seconds = suffered(Path(folder), fault, place, worker)
+        found.setdefault((fault, place), []).append((seconds, lost(said)))
+    worst = {case: (max(s for s, _ in each), max(n for _, n in each)) for case, each in found.items()}
+    rows = [
+        [fault, *(f"{seconds:.1f} s, {steps}" for seconds, steps in (worst[fault, place] for place in PLACES))]
+        for fault in FAULTS
+    ]
+    return markdown(["a worker", *(words for words, _ in PLACES.values())], rows)
+
+
+if __name__ == "__main__":
+    put({TITLE: table()}, PAGE)

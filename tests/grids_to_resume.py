@@ -1,0 +1,63 @@
+"""Plans of every kind of grid and of endless schedules, between which training goes on from checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from divided import divided, grid_plan
+from pipefit.decisions import StateKind, What
+from pipefit.grids import Sharding
+from pipefit.plans import Plan
+from pipefit.profiler import profile
+from pipefit.profiles import ModelProfile
+from state_away import away
+
+
+class Grids(NamedTuple):
+    """Where stages begin and end, their degrees of data and of tensor parallelism, what replicas divide, and what of it
+    is elsewhere.
+    """
+
+    edges: tuple[int, ...]
+    degrees: tuple[tuple[int, int], ...]
+    shard: Sharding = "none"
+    schedule: str = "1f1b"
+    away: tuple[StateKind, ...] = ()  # what of all layers is on the host between its uses
+    updated: bool = False  # whether the host updates them
+
+
+GRIDS = {
+    "one device": Grids((0, 6), ((1, 1),)),
+    "pipeline": Grids((0, 2, 6), ((1, 1), (1, 1)), schedule="gpipe"),
+    "replicas": Grids((0, 4, 6), ((2, 1), (1, 1))),
+    "ZeRO 1": Grids((0, 6), ((2, 1),), "optimizer"),
+    "ZeRO 2": Grids((0, 3, 6), ((1, 1), (2, 1)), "gradients"),
+    "ZeRO 3": Grids((0, 6), ((2, 1),), "parameters"),
+    "shards": Grids((0, 3, 6), ((1, 2), (1, 1))),
+    "replicas of shards": Grids((0, 6), ((2, 2),)),
+    "ZeRO 1 of shards": Grids((0, 3, 6), ((1, 1), (2, 2)), "optimizer"),
+    "swapped states": Grids((0, 2, 6), ((1, 1), (1, 1)), away=("optimizer", "parameters")),
+    "ZeRO-Offload": Grids((0, 6), ((2, 1),), "gradients", updated=True),
+}
+ENDLESS = {
+    schedule: Grids((0, 2, 6), ((1, 1), (1, 1)), schedule=schedule) for schedule in ("pipedream", "pipedream-2bw")
+}
+
+
+@cache
+def profiled(name: str) -> ModelProfile:
+    """The profile of microbatches and slices, whole and in shards."""
+    return profile(divided(name), microbatch_size=(4, 2), tensor=(1, 2), threads=torch.get_num_threads())
+
+
+def plan_of_grids(name: str, grids: str) -> Plan:
+    edges, degrees, shard, schedule, kinds, updated = (GRIDS | ENDLESS)[grids]
+    plan = grid_plan(profiled(name), edges, degrees, schedule=schedule)
+    stages = (replace(s, grid=replace(s.grid, shard=shard if s.grid.data > 1 else "none")) for s in plan.stages)
+    decisions = [away(n, s.start, s.stop, kind=kind) for n, s in enumerate(plan.stages) for kind in kinds]
+    decisions += [away(n, s.start, s.stop, What.UPDATE) for n, s in enumerate(plan.stages) if updated]
+    return replace(plan, stages=tuple(stages), decisions=tuple(decisions))
