@@ -16,7 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -49,6 +49,7 @@ from pipefit.runtime.worker import (
 )
 from pipefit.schedule import Entered, whole_run
 from pipefit.schedule.arenas import arenas_of
+from pipefit.schedule.room import without_snapshot
 from pipefit.trace import DeviceTrace, Trace
 
 OnStep = Callable[[StepReport], None]
@@ -84,6 +85,7 @@ def launch(
         PipefitError: the root cause, if a worker failed; what kept the last checkpoint from being written.
     """
     check_lending(plan, whole_run(plan))
+    ordered = _with_room(plan, ordered)
     warn_elsewhere(plan.profile.assumptions, TRAINED)
     supervisor = _Supervisor(plan, ordered, timeout_seconds, start_seconds, on_step, on_saved)
     try:
@@ -95,6 +97,15 @@ def launch(
     if supervisor.unsaved:
         raise NotSaved(supervisor.unsaved, supervisor.trace())
     return supervisor.trace()
+
+
+def _with_room(plan: Plan, ordered: Orders) -> Orders:
+    """The orders, by which training stands still for its checkpoints where a host has no room for copies."""
+    missing = without_snapshot(plan, arenas_of(plan, whole_run(plan))) if ordered.saving is not None else ""
+    if not missing:
+        return ordered
+    warnings.warn(f"{missing}: training stands still while a checkpoint is written", PipefitWarning, stacklevel=3)
+    return replace(ordered, background=False)
 
 
 def _nameless() -> int:

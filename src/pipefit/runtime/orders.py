@@ -38,6 +38,7 @@ class Orders:
     resume: str | None = None
     weights: str | None = None
     saving: Saving | None = None
+    background: bool = True  # whether training may go on while a checkpoint is written
 
 
 def orders(

@@ -208,8 +208,9 @@ class _Told:
     """What a worker tells its parent while it trains."""
 
     def __init__(self, assignment: Assignment, pipe: Connection) -> None:
-        self._pipe, self._saving, self._stops = pipe, assignment.orders.saving, assignment.orders.on_nan == "stop"
-        plan = assignment.plan
+        orders, plan = assignment.orders, assignment.plan
+        self._pipe, self._saving, self._stops = pipe, orders.saving, orders.on_nan == "stop"
+        self._background = orders.background
         self._reports_steps = plan.workers[assignment.rank] == plan.stages[-1].devices[0]
         self._heard = deque[StepReport]()
         self.over = False  # whether all steps are done, so that nothing is left that a failed save could stop
@@ -233,7 +234,7 @@ class _Told:
     def save(self, trainer: Trainer, saving: Saving) -> None:
         """Save a checkpoint, and tell what that took."""
         try:
-            trainer.save(saving.directory, keep=saving.keep)
+            trainer.save(saving.directory, keep=saving.keep, background=self._background)
         except FileError as failure:
             self.failed_save(failure)
         else:

@@ -1,9 +1,11 @@
-"""The room that arenas take where they are: on devices that only lend, on hosts and on their disks.
+"""The room that arenas take where they are: on devices that only lend, on hosts and on their disks; and that which
+checkpoints take beside them.
 
 Devices and disks hold the slots and no more. A host also holds the buffers through which a device's bytes pass on their
 way to or from a disk: two for each direction, so that one is copied while the other is written or read. And a host's
 memory for GPUs is pinned, which torch allocates in powers of two; the slots of an arena are therefore packed into as
-few bytes of such sizes as they can be.
+few bytes of such sizes as they can be. A checkpoint is written from a copy of all that is trained, in the memory of the
+hosts whose workers store it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from pipefit.cost.shares import share_of
 from pipefit.errors import OutOfMemory
 from pipefit.places import Member, MemberKind
 from pipefit.plans import Plan
@@ -83,4 +86,43 @@ def shortage(plan: Plan, lent: Sequence[Arena]) -> str:
             f"{format_bytes(shares.total())} of moved tensors, {format_bytes(missing)} more: "
             + ", ".join(f"{format_bytes(share)} of device {n}" for n, share in shares.items())
         )
+    return ""
+
+
+def snapshot_bytes(plan: Plan) -> Counter[Member]:
+    """The bytes of what a checkpoint holds, on the hosts whose workers store it, from the first update on.
+
+    Of replicas the first stores what all have, and each what it owns; a shared parameter is stored once.
+    """
+    measurement, found = plan.measurement, Counter[Member]()
+    repeated = Counter[int]()  # of parameters that an earlier layer stores
+    repeated_state = Counter[int]()
+    for shared in measurement.shared:
+        for _, user in shared.pairs:
+            repeated[user] += shared.nbytes
+            repeated_state[user] += shared.state_bytes
+    for number, stage in enumerate(plan.stages):
+        first, tensor = stage.grid.devices[0], stage.grid.tensor
+        share = share_of(plan, number, first)
+        for layer in range(stage.start, stage.stop):
+            cost = measurement.costs[layer]
+            owner = first if share is None else stage.grid.devices[share.owner(layer) * tensor]
+            stores = owner if share is not None and share.divides_parameters else first
+            kept = cost.parameter_bytes - repeated[layer] + cost.buffer_bytes + cost.constant_bytes
+            for device, nbytes in ((stores, kept), (owner, cost.state_bytes - repeated_state[layer])):
+                found[Member.host(plan.cluster.devices[device].host)] += nbytes
+    return found
+
+
+def without_snapshot(plan: Plan, lent: Sequence[Arena]) -> str:
+    """Which host has no room for a copy of what is trained beside the arenas, and by how much; empty where all have."""
+    needed = room_needed(plan, lent)
+    for host, nbytes in snapshot_bytes(plan).items():
+        rest = plan.cluster.capacity(host) - needed[host].total()
+        if nbytes > rest:
+            return (
+                f"{host} has {format_bytes(plan.cluster.capacity(host))}, of which moved tensors take "
+                f"{format_bytes(needed[host].total())}, and a copy of what it saves takes {format_bytes(nbytes)}, "
+                f"{format_bytes(nbytes - rest)} more than is left"
+            )
     return ""

@@ -1,0 +1,97 @@
+"""What a checkpoint takes of hosts is known from the plan, to the byte, before any worker starts."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from divided import divided
+from grids_to_resume import ENDLESS, GRIDS, plan_of_grids
+from pipefit.errors import PipefitWarning
+from pipefit.places import Member
+from pipefit.plans import Plan
+from pipefit.runtime import Trainer, train
+from pipefit.runtime.saver import Saved
+from pipefit.runtime.saving import Saving
+from pipefit.schedule.room import snapshot_bytes
+from resuming import ADAMW, FEATURES, SEED, batches_of, named, plan_for, tied, trainer_for
+from slices import batches
+from tiny import batch_of, plan_of, task_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOST = Member.host(0)
+
+
+def saved_by(trainer: Trainer, folder: Path) -> int:
+    """The bytes of tensors that a checkpoint has: what the trainer says, and what lies on the disk but for headers."""
+    trainer.save(folder)
+    trainer.finish()
+    assert trainer.saved is not None
+    (shard,) = folder.rglob("*.safetensors")
+    with shard.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    assert shard.stat().st_size - 8 - header == trainer.saved.nbytes
+    return trainer.saved.nbytes
+
+
+OFTEN = ("held", "masters", "ZeRO 1 of shards", "pipedream-2bw", 1)  # the others are for the gallery
+
+
+def often(*cases: str | int) -> list[Any]:
+    """Cases, of which only some run every time."""
+    return [case if case in OFTEN else pytest.param(case, marks=pytest.mark.gallery) for case in cases]
+
+
+@pytest.mark.parametrize("name", often(*FEATURES))
+def test_a_plan_knows_what_a_checkpoint_takes(name: str, tmp_path: Path) -> None:
+    """Parameters, buffers that no state dict has, float32 copies and every kind of optimizer state."""
+    plan = plan_for(name, "1f1b", (2, 2, 2))
+    trainer = trainer_for(name, plan)
+    trainer.step(batches_of(name)[0])
+    assert snapshot_bytes(plan) == {HOST: saved_by(trainer, tmp_path)}
+
+
+def test_a_tied_parameter_is_counted_once(tmp_path: Path) -> None:
+    """On two stages, each of which has a copy."""
+    task = task_of(tied, outputs=8, optimizer=ADAMW)
+    trainer = Trainer(task, plan_of(task, [3, 3], microbatches=1))
+    trainer.step(batch_of(task, trainer.plan))
+    assert snapshot_bytes(trainer.plan) == {HOST: saved_by(trainer, tmp_path)}
+
+
+@pytest.mark.parametrize("grids", often(*GRIDS, *ENDLESS))
+def test_what_replicas_and_shards_hold_is_counted_once(grids: str, tmp_path: Path) -> None:
+    """Whoever stores it."""
+    plan = plan_of_grids("normed", grids)
+    trainer = Trainer(divided("normed"), plan, seed=5)
+    trainer.step(batches(trainer.task, plan, 1)[0])
+    assert snapshot_bytes(plan) == {HOST: saved_by(trainer, tmp_path)}
+
+
+def on_a_host_of(memory_bytes: int) -> Plan:
+    """A plan whose devices' host has so much."""
+    plan = plan_for("dropout", "1f1b", (3, 3))
+    host = replace(plan.cluster.hosts[0], memory_bytes=memory_bytes)
+    return replace(plan, cluster=replace(plan.cluster, hosts=(host,)))
+
+
+@pytest.mark.parametrize("missing", often(0, 1))
+def test_a_host_without_room_is_told_before_training(missing: int, tmp_path: Path) -> None:
+    """With how many bytes are missing; training then stands still for each checkpoint, and copies nothing."""
+    needed = snapshot_bytes(on_a_host_of(1 << 30))[HOST]
+    saves, saving = list[Saved](), Saving(directory=str(tmp_path), every=1)
+    plan = on_a_host_of(needed - missing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PipefitWarning)
+        train(partial(named, "dropout"), plan, steps=2, seed=SEED, numbers=False, saving=saving, on_saved=saves.append)
+    assert sum(saved.nbytes for saved in saves if saved.step == 2) == needed
+    assert {saved.snapshot_bytes > 0 for saved in saves} == {not missing}
+    said = "host0 has 8.89 KiB, of which moved tensors take 0 B, and a copy of what it saves takes 8.89 KiB, 1 B more "
+    said += "than is left: training stands still while a checkpoint is written"
+    assert [str(one.message) for one in told] == [said] * missing
