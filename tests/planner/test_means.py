@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -17,14 +18,17 @@ from pipefit.planner.mapping import mapped_stages
 from pipefit.planner.question import Split
 from pipefit.planner.techniques import Means
 from pipefit.plans import Plan
+from pipefit.simulator import Simulation
 from tight import HOST, JOINED, KEEP, RECOMPUTE, Case, cluster, fastest, keeping_layer, random_case
 
 SCHEDULES = ("1f1b", "gpipe")
 SPARE = Means(recompute="never", host=False, peers=False)
 
 
-def planned(case: Case, means: Means, planner: str = "joint", *, allow_infeasible: bool = False) -> Plan:
-    options = Options(allow_infeasible=allow_infeasible)
+def planned(
+    case: Case, means: Means, planner: str = "joint", *, allow_infeasible: bool = False, effort: float = 1.0
+) -> Plan:
+    options = Options(allow_infeasible=allow_infeasible, effort=effort)
     asked = Question(profile=case.profile, cluster=case.cluster, training=case.training, options=options, means=means)
     return solved(asked, PLANNERS[planner], name=planner)
 
@@ -101,6 +105,34 @@ def test_without_ahead_all_comes_back_just_in_time() -> None:
             made = planned(case, Means(ahead=allowed), allow_infeasible=True)
             found.update(decision.ahead for decision in made.decisions)
     assert ahead[False] == {0} < ahead[True]
+
+
+TECHNIQUES = [
+    Means(recompute=recompute, host=host, peers=peers)
+    for recompute, host, peers in product(("never", "runs"), (False, True), (False, True))
+]
+
+
+def allows(more: Means, fewer: Means) -> bool:
+    """Whether a question allows every technique that another does."""
+    pairs = (more.recompute != "never", fewer.recompute != "never"), (more.host, fewer.host), (more.peers, fewer.peers)
+    return all(one or not other for one, other in pairs)
+
+
+@pytest.mark.parametrize("effort", [1.0, 0.01])
+@pytest.mark.parametrize(("seed", "layers"), [(0, 3), (103, 5), (118, 5), (139, 5)])
+def test_what_is_allowed_besides_never_makes_a_plan_slower(seed: int, layers: int, effort: float) -> None:
+    """Recomputation, the host and peers, one or more of them, also where the search ends early."""
+    schedules = *SCHEDULES, "eager-1f1b", "pipedream", "torchgpipe", "pipedream-2bw"
+    case = random_case(Random(seed), schedules, layers=layers)
+    case = lending(case) if seed % 2 else case
+    found = {}
+    for means in TECHNIQUES:
+        simulation = Simulation(planned(case, means, allow_infeasible=True, effort=effort))
+        over = sum(max(0, p - b) for p, b in zip(simulation.peak_bytes, case.cluster.budgets, strict=True))
+        found[means] = over, simulation.step_seconds[-1]
+    for fewer, more in product(TECHNIQUES, repeat=2):
+        assert not allows(more, fewer) or found[more] <= found[fewer], (fewer, more)
 
 
 def square(rates: Sequence[tuple[int, int, float]]) -> Question:

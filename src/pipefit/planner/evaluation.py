@@ -13,6 +13,7 @@ unit of work is a new action.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -111,22 +112,28 @@ class Evaluation:
 class Evaluator:
     """Evaluates candidates of one question."""
 
-    def __init__(self, question: Question, parts: Parts | None = None) -> None:
+    def __init__(self, question: Question) -> None:
         self.question = question
         self.menus = Menus(question)
         self._short = replace(question, training=_shortened(question, pinned=self.pinned))
         steps = 1 if self._is_short and question.training.endless else None
-        self._parts = parts or Parts(Costs(question.measurement, self._short.training), steps)
+        self._parts = Parts(Costs(question.measurement, self._short.training), steps)
+        self._simulated: dict[Candidate, Evaluation] = {}  # by all that are restricted from one
         self.known: dict[Candidate, Evaluation | None] = {}
-        self.work = 0  # new actions that were simulated, and what takes as long
+        self.work = 0  # new actions that it asked for, and what takes as long
         self.effort = 1.0  # the part of every budget that a search has
         self.ended = False  # whether a budget has ended a search
         self._refusal = UsageError("no candidate was tried")  # why the last one that was refused cannot be carried out
 
     def restricted(self, means: Means) -> Evaluator:
-        """One for the same question with fewer means, for a search with the same effort."""
-        found = Evaluator(replace(self.question, means=means), self._parts)
-        found.begin(self.effort)
+        """One for the same question with fewer techniques, to whose candidates both say the same.
+
+        What one has simulated the other need not, but it counts as work of both: how far a search goes does not depend
+        on others.
+        """
+        found = copy(self)
+        found.question, found.menus = replace(self.question, means=means), self.menus.restricted(means)
+        found._parts, found.known, found.work = self._parts.apart(), {}, 0
         return found
 
     def begin(self, effort: float) -> None:
@@ -135,8 +142,14 @@ class Evaluator:
 
     @property
     def count(self) -> int:
-        """How many candidates have been simulated."""
-        return len(self.known)
+        """How many candidates have been simulated, by all that share them."""
+        return len(self._simulated)
+
+    @property
+    def work_of_all(self) -> int:
+        """The work of all that share candidates, each counted once."""
+        clocks = sum(_EACH + one.simulation.actions // _KNOWN for one in self._simulated.values())
+        return clocks + self._parts.actions_of_all
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -216,8 +229,11 @@ class Evaluator:
         try:
             simulation = Assembled(self._plan(self._short, candidate), self._parts)
             self.work += _EACH + simulation.actions // _KNOWN
-            found = Evaluation(candidate, simulation, self.question.training.microbatches)
+            found = self._simulated.get(candidate) or Evaluation(
+                candidate, simulation, self.question.training.microbatches
+            )
             _ = found.over_bytes, found.seconds  # both refuse what cannot be carried out
+            self._simulated[candidate] = found
         except UsageError as error:
             self._refusal = error
             return None

@@ -13,6 +13,7 @@ idea of a knapsack for each stage: AdaPipe, ASPLOS 2024.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -28,6 +29,7 @@ from pipefit.planner.menus import Menu
 from pipefit.planner.peaks import range_peak
 from pipefit.planner.prices import Prices
 from pipefit.planner.question import Split
+from pipefit.planner.techniques import Means
 
 _ROUNDS, _FEW = 6, 2  # corrections of a setting, and those that there are in any case
 _SLOWER = 0.02  # the part of a step by which a setting is given up that is slower
@@ -75,9 +77,18 @@ class Filler:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.question = evaluator, evaluator.question
+        self._asked = evaluator.question  # with all techniques
         self._budget = Budget(evaluator, _WORK)
         self._filled: dict[Setting, Filled | None] = {}
         self._peaks: dict[tuple[int, int, int], int] = {}
+
+    def restricted(self, means: Means) -> Filler:
+        """One with fewer techniques, which shares what is known of whole stages."""
+        found = copy(self)
+        found.evaluator = self.evaluator.restricted(means)
+        found.question, found._filled = found.evaluator.question, {}
+        found._budget = Budget(found.evaluator, _WORK)
+        return found
 
     def fill(
         self, setting: Setting, margins: Sequence[float] | None = None, *, than: Evaluation | None = None
@@ -160,7 +171,7 @@ class Filler:
         """The peak of a stage that keeps everything."""
         key = stage, start, stop
         if key not in self._peaks:
-            self._peaks[key] = range_peak(self.question, stage, start, stop)
+            self._peaks[key] = range_peak(self._asked, stage, start, stop)
         return self._peaks[key]
 
     def _budgets(self, split: Split) -> list[int]:
@@ -172,7 +183,7 @@ class Filler:
 
     @cached_property
     def _prices(self) -> Prices:
-        return Prices(self.question)
+        return Prices(self._asked)
 
     def host_bytes(self, setting: Setting, stage: int) -> tuple[float, float]:
         """Bytes of a microbatch that a stage may move to the host: beside its forward, and beside both passes.

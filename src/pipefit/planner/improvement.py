@@ -17,6 +17,7 @@ from pipefit.planner.question import Split
 _UPDATED = 1.0, 0.5, 0.75, 0.25, 0.0  # parts of the optimizer state at the host that is updated there
 _HOST_PARTS = (0.0, 0.5, 1.0, 1.5)
 _ENOUGH = 1e-3  # gains below this part of a step are not worth going on for
+_ROUNDING = 1e-9
 
 
 def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) -> Filled:
@@ -33,7 +34,7 @@ def improved(filler: Filler, start: Filled, *, budget: Budget, at_least: float) 
 
 def _first_better(filler: Filler, best: Filled, budget: Budget, at_least: float) -> Filled | None:
     """The first change that makes it better; None if none does, or nothing is left to gain."""
-    if best.found.fits and best.found.seconds <= at_least * (1 + _ENOUGH):
+    if best.found.fits and best.found.seconds <= at_least * (1 + _ROUNDING):
         return None
     for setting in _neighbours(best):
         if budget.ends():

@@ -11,19 +11,25 @@ host has the memory at every instant.
     4. what is done with single blocks is polished, and what is not needed is left out (`planner.polishing`)
     5. the plans of `mpress` and of the time split are candidates too; of long steps, those of all microbatches
 
-So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. It
-reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
+So it is never slower than `mpress`, nor than the time split where that fits, and never over a device's memory. A local
+search may end at a worse plan because it may do more. Hence all this is done with every choice of the three techniques,
+recomputation, the host and peers, from none of them to all that are allowed, and each goes on from what was found with
+one less. What a search finds depends on its own techniques and on those searches alone, and it has a budget of its own.
+So a technique that is allowed never makes the plan slower.
+
+It reports the gap to a bound that holds for all plans (`planner.bounds`); it is a heuristic, and the gap is what can be
 proven.
 
-Costs: every part has a budget of actions in the programs that it simulates, all together some nine seconds; longer
-programs get fewer simulations. The plan says if a budget has ended the search. (After AdaPipe, Mist and Aceso; MPress,
-HPCA 2023.)
+Costs: every part has a budget of actions in the programs that it simulates, all together some ten seconds; longer
+programs get fewer simulations. Candidates of several searches are simulated once. The plan says if a budget has ended a
+search. (After AdaPipe, Mist and Aceso; MPress, HPCA 2023.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.planner.bisection import bisection
@@ -43,6 +49,7 @@ from pipefit.planner.techniques import Means
 from pipefit.planner.time import time
 from pipefit.planner.uniform import uniform
 from pipefit.provenance import Objective
+from pipefit.texts import counted
 
 
 class Searched(NamedTuple):
@@ -50,6 +57,17 @@ class Searched(NamedTuple):
 
     evaluation: Evaluation
     remarks: tuple[str, ...]
+
+
+class _Answer(NamedTuple):
+    """What the search with some techniques found: the best plan, the best that was filled, and the best plan of each
+    search with fewer techniques.
+    """
+
+    found: Evaluation
+    filled: Filled
+    others: tuple[Evaluation, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 _OTHERS = time, exact, bisection, uniform, parameters, first_last
@@ -60,11 +78,12 @@ _STATES: tuple[tuple[States, float], ...] = (  # what of the state is at the hos
     ("needed", 0.0),
     ("spill", 0.0),
 )
-_FILLING, _IMPROVING, _LENDING, _POLISHING = 200_000, 80_000, 50_000, 60_000  # actions in the programs of each part
-_SPARING, _ALONE = 40_000, 20_000
-_MEANS = Means(recompute="never", host=False), Means(recompute="never", peers=False)  # peers alone, the host alone
+_FILLING, _IMPROVING, _LENDING, _POLISHING = 100_000, 80_000, 20_000, 40_000  # actions in the programs of each part
+_SPARING = 20_000
+_LITTLE = 0.25  # of these where nothing may be recomputed
+_NEAR = 1 / 32  # of all budgets: what a plan may lack that small changes are tried on
 _ONE_BY_ONE = 30_000  # layers of ranges computed one by one, some two seconds, for splits that look at all peaks
-_OTHER_SPLITS = 2  # that are polished beside the best
+_OTHER_SPLITS = 1  # that are polished beside the best
 _CLOSE = 0.02  # the part of a step by which a few microbatches may mislead about all of them
 _WORTH = 1e-3  # the part of a step that lending has to gain
 
@@ -87,12 +106,13 @@ class Search:
     def __init__(self, question: Question, bound: float | None = None) -> None:
         question = replace(question, options=replace(question.options, data=1, tensor=1, shard=None))
         self.bound = step_bound(question) if bound is None else bound
-        self._filler = Filler(Evaluator(question))
+        self._question, self._filler = question, Filler(Evaluator(question))
+        self._fillers: dict[Means, Filler] = {}
 
     @property
     def work(self) -> int:
         """The work that was done, in the unit of budgets."""
-        return self._filler.evaluator.work
+        return self._filler.evaluator.work_of_all
 
     def best(self, effort: float) -> Searched:
         """The fastest plan that is found with so large a part of the budgets.
@@ -100,18 +120,17 @@ class Search:
         Raises:
             UsageError: no split can be carried out.
         """
-        filler, evaluator = self._filler, self._filler.evaluator
-        evaluator.begin(effort)
-        others = _others(filler)
-        best, remarks = _filled(filler, self.bound)
-        found = best.found
-        if not evaluator.pinned:
-            tried = [best.found, *(one.found for one in filler.others(best, _OTHER_SPLITS)), *others]
-            tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)[: 1 + _OTHER_SPLITS]
-            found = min((_polished(evaluator, one, self.bound) for one in tried), key=lambda one: one.order)
-            found = spared(evaluator, found, budget=Budget(evaluator, _SPARING))
-        found = min((evaluator.whole(one.candidate) for one in _close(found, others)), key=lambda one: one.order)
-        return Searched(found, (*remarks, *evaluator.remarks))
+        answers = dict[Means, _Answer]()
+        for means in self._ways:
+            if means not in self._fillers:
+                self._fillers[means] = self._filler.restricted(means)
+            self._fillers[means].evaluator.begin(effort * (_LITTLE if means.recompute == "never" else 1.0))
+            fewer = [answers[less] for less in means.fewer if less in answers]
+            answers[means] = self._answered(self._fillers[means], fewer)
+        found, _, others, remarks = answers[self._question.means]
+        close = _close(found, others)
+        whole = min((self._filler.evaluator.whole(one.candidate) for one in close), key=lambda one: one.order)
+        return Searched(whole, (*remarks, *self._ended))
 
     def told(self, searched: Searched) -> Found:
         """What the search found, as planners say it."""
@@ -121,30 +140,77 @@ class Search:
             Objective.STEP,
             found.seconds,
             evaluated=evaluator.count,
-            work=evaluator.work,
+            work=self.work,
             proven=False,
             bound=min(self.bound, found.seconds),
             decisions=None if evaluator.pinned else evaluator.decisions(found.candidate),
             remarks=searched.remarks,
         )
 
+    @cached_property
+    def _ways(self) -> tuple[Means, ...]:
+        """The techniques of the question, and all choices of fewer of them, which come first."""
+        if self._filler.evaluator.pinned:
+            return (self._question.means,)
+        found = [self._question.means]
+        for means in found:
+            found += [less for less in means.fewer if less not in found]
+        return tuple(reversed(found))
 
-def _others(filler: Filler) -> list[Evaluation]:
-    """The time split as it is, if that can be carried out; then the plan of `mpress`, with all means, and with peers or
-    the host alone.
-    """
-    evaluator, means = filler.evaluator, filler.question.means
+    @property
+    def _ended(self) -> tuple[str, ...]:
+        """A sentence that says so, if a budget of work has ended a search."""
+        if not any(filler.evaluator.ended for filler in self._fillers.values()):
+            return ()
+        count = counted(self._filler.evaluator.count, "simulated candidate")
+        return (f"The search ended at its limit of work, after {count}.",)
+
+    # ---------------------------------------------------------------- with some techniques
+
+    def _answered(self, filler: Filler, fewer: Sequence[_Answer]) -> _Answer:
+        """The answer with the techniques of a filler, which is no worse than those with fewer of them."""
+        evaluator, remarks = filler.evaluator, tuple[str, ...]()
+        if filler.question.means.peers and fewer:
+            base = fewer[-1]  # all but peers
+            filled, remarks = _lent(filler, base.filled)
+        else:
+            filled = self._filled(filler, fewer)
+        others = dict.fromkeys(one for answer in fewer for one in (answer.found, *answer.others))
+        kept = _compacted(filler)
+        if evaluator.pinned:
+            return _Answer(filled.found, filled, (*kept, *others), remarks)
+        tried = [filled.found, *(one.found for one in filler.others(filled, _OTHER_SPLITS)), *kept, *others]
+        tried = sorted(dict.fromkeys(tried), key=lambda one: one.order)
+        if self._is_near(tried[0]):
+            each = (_polished(evaluator, one, self.bound) for one in tried[: 1 + _OTHER_SPLITS])
+            best = min(each, key=lambda one: one.order)
+            tried = [spared(evaluator, best, budget=Budget(evaluator, _SPARING))]
+        return _Answer(tried[0], filled, (*kept, *others), remarks)
+
+    def _filled(self, filler: Filler, fewer: Sequence[_Answer]) -> Filled:
+        """The best split, filled and improved."""
+        known = (filler.fill(one.filled.setting, one.filled.margins) for one in fewer)
+        best = min((one for one in known if one is not None), key=lambda one: one.found.order, default=None)
+        start = _best_start(filler, best, self._splits)
+        if not self._is_near(start.found):
+            return start
+        return improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=self.bound)
+
+    def _is_near(self, found: Evaluation) -> bool:
+        """Whether a plan fits, or lacks so little that small changes may make it fit."""
+        return found.over_bytes <= _NEAR * sum(self._question.cluster.budgets)
+
+    @cached_property
+    def _splits(self) -> tuple[Split, ...]:
+        """The splits of other planners, the best first."""
+        return tuple(planner(self._question).split for planner in _affordable(self._question))
+
+
+def _compacted(filler: Filler) -> list[Evaluation]:
+    """The time split as it is, if that can be carried out; then the plan of `mpress`."""
+    evaluator = filler.evaluator
     kept = evaluator.evaluate(evaluator.kept(time(filler.question).split))
-    if kept is None:
-        return []
-    found = [kept, compacted(filler, MpressOptions())]
-    for alone in _MEANS if not kept.fits and not evaluator.pinned and means == Means() else ():
-        other = evaluator.restricted(alone)
-        budget = Budget(other, _ALONE)
-        made = compacted(Filler(other), MpressOptions(), budget)
-        evaluator.work += other.work
-        found.append(evaluator.evaluate(made.candidate) or kept)
-    return found
+    return [] if kept is None else [*dict.fromkeys((kept, compacted(filler, MpressOptions())))]
 
 
 def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
@@ -157,13 +223,6 @@ def _close(best: Evaluation, others: Sequence[Evaluation]) -> list[Evaluation]:
     ]
 
 
-def _filled(filler: Filler, bound: float) -> tuple[Filled, tuple[str, ...]]:
-    """The best split, filled and improved, with what devices lend; and remarks about the latter."""
-    start = _best_start(filler)
-    best = improved(filler, start, budget=Budget(filler.evaluator, _IMPROVING), at_least=bound)
-    return _lent(filler, best)
-
-
 def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluation:
     """A plan polished, if there is anything to polish: it does something with tensors."""
     if all(choice.idle for choice in found.candidate.choices):
@@ -172,21 +231,23 @@ def _polished(evaluator: Evaluator, found: Evaluation, bound: float) -> Evaluati
     return polished(evaluator, found, budget=budget, at_least=bound)
 
 
-def _best_start(filler: Filler) -> Filled:
-    """The best of all splits, each as it is or filled, without and with the host.
+def _best_start(filler: Filler, best: Filled | None, others: Sequence[Split]) -> Filled:
+    """The best of all splits, each as it is or filled, or what is known already.
 
     Even splits are only of use where something must be recomputed or moved. So is optimizer state on the host, for
     which a step waits at its end: of all blocks if that is faster, or of as many as are needed.
     """
-    question, budget = filler.question, Budget(filler.evaluator, _FILLING)
-    planners = _affordable(question)
-    best = _best_of(filler, [planner(question).split for planner in planners], None, budget)
+    question, budget, means = filler.question, Budget(filler.evaluator, _FILLING), filler.question.means
+    if best is None or not best.found.fits or not _keeps(best):
+        best = _best_of(filler, others, best, budget)
     if best is None or not best.found.fits or not _keeps(best):
         balance = Balance(question)
-        best = _best_of(filler, [balance.split(host) for host in _HOST_PARTS], best, budget)
-        splits = [balance.split(1.0), *(planner(question).split for planner in planners[:2])]
-        for states, updated in _STATES if question.means.state else ():
-            if states == "spill" and not question.means.spill:
+        parts = _HOST_PARTS if means.host else _HOST_PARTS[-1:]
+        if means.host or means.recompute != "never":
+            best = _best_of(filler, [balance.split(host) for host in parts], best, budget)
+        splits = [balance.split(parts[0]), *others[:2]]
+        for states, updated in _STATES if means.state and means.host else ():
+            if states == "spill" and not means.spill:
                 continue
             if states == "all" or best is None or not best.found.fits:
                 best = _best_of(filler, splits, best, budget, states=states, updated=updated)
@@ -219,7 +280,7 @@ def _best_of(
     Where the budget has ended and nothing fits, one split is tried still.
     """
     for number, split in enumerate(dict.fromkeys(splits)):
-        for host in (0.0,) if filler.evaluator.pinned else (1.0, 0.0):
+        for host in (1.0, 0.0) if filler.question.means.host and not filler.evaluator.pinned else (0.0,):
             if best is not None and (number or best.found.fits) and budget.ends():
                 return best
             setting = Setting.of(split, host, states=states, updated=updated)

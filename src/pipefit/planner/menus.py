@@ -11,6 +11,8 @@ Costs: a dozen dynamic programmes over the layers of a block for each kind of bl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -69,6 +71,11 @@ class Menu(NamedTuple):
         """The tensors that can be moved beside a recipe."""
         return tuple(tensor for tensor in self.tensors if not any(map(recipe.recomputes, tensor.savers)))
 
+    def restricted(self, means: Means) -> Menu:
+        """What these means leave of it: no recipes but the first, or no tensors that move."""
+        recipes = self.recipes[:1] if means.recompute == "never" else self.recipes
+        return self._replace(recipes=recipes, tensors=self.tensors if means.host or means.peers else ())
+
     def from_layer(self, start: int) -> Menu:
         """The same menu of an equal block that begins at layer `start`."""
         by = start - self.start
@@ -84,6 +91,13 @@ class Menus:
         self.question, self.measurement = question, question.measurement
         self._known: dict[object, Menu] = {}
         self._seconds = Prices(question).layers
+
+    def restricted(self, means: Means) -> Menus:
+        """The same menus without what these means lack; recipes keep their numbers."""
+        found = copy(self)
+        found.question, found._known = replace(self.question, means=means), {}
+        found.blocks = tuple(menu.restricted(means) for menu in self.blocks)
+        return found
 
     @cached_property
     def blocks(self) -> tuple[Menu, ...]:

@@ -15,13 +15,14 @@ from pipefit.planner.evaluation import Budget, Candidate, Evaluation, Evaluator
 from pipefit.planner.menus import Menu
 
 _ENOUGH = 1e-4  # gains below this part of a step are not worth going on for
+_ROUNDING = 1e-9
 
 
 def polished(evaluator: Evaluator, start: Evaluation, *, budget: Budget, at_least: float) -> Evaluation:
     """The best that single changes make of `start`, until the budget ends; none is below `at_least` seconds."""
     best = start
     found: Evaluation | None = start
-    while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ENOUGH)):
+    while found is not None and not (found.fits and found.seconds <= at_least * (1 + _ROUNDING)):
         best = found
         found = _first_better(evaluator, best, budget)
     return best if found is None else found

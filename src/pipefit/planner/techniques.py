@@ -19,7 +19,7 @@ Both are rules for one tensor alone. What many tensors do to each other on one l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -58,6 +58,13 @@ class Means:
 
     def __post_init__(self) -> None:
         check_types(self)
+
+    @property
+    def fewer(self) -> tuple[Means, ...]:
+        """The means with one technique less: without recomputation, without the host, and without peers."""
+        less: list[Means] = [replace(self, recompute="never")] if self.recompute != "never" else []
+        less += [replace(self, host=False)] if self.host else []
+        return (*less, *([replace(self, peers=False)] if self.peers else []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

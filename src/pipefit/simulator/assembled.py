@@ -48,19 +48,37 @@ class Part(NamedTuple):
     arenas: tuple[Arena, ...]
 
 
+class _Read(NamedTuple):
+    """What the devices of a rank do, and the actions in their programs."""
+
+    parts: dict[int, Part]
+    actions: int
+
+
 _NOTHING: tuple[Action, ...] = ()
 
 
 class Parts:
     """What devices do, for plans of one profile, cluster and training, whose `costs` they share.
 
-    Only so many `steps` are simulated; all that differ unless given.
+    Only so many `steps` are simulated; all that differ unless given. What others have read (`shared`) is not read
+    again, but its actions count as if it were.
     """
 
-    def __init__(self, costs: Costs, steps: int | None = None) -> None:
+    def __init__(self, costs: Costs, steps: int | None = None, shared: Parts | None = None) -> None:
         self._costs, self._steps = costs, steps
+        self._read_by_all: dict[Hashable, _Read] = {} if shared is None else shared._read_by_all
         self._known: dict[Hashable, dict[int, Part]] = {}
-        self.actions = 0  # in the programs of all devices that were read
+        self.actions = 0  # in the programs of all devices that were asked for, once each
+
+    @property
+    def actions_of_all(self) -> int:
+        """The actions in the programs that were read, for whomever."""
+        return sum(read.actions for read in self._read_by_all.values())
+
+    def apart(self) -> Parts:
+        """The same, for somebody else who counts what they ask for."""
+        return Parts(self._costs, self._steps, self)
 
     def steps(self, plan: Plan) -> int:
         """How many steps of a plan are simulated."""
@@ -78,14 +96,17 @@ class Parts:
         summed = tuple((number, members) for number, members in plan.summed.items() if set(members) & set(stages))
         key = rank, tuple(stage.grid for stage in plan.stages), own, decisions, summed, steps
         if key not in self._known:
-            self._known[key] = self._read(replace(plan, decisions=decisions), rank, steps)
+            if key not in self._read_by_all:
+                self._read_by_all[key] = self._read(replace(plan, decisions=decisions), rank, steps)
+            self._known[key], actions = self._read_by_all[key]
+            self.actions += actions
         return self._known[key]
 
-    def _read(self, plan: Plan, rank: int, steps: int) -> dict[int, Part]:
+    def _read(self, plan: Plan, rank: int, steps: int) -> _Read:
         programs = rank_programs(plan, rank, steps)
-        self.actions += sum(len(own) for program in programs for own in program.actions)
+        actions = sum(len(own) for program in programs for own in program.actions)
         devices = plan.stages[plan.ranks[rank][0]].devices
-        return {device: self._part(plan, rank, device, programs, steps) for device in devices}
+        return _Read({device: self._part(plan, rank, device, programs, steps) for device in devices}, actions)
 
     def _part(self, plan: Plan, rank: int, device: int, programs: tuple[UncheckedProgram, ...], steps: int) -> Part:
         last = programs[-1]
