@@ -8,6 +8,7 @@ from partitioners import SCHEDULES, Setting
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.fit.growth import Demand
+from pipefit.profiler import profile
 from pipefit.profiles import ModelProfile, Target
 from pipefit.schedule.whole_stages import Recompute
 from pipefit.training import Training
@@ -47,7 +48,7 @@ class Job:
 
     def profile(self, filters: int) -> ModelProfile:
         """What its layers cost, however often they are recomputed."""
-        return self.demand("never").profile(self.task(filters))
+        return profile(self.task(filters), microbatch_size=self.microbatch_size, target=self.target)
 
     def setting(self, costs: ModelProfile, filters: int, recompute: Recompute) -> Setting:
         """What partitioners are given."""

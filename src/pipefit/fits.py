@@ -41,11 +41,16 @@ class Attempt:
         return self.over_bytes <= 0 and not self.shortage
 
     @property
-    def stage(self) -> int:
-        """The stage that limits: its device is the fullest."""
+    def device(self) -> int:
+        """The device that limits: the fullest of those that have a stage."""
         budgets = self.plan.cluster.budgets
-        devices = [stage.device for stage in self.plan.stages]
-        return max(range(len(devices)), key=lambda number: self.peak_bytes[devices[number]] / budgets[devices[number]])
+        used = [device for stage in self.plan.stages for device in stage.devices]
+        return max(used, key=lambda device: self.peak_bytes[device] / budgets[device])
+
+    @property
+    def stage(self) -> int:
+        """The stage that limits: it is on that device."""
+        return next(number for number, stage in enumerate(self.plan.stages) if self.device in stage.devices)
 
     @property
     def need_bytes(self) -> int:
@@ -61,11 +66,6 @@ class Attempt:
     def over_bytes(self) -> int:
         """How much the limiting device needs above what it has; negative where it has room."""
         return self.need_bytes - self.budget_bytes
-
-    @property
-    def device(self) -> int:
-        """The device that limits."""
-        return self.plan.stages[self.stage].device
 
     @property
     def blocks(self) -> tuple[str, ...]:

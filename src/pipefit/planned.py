@@ -7,14 +7,11 @@ A profile is planned without torch. For a task, profiles are made for the microb
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from pipefit.cluster import Cluster
-from pipefit.errors import InfeasibleError
 from pipefit.planner import Asked
 from pipefit.planner import plan as plan_of_profile
-from pipefit.planner.spaces import sizes_of
 from pipefit.plans import Plan
 from pipefit.profiles import ModelProfile, Target
 from pipefit.training import Training
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from pipefit.allocator import AllocatorSettings
     from pipefit.capture import Task
     from pipefit.profiler import Progress
-    from pipefit.profiler.on_demand import OnDemand
 
 
 def plan(
@@ -59,45 +55,17 @@ def plan(
     from pipefit.capture import Task
 
     instance("model", model, Task, "or a ModelProfile; pipefit.Task says how a module is trained")
+    from pipefit.fit.on_the_way import plan_on_the_way, sizes_asked
     from pipefit.profiler.on_demand import OnDemand
 
     kernels: Target = target or cluster.target
-    known = OnDemand(model, target=kernels, progress=progress, sizes=_sizes(training, asked))
-    make = partial(_plan, known, training, asked)
+    known = OnDemand(model, target=kernels, progress=progress, sizes=sizes_asked(training, asked))
+
+    def make(within: Cluster) -> Plan:
+        return plan_on_the_way(known, within, training, shards=(asked.get("tensor") or 1,), **asked)
+
     if not certify or asked.get("allow_infeasible") or not kernels == cluster.backend == "cuda":
         return make(cluster)
     from pipefit.fit.reserving import plan_reserving
 
     return plan_reserving(model, cluster, make, allocator, known.chains)
-
-
-def _sizes(training: Training | None, asked: Asked) -> tuple[int, ...]:
-    """The microbatch sizes that may be asked for, slices of them included."""
-    batch, size, count = asked.get("batch_size"), asked.get("microbatch_size"), asked.get("microbatches")
-    if training is not None:
-        size = training.microbatch_size
-    elif size is None:
-        size = batch // count if batch and count else batch
-    return sizes_of(size) if isinstance(size, int) and size > 0 else (1,)
-
-
-def _plan(known: OnDemand, training: Training | None, asked: Asked, cluster: Cluster) -> Plan:
-    """A plan whose profiles, as far as it has them, are those of traces.
-
-    Raises:
-        InfeasibleError: no plan fits, by such profiles.
-    """
-    shards = asked.get("tensor") or 1
-
-    def profiles(size: int) -> ModelProfile:
-        return known(size, (shards,))
-
-    try:
-        made = plan_of_profile(profiles, cluster, training, **asked)
-    except InfeasibleError:
-        if known.as_traced():
-            raise
-    else:
-        if known.as_traced(made.measured(stage).microbatch_size for stage in range(len(made.stages))):
-            return made
-    return plan_of_profile(profiles, cluster, training, **asked)

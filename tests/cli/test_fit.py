@@ -13,6 +13,7 @@ from pipefit.plans import Plan
 
 MODEL = "zoo:mlp --set widths=(64,32,16) --set inputs=20"
 ASKED = f"fit {MODEL} --cluster emulated:2x96KiB --microbatches 2"
+SMALL = f"fit {MODEL} --cluster emulated:2x1KiB --microbatches 2 --tensor 1"
 
 TABLE: list[tuple[str, int, list[str]]] = [
     ("fit", 2, ["MODEL"]),
@@ -22,6 +23,10 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"{ASKED} --grow inputs", 2, ["--set inputs and --grow inputs exclude each other", "--from"]),
     (f"{ASKED} --grow a-b", 2, ["--grow a-b", "name of a setting"]),
     (f"{ASKED} --grow batch -b 4", 2, ["--microbatch-size", "--from"]),
+    (f"fit {MODEL} -c emulated:2x96KiB --grow batch --batch-size 4", 2, ["--batch-size", "--from"]),
+    (f"{ASKED} --batch-size 4", 2, ["--batch-size", "--grow"]),
+    (f"{ASKED} --tensor 2", 2, ["--tensor", "--grow"]),
+    (f"{ASKED} --grow classes --data 3", 2, ["a stage of 3 replicas", "there are 2: use fewer"]),
     (f"{ASKED} --grow batch --from 0", 2, ["--from 0", "1 or more"]),
     (f"{ASKED} --grow batch --to many", 2, ["--to many", "whole number"]),
     (f"{ASKED} --grow batch --from 9 --to 8", 2, ["--from 9 to --to 8", "nothing to try"]),
@@ -34,8 +39,16 @@ TABLE: list[tuple[str, int, list[str]]] = [
     (f"{ASKED} --grow devices --from 99", 2, ["7 layers, too few for 99 devices"]),
     (f"{ASKED} --grow batch -o none/plan.json", 6, ["create"]),
     (f"{ASKED} --grow batch --plot none/plot.html", 6, ["create"]),
-    (f"fit {MODEL} -c emulated:2x1KiB --grow classes --microbatches 2", 3, ["not even classes=1 fits: device"]),
-    (f"fit {MODEL} -c emulated:2x1KiB --grow devices --microbatches 2", 3, ["not even devices=7 fits: device"]),
+    (
+        f"fit {MODEL} -c emulated:2x1KiB --grow classes --microbatches 2 --tensor 1",
+        3,
+        ["not even classes=1 fits: device"],
+    ),
+    (
+        f"fit {MODEL} -c emulated:2x1KiB --grow devices --microbatches 2 --tensor 1",
+        3,
+        ["not even devices=7 fits: device"],
+    ),
 ]
 
 
@@ -63,7 +76,7 @@ def test_the_answer_is_printed_saved_and_plotted(
 ) -> None:
     """The plan that `-o` saves is the answer's, passes `certify` with its setting and fails with the next."""
     monkeypatch.chdir(tmp_path)
-    assert main(f"{ASKED} --grow classes --planner exact -o plan.json --plot plot.html".split()) == 0
+    assert main(f"{ASKED} --grow classes --planner exact --tensor 1 -o plan.json --plot plot.html".split()) == 0
     out, err = capsys.readouterr()
     answer = int(out.split()[0].removeprefix("classes="))
     assert f"classes={answer + 1} does not fit: device" in out
@@ -78,7 +91,7 @@ def test_the_answer_is_printed_saved_and_plotted(
 
 def test_json_is_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """Both neighbours are certified, every value tried has its peaks, and stdout holds nothing else."""
-    assert main([*ASKED.split(), "--grow", "batch", "--planner", "exact", "--json"]) == 0
+    assert main([*ASKED.split(), "--grow", "batch", "--planner", "exact", "--tensor", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == ""
@@ -100,7 +113,7 @@ def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytes
         ("4x-titan-rtx", "--target cpu", "cpu"),
         ("emulated:2x1MiB", "", "cpu"),
     ):
-        line = f"fit {MODEL} -c {cluster} --grow classes --to 2 --no-certify -o plan.json {more}"
+        line = f"fit {MODEL} -c {cluster} -b 1 --tensor 1 --grow classes --to 2 --no-certify -o plan.json {more}"
         assert main(line.split()) == 0
         assert load("plan.json", Plan).profile.assumptions.target == expected
 
@@ -108,7 +121,7 @@ def test_the_kernels_are_those_of_the_cluster(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("grow", ["devices", "memory --step 1KiB"])
 def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The smallest value fits, and one step less does not."""
-    line = f"fit {MODEL} --cluster emulated:2x36KiB --microbatches 2 --no-certify --json --grow {grow}"
+    line = f"fit {MODEL} --cluster emulated:2x36KiB --microbatches 2 --tensor 1 --no-certify --json --grow {grow}"
     assert main(line.split()) == 0
     found = json.loads(capsys.readouterr().out)
     step = 1024 if found["grow"] == "memory" else 1
@@ -116,3 +129,12 @@ def test_the_smallest_cluster(grow: str, capsys: pytest.CaptureFixture[str]) -> 
     assert found["beyond"]["value"] == found["value"] - step
     assert found["best"]["fits"] and not found["beyond"]["fits"]
     assert not found["best"]["certified"]
+
+
+def test_the_answer_says_how_devices_share_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them in as many replicas or shards as are asked for."""
+    line = f"fit {MODEL} --cluster emulated:2x64KiB --batch-size 4 --grow classes --to 1 --no-certify --planner exact"
+    assert main(f"{line} --data 2".split()) == 0
+    assert "Stage 0 has 2 replicas" in capsys.readouterr().out
+    assert main(f"{line} --tensor 2".split()) == 0
+    assert "Stage 0 has 2 shards" in capsys.readouterr().out

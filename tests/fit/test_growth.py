@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from every_plan import every_plan, simulated
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.decisions import State
@@ -16,16 +17,19 @@ from pipefit.errors import InfeasibleError, UsageError
 from pipefit.fit import certified
 from pipefit.fit.certified import find
 from pipefit.fit.growth import Demand, Growth, batch, devices, memory, setting, with_devices
-from pipefit.fits import Fit
+from pipefit.fits import Attempt, Fit
 from pipefit.places import Member, MemberKind
 from pipefit.planner import plan
 from pipefit.profiler import profile
 from pipefit.runtime import certify
+from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.trace import Trace
+from pipefit.training import Training
 from tiny import task_of
 
 KIB = 1 << 10
-PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact")
+ALONE: dict[str, int] = {"data": 1, "tensor": 1}  # one device for each stage
+PAIR = Demand(cluster=Cluster.emulated((2, 40 * KIB)), microbatch_size=2, microbatches=2, planner="exact", **ALONE)
 
 
 def wide(width: int) -> Task:
@@ -38,6 +42,27 @@ def wide(width: int) -> Task:
 def deep(layers: int) -> Task:
     """A chain of equal layers."""
     return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8)
+
+
+class Swell(nn.Module):
+    """Takes so many times the bytes of its input, and no parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.width).exp().view(len(x), self.width, -1).mean(1)
+
+
+def swelling(width: int) -> Task:
+    """A chain whose middle is most of it."""
+    return task_of(lambda: [nn.Linear(8, 8), Swell(width), nn.Linear(8, 4)])
+
+
+def trained(layers: int) -> Task:
+    """The same with optimizer state."""
+    return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8, optimizer=torch.optim.AdamW)
 
 
 def check_certified(fit: Fit, growth: Growth) -> None:
@@ -75,16 +100,80 @@ def test_the_largest_setting_is_that_of_trying_all() -> None:
 
 def test_joint_makes_larger_models_fit_than_splits_alone() -> None:
     """It is asked unless another planner is; its answer is certified with all that it recomputes, moves and updates."""
-
-    def trained(layers: int) -> Task:
-        return task_of(lambda: [nn.Linear(8, 8) for _ in range(layers)], outputs=8, optimizer=torch.optim.AdamW)
-
-    demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2)
+    demand = Demand(cluster=Cluster.emulated((2, 7 * KIB)), microbatch_size=2, microbatches=2, **ALONE)
     ours, alone = (setting("layers", trained, one, range(2, 60)) for one in (demand, replace(demand, planner="exact")))
     found, split = find(ours), find(alone)
     check_certified(found, ours)
     assert found.best.value > split.best.value and found.best.plan.decisions
     assert not any(isinstance(d.subject, State) and d.subject.kind != "optimizer" for d in found.best.plan.decisions)
+
+
+@pytest.mark.parametrize("planner", ["exact", "joint"])
+def test_no_plan_on_any_grid_makes_a_larger_model_fit(planner: str) -> None:
+    """Of all cuts, replicas, what these divide and whole stages that run again, none fits the next value; and the
+    answer, certified, is larger than that of one device for each stage. `joint` has more means.
+    """
+    demand = replace(PAIR, microbatch_size=4, planner=planner, data=None)
+    values = range(20, 2000, 20)
+    found, alone = (find(setting("width", swelling, one, values)) for one in (demand, replace(demand, data=1)))
+    check_certified(found, setting("width", swelling, demand, values))
+    assert found.best.value > alone.best.value
+    assert found.beyond is not None
+    costs, how = profile(swelling(found.beyond.value), microbatch_size=[4, 2]), found.best.plan.training
+    ways = RECOMPUTE if planner == "joint" else RECOMPUTE[:1]
+    every = (one for again in ways for one in simulated(every_plan(costs, PAIR.cluster, how, again)))
+    assert min(max(one.peak_bytes) for one in every) > 40 * KIB
+
+
+def test_the_least_memory_is_that_of_all_sizes_of_microbatches() -> None:
+    """To the byte, where only the batch is said: a single microbatch adds no gradients up."""
+    demand = Demand(cluster=PAIR.cluster, batch_size=4, planner="exact", tensor=1)
+    found = find(memory(trained(3), demand, range(1, 1 << 20)), certify=False)
+    costs = profile(trained(3), microbatch_size=[1, 2, 4])
+    every = (
+        max(one.peak_bytes)
+        for count in (1, 2, 4)
+        for one in simulated(every_plan(costs, PAIR.cluster, Training(batch_size=4, microbatches=count)))
+    )
+    assert found.best.value == min(every)
+    assert found.best.plan.training.microbatches == 1
+
+
+def test_shards_make_a_wider_model_fit() -> None:
+    """With microbatches of one sample there are no replicas, and a layer is the least that a device holds."""
+    demand = Demand(cluster=Cluster.emulated((2, 10 * KIB)), microbatch_size=1, microbatches=2, planner="exact")
+    growth = setting("width", wide, demand, range(4, 100, 4))
+    found, whole = find(growth), find(setting("width", wide, replace(demand, tensor=1), range(4, 100, 4)))
+    check_certified(found, growth)
+    assert found.best.value > whole.best.value
+    assert max(stage.grid.tensor for stage in found.best.plan.stages) == 2
+    assert found.beyond is not None
+    costs = profile(wide(found.beyond.value), microbatch_size=1, tensor=2)
+    least = plan(costs, demand.cluster, batch_size=2, objective="peak", allow_infeasible=True)
+    assert least.prediction and max(least.prediction.peak_bytes) > demand.cluster.budgets[0]
+
+
+def test_the_device_that_limits_may_be_any_replica() -> None:
+    """Replicas that divide state hold different layers of it: what the second has too much of is no fit."""
+    costs = profile(trained(3), microbatch_size=[2, 1])
+    made = plan(costs, PAIR.cluster, batch_size=4, microbatch_size=2, stages=1, data=2, shard="optimizer")
+    full = Attempt(value=1, plan=made, certified_bytes=(10 * KIB, 41 * KIB))
+    assert (full.device, full.stage, full.over_bytes, full.fits) == (1, 0, KIB, False)
+
+
+def test_the_batch_is_said_in_one_way() -> None:
+    """By samples, by microbatches, or by neither; a batch that grows has no number of samples to begin with."""
+    pair = Demand(cluster=PAIR.cluster)
+    said = [
+        (pair, {"batch_size": 8}),
+        (replace(pair, batch_size=6), {"batch_size": 6, "microbatch_size": None, "microbatches": None}),
+        (replace(pair, microbatches=3), {"microbatch_size": 1, "microbatches": 3}),
+        (replace(pair, microbatch_size=3), {"microbatch_size": 3, "microbatches": 8}),
+    ]
+    for demand, numbers in said:
+        assert {name: value for name, value in demand.asked().items() if "batch" in name} == numbers
+    with pytest.raises(UsageError, match="not batch_size: say how many microbatches"):
+        batch(deep(2), replace(pair, batch_size=6), range(1, 9))
 
 
 def test_a_host_that_lacks_memory_does_not_fit() -> None:
@@ -114,7 +203,7 @@ def test_the_step_is_kept() -> None:
 
 def test_the_fewest_devices() -> None:
     """No split over fewer devices fits, says the exhaustive planner; the training is the same for any number."""
-    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact")
+    task, demand = deep(9), Demand(cluster=Cluster.emulated((2, 4 * KIB)), microbatches=2, planner="exact", **ALONE)
     growth = devices(task, demand, range(1, 1000))
     fit = find(growth)
     check_certified(fit, growth)
@@ -151,6 +240,7 @@ def test_recomputing_fits_more() -> None:
                     schedule="gpipe",
                     recompute=recompute,
                     planner="exact",
+                    **ALONE,
                 ),
                 range(2, 400, 2),
             ),
@@ -186,8 +276,8 @@ def test_mistakes_are_told_and_not_searched_around() -> None:
     mixed = Demand(cluster=Cluster.emulated((1, 4 * KIB), (1, 8 * KIB)))
     with pytest.raises(UsageError, match=r"devices of .* differ"):
         devices(deep(3), mixed, range(1, 100))
-    with pytest.raises(UsageError, match="3 layers, too few for 5 devices"):
-        devices(deep(3), PAIR, range(5, 100))
+    with pytest.raises(UsageError, match="3 layers, too few for 7 devices: begin with 6 or fewer"):
+        devices(deep(3), PAIR, range(7, 100))
     with pytest.raises(UsageError, match="width=1 is odd"):
         find(setting("width", wide, PAIR, range(1, 100, 2)))
 

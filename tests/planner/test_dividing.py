@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise, permutations, product
+from itertools import accumulate, pairwise, permutations
 from random import Random
 
 import pytest
 
+from every_plan import BUCKETS, every_plan, simulated
 from made_up import AMPLE, devices, heavy, hostile, plain, skewed
-from pipefit.cluster import Cluster
 from pipefit.errors import UsageError
-from pipefit.grids import Grid, Sharding, Stage
 from pipefit.planner import plan
-from pipefit.plans import Plan
-from pipefit.profiles import ModelProfile
-from pipefit.schedule.whole_stages import RECOMPUTE, Recompute, whole_stages
+from pipefit.schedule.whole_stages import RECOMPUTE
 from pipefit.simulator import Simulation
 from pipefit.training import Training
 from slice_sizes import sized
 
-BUCKETS: dict[Sharding, int] = {"none": 1, "optimizer": 1, "gradients": 4, "parameters": 4}
 SCHEDULES = "gpipe", "torchgpipe", "1f1b", "eager-1f1b"
-
-
-def every_plan(
-    profile: ModelProfile, cluster: Cluster, how: Training, recompute: Recompute = "never"
-) -> Iterator[Plan]:
-    """All cuts, replicas of every stage, and all that they may divide, on devices in their order."""
-    layers, most = len(profile.layers), len(cluster.devices)
-    sizes = {one.microbatch_size for one in profile.measurements}
-    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
-    stages = [(degree, shard) for degree in degrees for shard in BUCKETS if degree > 1 or shard == "none"]
-    for count in range(1, min(layers, most) + 1):
-        for cuts, chosen in product(combinations(range(1, layers), count - 1), product(stages, repeat=count)):
-            if sum(degree for degree, _ in chosen) <= most:
-                yield _written(profile, cluster, how, (0, *cuts, layers), chosen, recompute)
-
-
-def _written(
-    profile: ModelProfile,
-    cluster: Cluster,
-    how: Training,
-    edges: tuple[int, ...],
-    chosen: tuple[tuple[int, Sharding], ...],
-    recompute: Recompute,
-) -> Plan:
-    firsts = [0, *accumulate(degree for degree, _ in chosen)]
-    stages = tuple(
-        Stage(
-            start=start,
-            stop=stop,
-            grid=Grid(devices=tuple(range(first, last)), data=degree, shard=shard, buckets=BUCKETS[shard]),
-        )
-        for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
-    )
-    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
-    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
-
-
-def simulated(plans: Iterator[Plan]) -> Iterator[Simulation]:
-    """Those that can be carried out."""
-    for one in plans:
-        try:
-            found = Simulation(one)
-            assert found.peak_bytes
-        except UsageError:
-            continue
-        yield found
 
 
 def lowest(found: Simulation, budgets: tuple[int, ...]) -> float:

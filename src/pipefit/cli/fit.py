@@ -44,14 +44,27 @@ def command(
     step: Annotated[
         str | None, typer.Option(metavar="N", help="Try --from and every N further; 1 unless given, 1MiB for memory.")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="With --grow: samples in a step; four for each device unless given.")
+    ] = None,
     microbatch_size: Annotated[
-        int | None, typer.Option("--microbatch-size", "-b", min=1, help="Samples in one microbatch; 1 unless given.")
+        int | None,
+        typer.Option(
+            "--microbatch-size", "-b", min=1, help="With --grow: samples in one microbatch; joint and exact choose."
+        ),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches in a step; four for each device unless given.")
     ] = None,
     schedule: Annotated[str, typer.Option(help=SCHEDULE_HELP)] = "1f1b",
     recompute: Recompute = "never",
+    data: Annotated[
+        int | None, typer.Option(min=1, help="With --grow: replicas of every stage; chosen by joint and exact.")
+    ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --grow: devices that divide the layers of every replica; chosen likewise."),
+    ] = None,
     planner: Annotated[
         str | None,
         typer.Option(help="The planner that --grow asks, joint unless given; pipefit plan --help names them."),
@@ -94,7 +107,8 @@ def command(
     check_output(plot, cluster, output)
     if grow is None:
         given = {
-            "--from": start, "--to": end, "--step": step, "--microbatch-size": microbatch_size, "--planner": planner,
+            "--from": start, "--to": end, "--step": step, "--batch-size": batch_size,
+            "--microbatch-size": microbatch_size, "--data": data, "--tensor": tensor, "--planner": planner,
             "--plot": plot, "--output": output, "--recompute": None if recompute == "never" else recompute,
         }  # fmt: skip
         _only_with_grow(given)
@@ -103,8 +117,9 @@ def command(
             microbatches=microbatches, schedule=schedule, target=target, threads=threads,
         )  # fmt: skip
         return
-    if grow == "batch" and microbatch_size is not None:
-        raise UsageError("--microbatch-size is what --grow batch looks for: use --from for the smallest to try")
+    if grow == "batch" and (microbatch_size or batch_size):
+        option = "--microbatch-size" if microbatch_size else "--batch-size"
+        raise UsageError(f"{option} is what --grow batch looks for: use --from for the smallest to try")
     values, devices = _values(grow, start, end, step), load_cluster(cluster)
     with progress("searching") as report:
         from pipefit.fit.certified import find
@@ -112,10 +127,13 @@ def command(
 
         demand = Demand(
             cluster=devices,
-            microbatch_size=microbatch_size or 1,
+            batch_size=batch_size,
+            microbatch_size=microbatch_size,
             microbatches=microbatches,
             schedule=schedule,
             recompute=recompute,
+            data=data,
+            tensor=tensor,
             planner=planner or "joint",
             target=target or devices.target,
             threads=threads,

@@ -58,11 +58,11 @@ class _Search:
         if value not in self.known and value not in self.refused:
             self._say("planning", value)
             try:
-                costs = self.growth.costs(value)
+                profiles = self.growth.profiles(value)
             except UsageError as refusal:
                 self.refused[value] = str(refusal)
             else:
-                self.known[value] = attempt(value, self.growth.plan(costs, value))
+                self.known[value] = attempt(value, self.growth.plan(profiles, value))
         known = self.known.get(value)
         return None if known is None else known.fits == (self.growth.sense == "largest")
 

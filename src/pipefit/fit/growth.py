@@ -6,21 +6,25 @@ In the first two cases the largest value that fits is wanted, in the others the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 from pipefit.capture import Task
 from pipefit.cluster import Cluster
 from pipefit.devices import Link
 from pipefit.errors import UsageError
+from pipefit.fit.attempts import attempt
+from pipefit.fit.on_the_way import plan_on_the_way, sizes_asked
 from pipefit.fits import Sense, named_value
 from pipefit.places import Member, MemberKind
-from pipefit.planner import PLANNERS, Means, Options, Question, solved
+from pipefit.planner import ON_GRIDS, Asked, Means
 from pipefit.plans import Plan
-from pipefit.profiler import profile
-from pipefit.profiles import ModelProfile, Target
+from pipefit.profiler.on_demand import OnDemand
+from pipefit.profiles import Target
 from pipefit.schedule.whole_stages import Recompute
-from pipefit.training import Training
 
+_EACH = 4  # samples, or microbatches, for each device
 _EFFORT = 0.1  # the part of its budget that a planner which simulates has for a value
 _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3.0 x16 reach
 
@@ -29,60 +33,85 @@ _RATE_WITHOUT_LINKS = 12e9  # bytes per second, one way: what copies over PCIe 3
 class Demand:
     """How the model is to be trained, whatever grows.
 
-    `microbatches` None is four for each device of the cluster, as in `plan`. The joint planner has a tenth of its
-    budget for each value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a
-    step would take many times as long.
+    The batch of a step is `batch_size` samples, or `microbatches` of `microbatch_size`, unless given 1. Without any of
+    the three it is four samples for each device of the cluster, and without `microbatches` alone four microbatches.
+    Planners that choose the size of microbatches do so where only a batch is known. Those that put stages on several
+    devices choose replicas, what these divide, and, where nothing fits without them, tensor-parallel shards; `data` and
+    `tensor` are the degrees of all stages, if they are given. The joint planner has a tenth of its budget for each
+    value, and leaves gradients and parameters on the devices: wherever they moved in every pass, a step would take many
+    times as long.
     """
 
     cluster: Cluster
-    microbatch_size: int = 1
+    batch_size: int | None = None
+    microbatch_size: int | None = None
     microbatches: int | None = None
     schedule: str = "1f1b"
     recompute: Recompute = "never"
+    data: int | None = None
+    tensor: int | None = None
     planner: str = "joint"
     target: Target = "cpu"
     threads: int = 1
 
-    def profile(self, task: Task, microbatch_size: int | None = None) -> ModelProfile:
-        """What the layers of `task` cost, by the fake profiler."""
-        size = self.microbatch_size if microbatch_size is None else microbatch_size
-        return profile(task, microbatch_size=size, target=self.target, threads=self.threads)
-
-    def plan(self, costs: ModelProfile, cluster: Cluster | None = None) -> Plan:
-        """The plan, whether or not it fits."""
-        if self.planner not in PLANNERS:
-            raise UsageError(f"there is no planner {self.planner!r}; choose one of {', '.join(PLANNERS)}")
-        microbatches = self.microbatches or 4 * len(self.cluster.devices)
-        training = Training(
-            batch_size=microbatches * costs.measurements[0].microbatch_size,
-            microbatches=microbatches,
+    def asked(self, microbatch_size: int | None = None) -> Asked:
+        """The arguments of a plan, for microbatches of so many samples if the demand does not say of how many."""
+        size, each = microbatch_size or self.microbatch_size, _EACH * len(self.cluster.devices)
+        asked = Asked(
             schedule=self.schedule,
-            precision=costs.assumptions.precision,
-        )
-        question = Question(
-            profile=costs,
-            cluster=cluster or self.cluster,
-            training=training,
-            options=Options(recompute=self.recompute, allow_infeasible=True, effort=_EFFORT),
+            recompute=self.recompute,
+            data=self.data,
+            tensor=self.tensor,
+            planner=self.planner,
+            effort=_EFFORT,
+            allow_infeasible=True,
             means=Means(spill=False),
         )
-        return solved(question, PLANNERS[self.planner], name=self.planner)
+        if self.batch_size is not None:
+            return Asked(**asked, batch_size=self.batch_size, microbatch_size=size, microbatches=self.microbatches)
+        if size is None and self.microbatches is None:
+            return Asked(**asked, batch_size=each)
+        return Asked(**asked, microbatch_size=size or 1, microbatches=self.microbatches or each)
+
+    def profiles(self, task: Task, microbatch_size: int | None = None) -> OnDemand:
+        """What the layers of `task` cost, in microbatches of as many samples as are asked for.
+
+        Raises:
+            UsageError: the smallest of them cannot be profiled.
+        """
+        sizes = sizes_asked(None, self.asked(microbatch_size))
+        known = OnDemand(task, target=self.target, threads=self.threads, sizes=sizes)
+        known(microbatch_size or self.microbatch_size or 1)
+        return known
+
+    def plan(self, known: OnDemand, cluster: Cluster | None = None, microbatch_size: int | None = None) -> Plan:
+        """The plan, whether or not it fits: without shards, or with the fewest with which it fits."""
+        within, asked = cluster or self.cluster, self.asked(microbatch_size)
+        plan = plan_on_the_way(known, within, shards=(self.tensor or 1,), **asked)
+        most = len(within.devices) if self.tensor is None and self.planner in ON_GRIDS else 1
+        for ranks in takewhile(lambda ranks: ranks <= most, (2 << power for power in count())):
+            if attempt(0, plan).fits:
+                break
+            with suppress(UsageError):  # so many ranks cannot divide the layers
+                divided = plan_on_the_way(known, within, shards=(ranks,), **asked)
+                plan = divided if attempt(0, divided).fits else plan
+        return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What grows, through which values, and what follows from each: the task, its costs, and a plan for them.
+    """What grows, through which values, and what follows from each: the task, its profiles, and a plan for them.
 
-    A `UsageError` from the task or from its costs means that the model cannot have this value, and the search goes on;
-    one from the plan means that no plan can be made as demanded, and ends it.
+    A `UsageError` from the task or from its profiles means that the model cannot have this value, and the search goes
+    on; one from the plan means that no plan can be made as demanded, and ends it.
     """
 
     name: str
     sense: Sense
     values: range
     task: Callable[[int], Task]
-    costs: Callable[[int], ModelProfile]
-    plan: Callable[[ModelProfile, int], Plan]
+    profiles: Callable[[int], OnDemand]
+    plan: Callable[[OnDemand, int], Plan]
 
     def named(self, value: int) -> str:
         """`layers=12`, or `memory=13.50 GiB`."""
@@ -96,28 +125,37 @@ def setting(name: str, make: Callable[[int], Task], demand: Demand, values: rang
         sense="largest",
         values=values,
         task=make,
-        costs=lambda value: demand.profile(make(value)),
-        plan=lambda costs, _: demand.plan(costs),
+        profiles=lambda value: demand.profiles(make(value)),
+        plan=lambda known, _: demand.plan(known),
     )
 
 
 def batch(task: Task, demand: Demand, values: range) -> Growth:
-    """The largest microbatch, in samples; how many there are stays."""
+    """The largest microbatch, in samples; how many there are stays.
+
+    Raises:
+        UsageError: the demand says of how many samples the batch of a step is.
+    """
+    if demand.batch_size is not None:
+        raise UsageError(
+            "a batch that grows has as many samples as fit, not batch_size: say how many microbatches it has"
+        )
     return Growth(
         name="batch",
         sense="largest",
         values=values,
         task=lambda _: task,
-        costs=lambda value: demand.profile(task, value),
-        plan=lambda costs, _: demand.plan(costs),
+        profiles=lambda value: demand.profiles(task, value),
+        plan=lambda known, value: demand.plan(known, microbatch_size=value),
     )
 
 
 def devices(task: Task, demand: Demand, values: range) -> Growth:
-    """The fewest devices of the cluster's kind. More of them than the model has blocks are not tried.
+    """The fewest devices of the cluster's kind, up to one for every block; where stages may have several, for every
+    block and sample of a microbatch.
 
     Raises:
-        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond the blocks.
+        UsageError: the cluster has devices of different kinds or sizes, or the values begin beyond those.
     """
     cluster = demand.cluster
     if len({(device.kind.name, device.memory_bytes) for device in cluster.devices}) > 1:
@@ -125,8 +163,9 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
             f"the devices of {cluster.name} differ in kind or memory, so that the answer would depend on which of them "
             "are used: name a cluster of equal devices"
         )
-    costs = demand.profile(task)
-    most = len(costs.block_names)
+    known = demand.profiles(task)
+    costs, sizes = known(known.sizes[0]), known.sizes if demand.planner in ON_GRIDS else (1,)
+    most = len(costs.block_names) * sizes[-1]
     numbers = range(values.start, min(values.stop, most + 1), values.step)
     if not numbers:
         raise UsageError(
@@ -137,21 +176,21 @@ def devices(task: Task, demand: Demand, values: range) -> Growth:
         sense="smallest",
         values=numbers,
         task=lambda _: task,
-        costs=lambda _: costs,
-        plan=lambda costs, count: demand.plan(costs, with_devices(cluster, count)),
+        profiles=lambda _: known,
+        plan=lambda known, number: demand.plan(known, with_devices(cluster, number)),
     )
 
 
 def memory(task: Task, demand: Demand, values: range) -> Growth:
     """The least memory, in bytes, that every device of the cluster must have."""
-    costs = demand.profile(task)
+    known = demand.profiles(task)
     return Growth(
         name="memory",
         sense="smallest",
         values=values,
         task=lambda _: task,
-        costs=lambda _: costs,
-        plan=lambda costs, nbytes: demand.plan(costs, with_memory(demand.cluster, nbytes)),
+        profiles=lambda _: known,
+        plan=lambda known, nbytes: demand.plan(known, with_memory(demand.cluster, nbytes)),
     )
 
 

@@ -46,6 +46,7 @@ from pipefit.training import Training, Versions
 from pipefit.validation import instance
 
 __all__ = [
+    "ON_GRIDS",
     "PLANNERS",
     "Asked",
     "Found",
@@ -95,7 +96,7 @@ PLANNERS: dict[str, Planner] = {
     "mcap_bo": mcap_bo,
 }
 
-_GRIDS = "joint", "exact", "capture", "alpa"  # planners that choose how many devices each stage has
+ON_GRIDS = "joint", "exact", "capture", "alpa"  # planners that choose how many devices each stage has
 
 Goal = Literal["throughput", "peak"]
 
@@ -118,6 +119,7 @@ class Asked(TypedDict, total=False):
     shard: Sharding | None
     effort: float
     allow_infeasible: bool
+    means: Means
 
 
 PLANNER_FOR: dict[str, str] = {"throughput": "joint", "peak": "exact"}
@@ -143,6 +145,7 @@ def plan(
     shard: Sharding | None = None,
     effort: float = 1.0,
     allow_infeasible: bool = False,
+    means: Means = Means(),
 ) -> Plan:
     """Choose which layers go on which device, and what is recomputed or moved away, so that the model fits.
 
@@ -157,7 +160,7 @@ def plan(
     `batch_size`, and under other planners, microbatches have the first size that was profiled, the schedule is 1f1b,
     and there are stages on all devices. Without `batch_size` and `microbatches`, there are four microbatches for each
     device. `planner` is a name in `PLANNERS`, instead of the one for the objective; `stages`, `recompute`, `effort` and
-    `allow_infeasible` are explained in `Options`.
+    `allow_infeasible` are explained in `Options`. `means` are what `joint` and `mpress` may do to free memory.
 
     Raises:
         UsageError: an unknown name, numbers that do not go together, or a microbatch size that was not profiled.
@@ -196,8 +199,8 @@ def plan(
         allow_infeasible=allow_infeasible,
     )
     chooses = planner == "joint"
-    may = Open(sizes=planner in PLANNER_FOR.values(), arrangements=chooses, degrees=planner in _GRIDS)
-    space = space_of(profile, cluster, numbers if training is None else training, options, may)
+    may = Open(sizes=planner in PLANNER_FOR.values(), arrangements=chooses, degrees=planner in ON_GRIDS)
+    space = space_of(profile, cluster, numbers if training is None else training, options, may, means)
     if may.sizes:
         return _chosen(space) if chooses else _leanest(space)
     asked = PLANNERS[planner] if may.degrees else in_replicas(PLANNERS[planner])
@@ -252,19 +255,17 @@ def _degrees(asked: Mapping[str, object], devices: int) -> list[tuple[int | None
 
 
 def _leanest(space: Space) -> Plan:
-    """The plan with the lowest peak of all microbatch sizes of a space that may have it.
+    """The plan with the lowest peak of all microbatch sizes of a space.
 
-    Larger ones than the smallest are of use where their slices are smaller: with as many samples as there are devices,
-    at most.
+    Large ones may have it: where replicas divide them, and where few of them leave fewer gradients to add up.
 
     Raises:
         InfeasibleError: it does not fit.
     """
     began, asked = perf_counter(), list[Question]()
     for size in space.sizes:
-        if not asked or size <= space.sizes[0] * len(space.question.cluster.devices):
-            with suppress(UsageError):
-                asked.append(space.question_of(size, space.profiles(size)))
+        with suppress(UsageError):
+            asked.append(space.question_of(size, space.profiles(size)))
     question, best = leanest_of(asked or [space.question])
     seconds = perf_counter() - began
     return answer(question, best, planner=exact, name="exact", seconds=seconds, asked=question.options)

@@ -14,6 +14,7 @@ from pipefit.fingerprints import differences
 from pipefit.kernels import KernelMemory
 from pipefit.planner.degrees import Degree, check_pins, divisors
 from pipefit.planner.question import Options, Question
+from pipefit.planner.techniques import Means
 from pipefit.profiles import ModelProfile
 from pipefit.training import Training, Versions
 from pipefit.validation import whole
@@ -134,7 +135,12 @@ class Space:
 
 
 def space_of(
-    profile: ModelProfile | Profiles, cluster: Cluster, how: Training | Numbers, options: Options, may: Open
+    profile: ModelProfile | Profiles,
+    cluster: Cluster,
+    how: Training | Numbers,
+    options: Options,
+    may: Open,
+    means: Means = Means(),
 ) -> Space:
     """The space of a call of `plan`, of one arrangement unless its planner `may` choose.
 
@@ -148,7 +154,7 @@ def space_of(
     profiles = _with_pins(profiles, len(cluster.devices), options, how.batch_size)
     size, made = _first(profiles, by_distance(sizes, _batch(how, sizes), len(cluster.devices)))
     training = how.training(size, made, cluster) if isinstance(how, Numbers) else how
-    question = Question(profile=made, cluster=cluster, training=training, options=options)
+    question = Question(profile=made, cluster=cluster, training=training, options=options, means=means)
     open_schedule = may.arrangements and isinstance(how, Numbers) and how.schedule is None
     return Space(
         question=question,

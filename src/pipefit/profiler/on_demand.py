@@ -37,7 +37,8 @@ class OnDemand:
         sizes: Iterable[int] = (),
     ) -> None:
         whole("threads", threads, 1, MOST_THREADS)
-        self.chains = Chains(task, sizes)
+        self.sizes = tuple(sorted(sizes))
+        self.chains = Chains(task, self.sizes)
         self._task, self._target, self._threads, self._progress = task, target, threads, progress
         self._known: dict[tuple[int, tuple[int, ...]], ModelProfile] = {}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pipefit.decisions import What
 from pipefit.fingerprints import samples
 from pipefit.fits import Fit, named_value
+from pipefit.grids import told_sharing
 from pipefit.tables import Block, Table
 from pipefit.texts import counted, first_to_last
 from pipefit.units import format_bytes
@@ -58,6 +59,7 @@ def _tried(fit: Fit) -> Table:
 
 
 def _limits(fit: Fit) -> Iterator[str]:
+    yield from told_sharing(fit.best.plan.stages)
     best, further = fit.best, "larger" if fit.sense == "largest" else "smaller"
     yield (
         f"Device {best.device} limits: stage {best.stage} ({first_to_last(best.blocks)}) needs "

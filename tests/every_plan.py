@@ -1,0 +1,63 @@
+"""Every plan there is for a small question, of which the simulator says the peak: cuts, replicas, what they divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise, product
+
+from pipefit.cluster import Cluster
+from pipefit.errors import UsageError
+from pipefit.grids import Grid, Sharding, Stage
+from pipefit.plans import Plan
+from pipefit.profiles import ModelProfile
+from pipefit.schedule.whole_stages import Recompute, whole_stages
+from pipefit.simulator import Simulation
+from pipefit.training import Training
+
+BUCKETS: dict[Sharding, int] = {"none": 1, "optimizer": 1, "gradients": 4, "parameters": 4}
+
+
+def every_plan(
+    profile: ModelProfile, cluster: Cluster, how: Training, recompute: Recompute = "never"
+) -> Iterator[Plan]:
+    """All cuts, replicas of every stage, and all that they may divide, on devices in their order."""
+    layers, most = len(profile.layers), len(cluster.devices)
+    sizes = {one.microbatch_size for one in profile.measurements}
+    degrees = [d for d in range(1, most + 1) if how.microbatch_size % d == 0 and how.microbatch_size // d in sizes]
+    stages = [(degree, shard) for degree in degrees for shard in BUCKETS if degree > 1 or shard == "none"]
+    for count in range(1, min(layers, most) + 1):
+        for cuts, chosen in product(combinations(range(1, layers), count - 1), product(stages, repeat=count)):
+            if sum(degree for degree, _ in chosen) <= most:
+                yield _written(profile, cluster, how, (0, *cuts, layers), chosen, recompute)
+
+
+def _written(
+    profile: ModelProfile,
+    cluster: Cluster,
+    how: Training,
+    edges: tuple[int, ...],
+    chosen: tuple[tuple[int, Sharding], ...],
+    recompute: Recompute,
+) -> Plan:
+    firsts = [0, *accumulate(degree for degree, _ in chosen)]
+    stages = tuple(
+        Stage(
+            start=start,
+            stop=stop,
+            grid=Grid(devices=tuple(range(first, last)), data=degree, shard=shard, buckets=BUCKETS[shard]),
+        )
+        for (start, stop), (first, last), (degree, shard) in zip(pairwise(edges), pairwise(firsts), chosen, strict=True)
+    )
+    decisions = whole_stages(stages, recompute, how.schedule, how.microbatches)
+    return Plan(profile=profile, cluster=cluster, training=how, stages=stages, decisions=decisions)
+
+
+def simulated(plans: Iterator[Plan]) -> Iterator[Simulation]:
+    """Those that can be carried out."""
+    for one in plans:
+        try:
+            found = Simulation(one)
+            assert found.peak_bytes
+        except UsageError:
+            continue
+        yield found
